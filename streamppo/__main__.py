@@ -1,0 +1,8 @@
+"""`python -m streamppo` is `streamppo`."""
+
+import sys
+
+from streamppo.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

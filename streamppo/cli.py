@@ -1,0 +1,56 @@
+"""The commands. Torch and Ray are imported only after the arguments and the configuration are known to be right."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamppo import __version__, configfile
+from streamppo.errors import StreamppoError
+
+STARTED = time.perf_counter()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 only if it did all that it was asked for."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse closes the list of overrides at the first flag: `run CONFIG --dry-run a.b=1` leaves one over.
+    if unknown := [word for word in rest if word.startswith("-") or "overrides" not in options]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        options.overrides += rest
+    try:
+        return options.command(options)
+    except StreamppoError as error:
+        print(f"streamppo: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="streamppo", description="Asynchronous streaming PPO for language models.")
+    parser.add_argument("--version", action="version", version=f"streamppo {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="train", description="Train as CONFIG says, with overrides.")
+    run.add_argument("config", type=Path, help="a TOML file, such as configs/math.toml")
+    run.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example learner.lr=3e-4")
+    run.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    run.add_argument("--resume", action="store_true", help="go on from the last checkpoint of runs/NAME")
+    run.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are made (default: runs)")
+    run.set_defaults(command=_run)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = configfile.load(options.config, options.overrides)
+    if options.dry_run:
+        print(configfile.show(config))
+        return 0
+    print(f"streamppo {__version__}: {options.config}, {config.updates} updates; starting Ray", flush=True)
+    # The hub client's progress bars and Ray's usage ping have no place in a training log.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from streamppo.run import run
+
+    return run(config, runs=options.runs, resume=options.resume, started=STARTED)

@@ -1,0 +1,152 @@
+"""From a TOML file and dotted overrides to a `Config`, or to an error that says where and what instead."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamppo.config import Config
+from streamppo.errors import ConfigError
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `overrides` ("learner.lr=3e-4"), check everything.
+
+    Raises `ConfigError` with the file, the line and the nearest name of what is wrong.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    overridden = {apply_override(tree, override) for override in overrides}
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), path, text, overridden)) from error
+
+
+def show(config: Config) -> str:
+    """The resolved tree, one dotted `name = value` per line, in the order of the file's sections."""
+    return "\n".join(f"{name} = {_toml(value)}" for name, value in _leaves("", msgspec.to_builtins(config)))
+
+
+def apply_override(tree: dict[str, Any], override: str) -> str:
+    """Set one "a.b.c=value" in `tree`, the value read as TOML (a bare word is a string). Returns the dotted name.
+
+    Another `kind` replaces the whole table, since the fields of two kinds have nothing to do with each other.
+    """
+    name, equals, value = override.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"override {override!r} is not of the form section.field=value")
+    *parents, last = name.strip().split(".")
+    table = tree
+    for part in parents:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {part!r} is a value, not a section")
+    parsed = _value(value.strip())
+    if last == "kind" and table.get("kind") != parsed:
+        table.clear()
+    table[last] = parsed
+    return name.strip()
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _leaves(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(f"{prefix}{name}.", value)  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+# --- errors --------------------------------------------------------------------------------------------------
+
+
+def _explain(message: str, path: Path, text: str, overridden: set[str]) -> str:
+    """msgspec's message plus where in the file, and the nearest name for an unknown field."""
+    body, _, at = message.partition(" - at ")
+    where = at.strip("`").removeprefix("$").lstrip(".")
+    unknown = re.search(r"unknown field `(.+?)`", body)
+    name = ".".join(part for part in (where, unknown and unknown[1]) if part)
+    hint = ""
+    if unknown:
+        names = _known_fields(where, text)
+        near = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.5)
+        body = f"unknown field {unknown[1]!r}"
+        hint = f": did you mean {near[0]!r}?" if near else f": known here are {', '.join(sorted(names))}"
+    if name.endswith(".kind"):
+        hint = f"; kinds are {', '.join(_kinds(name.removesuffix('.kind')))}"
+    if any(changed == name or changed.startswith(f"{name}.") for changed in overridden if name):
+        return f"override {name}: {body}{hint}"
+    line = _line_of(name, text)
+    return f"{path}{f':{line}' if line else ''}: {f'{name}: ' if name else ''}{body}{hint}"
+
+
+def _known_fields(where: str, text: str) -> list[str]:
+    """The fields of the struct at the dotted path `where`; for a union, of the kind that the file chose."""
+    tree: Any = tomllib.loads(text)
+    for part in where.split(".") if where else []:
+        tree = tree.get(part, {}) if isinstance(tree, dict) else {}
+    return [field.encode_name for field in _struct(_node(where), tree).fields]
+
+
+def _kinds(where: str) -> list[str]:
+    """The tags of the union at the dotted path `where`."""
+    node = _node(where)
+    options = node.types if isinstance(node, msgspec.inspect.UnionType) else (node,)
+    return [str(option.tag) for option in options if isinstance(option, msgspec.inspect.StructType)]
+
+
+def _node(where: str) -> Any:
+    """The type at the dotted path `where` of the tree."""
+    node: Any = msgspec.inspect.type_info(Config)
+    for part in where.split(".") if where else []:
+        node = next(field.type for field in _struct(node, {}).fields if field.encode_name == part)
+    return node
+
+
+def _struct(node: Any, tree: Any) -> msgspec.inspect.StructType:
+    if isinstance(node, msgspec.inspect.UnionType):
+        options = [option for option in node.types if isinstance(option, msgspec.inspect.StructType)]
+        chosen = [option for option in options if option.tag == tree.get("kind")]
+        return (chosen or options)[0]
+    assert isinstance(node, msgspec.inspect.StructType), node
+    return node
+
+
+def _line_of(name: str, text: str) -> int | None:
+    """The line of the file that sets the dotted `name`, or that opens its table."""
+    table, best = "", None
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line)
+        key = re.match(r"\s*([\w.\-]+)\s*=", line)
+        table = header[1] if header else table
+        full = table if header else f"{table}.{key[1]}".lstrip(".") if key else ""
+        if full and full == name:
+            return number
+        if full and name.startswith(f"{full}."):
+            best = number
+    return best

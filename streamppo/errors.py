@@ -1,0 +1,53 @@
+"""Every exception that streamppo raises on purpose.
+
+StreamppoError
+├── ConfigError            the configuration is wrong: says the file, the line and the nearest name
+├── TaskError              a data set or a reward cannot be loaded or used
+│   └── TooManyFailures    rewards or engines failed more often than the config allows
+├── ModelError             a model folder that no engine of ours can run
+├── WeightsError           a push that does not verify: the old version stays
+├── CheckpointError        a checkpoint that is missing, damaged or of another run
+├── QueueError             a request that the queue's rules refuse
+└── RunError               a stage died or stalled; the message names the stage
+    └── Interrupted        SIGINT or SIGTERM
+"""
+
+
+class StreamppoError(Exception):
+    """Base of all: catching this catches what streamppo foresaw, and nothing else."""
+
+
+class ConfigError(StreamppoError):
+    """The configuration is wrong."""
+
+
+class TaskError(StreamppoError):
+    """A data set or a reward cannot be loaded or used."""
+
+
+class TooManyFailures(TaskError):
+    """More trajectories failed than `queue.max_failure_rate` allows; the message quotes the first reasons."""
+
+
+class ModelError(StreamppoError):
+    """A model folder that cannot be loaded or run."""
+
+
+class WeightsError(StreamppoError):
+    """A push whose bytes do not match its checksums, or that does not fit the engine's parameters."""
+
+
+class CheckpointError(StreamppoError):
+    """A checkpoint that is missing, damaged, or belongs to another run."""
+
+
+class QueueError(StreamppoError):
+    """A request that the queue's rules refuse."""
+
+
+class RunError(StreamppoError):
+    """A stage died or stalled."""
+
+
+class Interrupted(RunError):
+    """The run was asked to stop by a signal."""

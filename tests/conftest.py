@@ -1,0 +1,50 @@
+"""What tests share: the shipped configuration, and tiny trajectories."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers.utils import logging
+
+from streamppo import configfile
+from streamppo.config import Config
+from streamppo.types import Identity, Trajectory
+
+logging.disable_progress_bar()
+
+REPOSITORY = Path(__file__).parent.parent
+MATH = REPOSITORY / "configs" / "math.toml"
+
+
+@pytest.fixture
+def math_config() -> Callable[..., Config]:
+    """configs/math.toml with overrides."""
+    return lambda *overrides: configfile.load(MATH, overrides)
+
+
+def trajectory(
+    tokens: Sequence[int],
+    *,
+    prompt: Sequence[int] = (3, 4, 5),
+    number: int = 0,
+    sample: int = 0,
+    versions: Sequence[int] | None = None,
+    logprobs: Sequence[float] | None = None,
+    mask: Sequence[bool] | None = None,
+    reward: float = 0.0,
+    finish: str = "stop",
+) -> Trajectory:
+    """A trajectory with the given columns; version 0 and log-prob -1 where nothing is said."""
+    count = len(tokens)
+    return Trajectory(
+        identity=Identity(task="test", prompt=number, sample=sample),
+        actor="rollout-0",
+        prompt_tokens=np.asarray(prompt, np.int32).tobytes(),
+        tokens=np.asarray(tokens, np.int32).tobytes(),
+        logprobs=np.asarray([-1.0] * count if logprobs is None else logprobs, np.float32).tobytes(),
+        versions=np.asarray([0] * count if versions is None else versions, np.int32).tobytes(),
+        mask=np.asarray([True] * count if mask is None else mask, np.bool_).tobytes(),
+        finish=finish,  # pyright: ignore[reportArgumentType]
+        reward=reward,
+    )

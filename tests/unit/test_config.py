@@ -1,0 +1,128 @@
+"""The configuration refuses what it does not know, and says what was meant."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import MATH, REPOSITORY
+
+from streamppo import configfile
+from streamppo.config import Clip, Config, NoCorrection, Truncate
+from streamppo.errors import ConfigError
+
+
+def edited(tmp_path: Path, old: str, new: str) -> Path:
+    text = MATH.read_text()
+    assert old in text
+    path = tmp_path / "edited.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_the_shipped_configuration_loads() -> None:
+    config = configfile.load(MATH)
+    assert config.name == "math"
+    assert isinstance(config.algorithm.correction, Truncate)
+
+
+def test_overrides_reach_nested_fields_and_keep_their_types() -> None:
+    config = configfile.load(MATH, ["learner.lr=3e-4", "name=other", "learner.betas=[0.8, 0.9]", "queue.too_old=drop"])
+    assert (config.learner.lr, config.name, config.learner.betas) == (3e-4, "other", (0.8, 0.9))
+    assert config.queue.too_old == "drop"
+
+
+def test_another_kind_replaces_the_whole_table() -> None:
+    config = configfile.load(MATH, ["algorithm.correction.kind=off"])
+    assert config.algorithm.correction == NoCorrection()
+
+
+def test_an_unknown_field_is_answered_with_file_line_and_nearest_name(tmp_path: Path) -> None:
+    path = edited(tmp_path, "minibatches =", "minibatch =")
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if text.startswith("minibatch ="))
+    with pytest.raises(ConfigError, match=rf"edited.toml:{line}: learner.minibatch: .*did you mean 'minibatches'"):
+        configfile.load(path)
+
+
+def test_an_unknown_field_inside_a_chosen_kind_knows_the_fields_of_that_kind() -> None:
+    with pytest.raises(ConfigError, match=r"override algorithm.correction.capp: .*did you mean 'cap'"):
+        configfile.load(MATH, ["algorithm.correction.capp=3"])
+
+
+def test_an_unknown_kind_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="kinds are arithmetic, files"):
+        configfile.load(MATH, ["task.kind=algebra"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.lr=-1", "learner.lr"),
+        ("learner.lr=fast", "learner.lr"),
+        ("queue.samples_per_prompt=3", "multiple of queue.samples_per_prompt"),
+        ("learner.minibatches=7", "multiple of learner.minibatches"),
+        ("name=a/b", "name of a folder"),
+        ("learner.lr", "not of the form"),
+        ("name.x=1", "'name' is a value"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configfile.load(MATH, [override])
+
+
+def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:
+    line = next(text for text in MATH.read_text().splitlines() if text.startswith("correction ="))
+    with pytest.raises(ConfigError, match="missing required field `correction`"):
+        configfile.load(edited(tmp_path, line, ""))
+
+
+def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        configfile.load(tmp_path / "none.toml")
+    (tmp_path / "broken.toml").write_text("name = ")
+    with pytest.raises(ConfigError, match="not TOML"):
+        configfile.load(tmp_path / "broken.toml")
+
+
+def test_the_tree_survives_its_own_encoding() -> None:
+    config = configfile.load(MATH)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
+
+
+def test_every_field_has_a_sentence_under_it() -> None:
+    lines = (REPOSITORY / "streamppo" / "config.py").read_text().splitlines()
+    fields = [
+        n
+        for n, line in enumerate(lines)
+        if line.startswith("    ")
+        and line[4:5].isalpha()
+        and ": " in line
+        and "(" not in line.split(":")[0]
+        and not line.lstrip().startswith(("def", "if", "raise", "return"))
+    ]
+    assert len(fields) > 60
+    assert [lines[n] for n in fields if not lines[n + 1].lstrip().startswith('"""')] == []
+
+
+def test_dry_run_prints_the_resolved_tree_and_flags_may_stand_between_overrides() -> None:
+    command = [sys.executable, "-m", "streamppo", "run", str(MATH), "--dry-run", "learner.lr=0.5", "name=x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "learner.lr = 0.5\n" in done.stdout
+    assert 'name = "x"\n' in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", str(MATH), "--dry-run"], ["run", str(MATH), "x=1"]])
+def test_help_dry_run_and_config_errors_import_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom streamppo.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'ray', 'transformers', 'sglang'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True)
+
+
+def test_a_choice_between_kinds_is_a_type() -> None:
+    assert isinstance(configfile.load(MATH).algorithm.policy_loss, Clip)
