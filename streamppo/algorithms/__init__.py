@@ -1,0 +1,17 @@
+"""The mathematics of the update: pure torch functions of (tensors, masks, numbers), and nothing else of ours.
+
+layout        padded and packed responses, and the moves between them
+scan          the backward recurrence behind every multi-step estimate
+advantages    GAE, its length-adaptive lambda, the sequence-level form, whitening
+vtrace        off-policy returns
+groups        GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL: advantages without a critic
+corrections   proximal / behavior: truncate, mask, both, second moment
+proximal      proximal log-probs without a second forward pass
+policy_losses current / proximal: PPO, CISPO, GSPO, sequence PPO, REINFORCE, DPPO, SAPO
+value_losses  the critic's loss and its explained variance
+kl            estimators, reward and loss forms, the adaptive coefficient
+aggregate     one number from many tokens, additive over any split
+tokens        log-probs and entropy from hidden states, never holding all logits
+diagnostics   how far apart the three policies are, before anything is truncated
+checks        refuses NaN and impossible log-probs at the boundary
+"""

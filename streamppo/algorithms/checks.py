@@ -1,0 +1,38 @@
+"""What the boundary refuses before it reaches a loss: numbers that are not numbers, probabilities above one.
+
+Each check reads its result back from the device once; call it once a batch, not once a micro-batch.
+"""
+
+import torch
+from torch import Tensor
+
+
+def check_finite(mask: Tensor, **tensors: Tensor) -> None:
+    """Refuse NaN and infinity at unmasked places: ValueError with the name, the count, the first place."""
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}")
+        refuse(name, tensor, mask & ~tensor.isfinite(), "not finite")
+
+
+def check_logprobs(mask: Tensor, *, tolerance: float = 1e-3, **logprobs: Tensor) -> None:
+    """Refuse log-probs that are NaN, infinite or positive beyond rounding at unmasked places: ValueError."""
+    check_finite(mask, **logprobs)
+    for name, tensor in logprobs.items():
+        refuse(name, tensor, mask & (tensor > tolerance), "above 0, so not a log-probability")
+
+
+def check_any(mask: Tensor) -> None:
+    """Refuse a batch in which every token is masked (ValueError): there is nothing to learn from."""
+    if not bool(mask.any()):
+        raise ValueError(f"every token of the batch is masked (mask has shape {tuple(mask.shape)})")
+
+
+def refuse(name: str, tensor: Tensor, bad: Tensor, why: str) -> None:
+    """Raise where any entry is bad, pointing at the first."""
+    if not bool(bad.any()):
+        return
+    place = tuple(int(i) for i in torch.nonzero(bad)[0])
+    raise ValueError(
+        f"{name}{list(place)} = {float(tensor[place])} is {why} ({int(bad.sum())} of {bad.numel()} places)"
+    )

@@ -1,0 +1,43 @@
+"""The two pieces of every multi-step estimate: what follows a token, and a sum that runs backwards in time.
+
+B sequences, T response tokens (padded). Both skip masked tokens, so that an estimate on a response with tool
+output in the middle equals the estimate on the response without it.
+"""
+
+import torch
+from torch import Tensor
+
+
+def next_unmasked(x_BT: Tensor, mask_BT: Tensor, after_B: Tensor) -> Tensor:
+    """[B, T], x at the next unmasked token after t, or after_B[b] where there is none."""
+    T = x_BT.shape[1]
+    index_BT = torch.arange(T, device=x_BT.device).expand_as(x_BT).masked_fill(~mask_BT, T)
+    first_at_or_after_BT = index_BT.flip(-1).cummin(-1).values.flip(-1)
+    end_B1 = first_at_or_after_BT.new_full((x_BT.shape[0], 1), T)
+    following_BT = torch.cat([first_at_or_after_BT[:, 1:], end_B1], dim=-1)
+    return torch.cat([x_BT, after_B.to(x_BT)[:, None]], dim=-1).gather(-1, following_BT)
+
+
+def reverse_scan(increments_BT: Tensor, decay_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The recurrence of all returns, y_t = increments_t + decay_t * y_{t+1}, in log2(T) doubling steps.
+
+    A masked token adds nothing and hands y_{t+1} on unchanged; the result there is zero. Each step combines
+    neighbours (d, x) and (d', x') into (d * d', x + d * x'), which is associative (Blelloch 1990,
+    https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf). With decay 1 this is a reversed cumulative sum.
+    """
+    total_BT = increments_BT.masked_fill(~mask_BT, 0.0)
+    decay_BT = decay_BT.masked_fill(~mask_BT, 1.0)
+    step = 1
+    while step < total_BT.shape[1]:
+        later_BT = torch.nn.functional.pad(total_BT[:, step:], (0, step))
+        later_decay_BT = torch.nn.functional.pad(decay_BT[:, step:], (0, step))
+        total_BT = total_BT + decay_BT * later_BT
+        decay_BT = decay_BT * later_decay_BT
+        step *= 2
+    return total_BT.masked_fill(~mask_BT, 0.0)
+
+
+def running_sum(x_BT: Tensor) -> Tensor:
+    """[B, T], the sum of x up to and including t: `cumsum`, which on a GPU is not the same twice."""
+    total_BT = reverse_scan(x_BT.flip(-1), torch.ones_like(x_BT), torch.ones_like(x_BT, dtype=torch.bool))
+    return total_BT.flip(-1)

@@ -1,0 +1,125 @@
+"""Log-probs and entropy from hidden states: the [N, V] logits are never held whole, forward or backward.
+
+N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass keeps two numbers per token
+(the log-normaliser and the entropy); the backward pass recomputes each chunk's logits. Peak extra memory is a
+few [C, V] float32 tensors, plus the weight's own gradient.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+class ChunkedHead(torch.autograd.Function):
+    """(logprobs_N, entropy_N) of z = hidden weight^T * inverse_temperature, one chunk at a time.
+
+    With p = softmax(z) and H = -sum p log p:
+        d logprob_y / dz_k = [k = y] - p_k          d H / dz_k = -p_k (log p_k + H)
+    Autocast stays outside: it would round the logits to bfloat16.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        inverse_temperature_N: Tensor,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for part in slices(hidden_ND.shape[0], chunk):
+                logits_CV = chunk_logits(hidden_ND[part], weight_VD, inverse_temperature_N[part])
+                normaliser_C = logits_CV.logsumexp(-1)
+                logprobs_C = logits_CV.gather(-1, targets_N[part, None]).squeeze(-1) - normaliser_C
+                logits_CV -= normaliser_C[:, None]
+                entropy_C = -torch.einsum("cv,cv->c", logits_CV.exp(), logits_CV)
+                rows.append((logprobs_C, entropy_C, normaliser_C))
+        logprobs_N, entropy_N, normaliser_N = (torch.cat(column) for column in zip(*rows, strict=True))
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N)
+        ctx.chunk = chunk
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype) if wants_weight else None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for part in slices(hidden_ND.shape[0], ctx.chunk):
+                log_p_CV = chunk_logits(hidden_ND[part], weight_VD, inverse_temperature_N[part])
+                log_p_CV -= normaliser_N[part, None]
+                p_CV = log_p_CV.exp()
+                grad_CV = log_p_CV.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None])
+                grad_CV = grad_CV.sub_(grad_logprobs_N[part, None]).mul_(p_CV)
+                grad_CV.scatter_add_(-1, targets_N[part, None], grad_logprobs_N[part, None])
+                grad_CV = grad_CV.mul_(inverse_temperature_N[part, None]).to(weight_VD.dtype)
+                if grad_hidden_ND is not None:
+                    grad_hidden_ND[part] = (grad_CV @ weight_VD).to(hidden_ND.dtype)
+                if grad_weight_VD is not None:
+                    add_product(grad_weight_VD, grad_CV.T, hidden_ND[part].to(weight_VD.dtype))
+        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_ND, grad_weight, None, None, None
+
+
+def add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
+    """total += left @ right, summed in total's type: in place where the types agree."""
+    if total_VD.dtype == left_VC.dtype:
+        total_VD.addmm_(left_VC, right_CD)
+    else:
+        total_VD.add_(left_VC @ right_CD)
+
+
+def slices(total: int, chunk: int) -> list[slice]:
+    """Cut range(total) into runs of at most `chunk`; one empty run where there is nothing."""
+    return [slice(start, min(start + chunk, total)) for start in range(0, max(total, 1), chunk)]
+
+
+def chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, inverse_temperature_C: Tensor) -> Tensor:
+    """[C, V] float32 (float64 stays): the product in the weight's own type, the rest in float32."""
+    logits_CV = hidden_CD.to(weight_VD.dtype) @ weight_VD.T
+    logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+    return logits_CV * inverse_temperature_C[:, None]
+
+
+def chunked_logprobs_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    chunk: int = 1024,
+    float32_matmul: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(logprobs_N, entropy_N) of softmax(hidden W^T / temperature), differentiable in hidden and weight.
+
+    Entropy is that of the full distribution. `temperature` is the one the tokens were sampled at, a number or
+    [N]. float32_matmul casts hidden and weight to float32 first (one copy of the weight, the closest
+    agreement with an engine); without it the product runs in the weight's type. Autocast does not reach
+    inside. Every target, masked or not, must be a token id in [0, V). Raises ValueError on shapes that do not
+    fit. The same numbers as `log_softmax(hidden @ weight.T / temperature)`; memory as in Cut Cross-Entropy,
+    https://arxiv.org/abs/2411.09009.
+    """
+    N, D = hidden_ND.shape
+    if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):
+        raise ValueError(
+            f"hidden {tuple(hidden_ND.shape)}, weight {tuple(weight_VD.shape)} and targets "
+            f"{tuple(targets_N.shape)} must be [N, D], [V, D] and [N]"
+        )
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    if float32_matmul and weight_VD.dtype != torch.float64:
+        hidden_ND, weight_VD = hidden_ND.float(), weight_VD.float()
+    wide = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
+    if bool(torch.as_tensor(temperature <= 0).any()):
+        raise ValueError("temperature must be positive (greedy sampling has no log-probs to learn from)")
+    temperature_ = torch.as_tensor(temperature, dtype=wide, device=hidden_ND.device)
+    inverse_temperature_N = temperature_.reciprocal().expand(N)
+    arguments = (hidden_ND, weight_VD, targets_N, inverse_temperature_N, chunk)
+    return cast(tuple[Tensor, Tensor], ChunkedHead.apply(*arguments))  # pyright: ignore[reportUnknownMemberType]
