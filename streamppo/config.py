@@ -31,15 +31,15 @@ class Kind(Section, frozen=True, tag_field="kind"):
 class WarmStart(Section, frozen=True):
     """Supervised steps that teach `builtin:tiny` the format and a weak answer before reinforcement begins."""
 
-    max_steps: Count = 400
+    max_steps: Count = 200
     """Steps at most."""
-    target_accuracy: Fraction = 0.25
-    """Stops at the first check in which greedy answers reach this."""
-    check_every: Positive = 10
+    target_accuracy: Fraction = 0.22
+    """Stops at the first check in which greedy answers to training problems reach this."""
+    check_every: Positive = 2
     """Steps between two checks."""
     batch_size: Positive = 256
     """Problems in one step."""
-    lr: PositiveFloat = 3e-3
+    lr: PositiveFloat = 5e-3
     """AdamW's learning rate in the warm start."""
 
 
@@ -56,7 +56,7 @@ class Model(Section, frozen=True):
     """Width of builtin:tiny."""
     layers: Positive = 2
     """Layers of builtin:tiny."""
-    heads: Positive = 4
+    heads: Positive = 8
     """Attention heads of builtin:tiny."""
     warm_start: WarmStart = WarmStart()
     """Warm start of builtin:tiny."""
@@ -68,8 +68,10 @@ class Model(Section, frozen=True):
 class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
     """Procedural addition: "12+34=" asks for "46"."""
 
-    digits: tuple[Positive, Positive] = (2, 2)
-    """The most digits of the first and of the second number."""
+    first: tuple[Count, Count] = (10, 99)
+    """Smallest and largest first number."""
+    second: tuple[Count, Count] = (10, 99)
+    """Smallest and largest second number."""
     held_out: Fraction = 0.1
     """Share of the problems kept for evaluation and never trained on."""
 

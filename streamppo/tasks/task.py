@@ -56,6 +56,6 @@ def build(config: ArithmeticTask | FilesTask, seed: int) -> Task:
     """The task that the configuration names. Raises `TaskError` if its data cannot be read."""
     match config:
         case ArithmeticTask():
-            return Task("arithmetic", Arithmetic(config.digits, config.held_out, seed), seed)
+            return Task("arithmetic", Arithmetic(config.first, config.second, config.held_out, seed), seed)
         case FilesTask():
             return Task("files", Files(config, seed), seed)

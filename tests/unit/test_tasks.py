@@ -25,7 +25,7 @@ def scored(completion: str, finish: str = "stop") -> ScoredText:
 
 
 def test_every_problem_is_either_trained_on_or_held_out_and_has_the_right_answer() -> None:
-    rows = task.build(ArithmeticTask(digits=(2, 1), held_out=0.2), seed=3).rows
+    rows = task.build(ArithmeticTask(first=(0, 99), second=(0, 9), held_out=0.2), seed=3).rows
     texts = [prompt.text for prompt in (*rows.training, *rows.held_out)]
     assert len(texts) == len(set(texts)) == 1000
     assert len(rows.held_out) == 200
@@ -35,7 +35,7 @@ def test_every_problem_is_either_trained_on_or_held_out_and_has_the_right_answer
 
 
 def test_a_prompt_depends_on_seed_and_number_alone() -> None:
-    config = ArithmeticTask(digits=(1, 1))
+    config = ArithmeticTask(first=(0, 9), second=(0, 9))
     first, again, other = task.build(config, 1), task.build(config, 1), task.build(config, 2)
     numbers = [0, 500, 3, 89, 90, 91]
     assert [first.prompt(n) for n in numbers] == [again.prompt(n) for n in sorted(numbers, key=numbers.index)]
@@ -43,7 +43,7 @@ def test_a_prompt_depends_on_seed_and_number_alone() -> None:
 
 
 def test_every_epoch_visits_every_training_prompt_once_in_another_order() -> None:
-    built = task.build(ArithmeticTask(digits=(1, 1)), 1)
+    built = task.build(ArithmeticTask(first=(0, 9), second=(0, 9)), 1)
     count = len(built.rows.training)
     epochs = [[built.prompt(epoch * count + n).text for n in range(count)] for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(prompt.text for prompt in built.rows.training)

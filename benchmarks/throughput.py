@@ -1,0 +1,123 @@
+"""How fast the whole system is, at several lag bounds and reward latencies; and the engine beside its peer.
+
+    python benchmarks/throughput.py --json out.json --max-lag 0 1 4 --reward-latency-s 0 1
+
+Every setting is a real run of `--config` for `--updates` updates, of which the first `WARM_UP` are left out. The peer
+of the engine is transformers' batched `generate` on the same weights, one thread, in turns within one process.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+WARM_UP = 5
+LATENCY = "STREAMPPO_BENCHMARK_LATENCY_S"
+
+
+def main() -> None:
+    options = _options()
+    rows = [
+        _run(options, max_lag, latency_s) for max_lag, latency_s in product(options.max_lag, options.reward_latency_s)
+    ]
+    result = {"machine": _machine(), "config": str(options.config), "overrides": options.set, "settings": rows}
+    if options.peer:
+        from benchmarks.engine import beside_generate
+
+        result["engine"] = beside_generate()
+    _print(result)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 1, 4])
+    parser.add_argument("--reward-latency-s", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--engine", default="embedded", help="rollout.engine.kind")
+    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--set", nargs="*", default=[], metavar="section.field=value")
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave transformers' generate out")
+    return parser.parse_args()
+
+
+def _run(options: argparse.Namespace, max_lag: int, latency_s: float) -> dict[str, Any]:
+    """One run in a process of its own, so that every setting starts alike."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            f"queue.max_lag={max_lag}",
+            f"rollout.engine.kind={options.engine}",
+            f"updates={options.updates}",
+            "evaluation.every=0",
+            "checkpoint.every=0",
+            *(["reward.function=benchmarks.latency:score"] if latency_s else []),
+            *options.set,
+        ]
+        command = [sys.executable, "-m", "streamppo", "run", str(options.config), "--runs", folder, *overrides]
+        environment = {**os.environ, LATENCY: str(latency_s)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(
+                f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            )
+        (run,) = Path(folder).iterdir()
+        summary = json.loads((run / "summary.json").read_text())
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return _measure([row for row in rows if "update" in row], summary, max_lag, latency_s)
+
+
+def _measure(updates: list[dict[str, Any]], summary: dict[str, Any], max_lag: int, latency_s: float) -> dict[str, Any]:
+    steady = updates[WARM_UP:]
+    seconds = steady[-1]["wall_s"] - updates[WARM_UP - 1]["wall_s"]
+    return {
+        "max_lag": max_lag,
+        "reward_latency_s": latency_s,
+        "updates_per_s": len(steady) / seconds,
+        "trained_tokens_per_s": sum(row["tokens"] - row["tokens_too_old"] for row in steady) / seconds,
+        "engine_tokens_per_s": summary["tokens_generated"] / summary["engine_s"],
+        "learner_idle_share": sum(row["wait_s"] for row in steady) / sum(row["update_s"] for row in steady),
+        "engine_idle_share": summary["engine_idle_share"],
+        "lag": summary["lag"],
+        "dropped": summary["dropped"],
+        "push_ms": summary["push_ms"],
+        "swap_ms": summary["swap_ms"],
+        "first_update_s": summary["first_update_s"],
+    }
+
+
+def _machine() -> dict[str, Any]:
+    return {"cores": os.cpu_count(), "cpu": _cpu(), "python": platform.python_version()}
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _print(result: dict[str, Any]) -> None:
+    columns = ["max_lag", "reward_latency_s", "updates_per_s", "trained_tokens_per_s", "engine_tokens_per_s"]
+    columns += ["learner_idle_share", "engine_idle_share"]
+    print("  ".join(columns) + "  lag histogram (share of tokens)")
+    for row in result["settings"]:
+        histogram = row["lag"]["histogram"]
+        total = sum(histogram.values())
+        shares = ", ".join(f"{lag}: {count / total:.2f}" for lag, count in histogram.items())
+        print("  ".join(f"{row[name]:{len(name)}.4g}" for name in columns) + f"  {shares}")
+    for row in result.get("engine", []):
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The learner as the driver sees it: one Ray actor for each rank, in a placement group."""
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from streamppo.config import Config
+from streamppo.learner.rank import Rank
+
+
+class LearnerGroup:
+    """Every method calls every rank and returns one ObjectRef for each, rank 0 first.
+
+    The caller waits for all of them: where one rank fails, the others stand in a collective that never ends.
+    """
+
+    def __init__(self, config: Config, config_bytes: bytes, queue: Any) -> None:
+        learner = config.learner
+        bundle = {"CPU": float(learner.threads)} | ({"GPU": learner.gpus} if learner.gpus else {})
+        group = placement_group([bundle] * learner.ranks, strategy="PACK")
+        actor: Any = ray.remote(Rank)
+        self.ranks = [
+            actor.options(
+                name=f"learner-{rank}",
+                num_cpus=learner.threads,
+                num_gpus=learner.gpus,
+                max_concurrency=1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            ).remote(config_bytes, rank, queue)
+            for rank in range(learner.ranks)
+        ]
+
+    def rendezvous(self) -> Any:
+        """Where rank 0 can be met, as a reference to hand to `setup`."""
+        return self.ranks[0].rendezvous.remote()
+
+    def make_model(self, folder: str) -> list[Any]:
+        """Create builtin:tiny, on rank 0."""
+        return [self.ranks[0].make_model.remote(folder)]
+
+    def setup(self, address: Any, model_path: str, resume_from: str | None) -> list[Any]:
+        """Load and push the first version."""
+        return [rank.setup.remote(address, model_path, resume_from) for rank in self.ranks]
+
+    def update(self) -> list[Any]:
+        """Make the next version."""
+        return [rank.update.remote() for rank in self.ranks]
+
+    def save(self, folder: str) -> list[Any]:
+        """Write a checkpoint."""
+        return [rank.save.remote(folder) for rank in self.ranks]
+
+    def export(self, folder: str) -> list[Any]:
+        """Write the policy as a Hugging Face folder."""
+        return [rank.export.remote(folder) for rank in self.ranks]

@@ -1,0 +1,109 @@
+"""From a batch of trajectories to tensors, and from tensors to micro-batches. Pure: no Ray, no group.
+
+B trajectories, L prompt + completion tokens (padded), T completion tokens (padded). Rows are padded on the right: with
+causal attention no real token ever sees padding, so no attention mask is needed.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamppo.types import Batch, flags, floats, ints
+
+
+class Packed(NamedTuple):
+    """One batch as tensors.
+
+    `mask_BT` are the tokens that the policy sampled, `fresh_BT` those of them that max_lag still allows to train.
+    `lag_BT` is version - the token's version. `start_B` is P, the length of the prompt; `length_B` is the
+    completion's; `truncated_B` says that the completion was cut off.
+    """
+
+    version: int
+    inputs_BL: Tensor
+    start_B: Tensor
+    length_B: Tensor
+    mask_BT: Tensor
+    fresh_BT: Tensor
+    lag_BT: Tensor
+    behavior_logprobs_BT: Tensor
+    reward_B: Tensor
+    truncated_B: Tensor
+    prompt_B: Tensor
+
+    def to(self, device: torch.device) -> "Packed":
+        """The same batch on `device`."""
+        return self._replace(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def rows(self, index: Tensor) -> "Packed":
+        """The trajectories `index`, cut to the longest of them."""
+        picked = {name: tensor[index] for name, tensor in self._tensors().items()}
+        width_L = int((picked["start_B"] + picked["length_B"]).max())
+        width_T = int(picked["length_B"].max())
+        for name, tensor in picked.items():
+            if tensor.dim() == 2:
+                picked[name] = tensor[:, : width_L if name.endswith("L") else width_T]
+        return self._replace(**picked)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+
+def pack(batch: Batch) -> Packed:
+    """Right-padded CPU tensors of a whole batch."""
+    rows = batch.trajectories
+    start_B = torch.tensor([len(row.prompt_tokens) // 4 for row in rows])
+    length_B = torch.tensor([row.num_tokens for row in rows])
+    mask_BT = torch.from_numpy(_padded([flags(row.mask) for row in rows], False))
+    versions_BT = torch.from_numpy(_padded([ints(row.versions) for row in rows], batch.version)).long()
+    inputs = [np.concatenate([ints(row.prompt_tokens), ints(row.tokens)]) for row in rows]
+    return Packed(
+        version=batch.version,
+        inputs_BL=torch.from_numpy(_padded(inputs, 0)).long(),
+        start_B=start_B,
+        length_B=length_B,
+        mask_BT=mask_BT,
+        fresh_BT=mask_BT & (versions_BT >= batch.min_version),
+        lag_BT=batch.version - versions_BT,
+        behavior_logprobs_BT=torch.from_numpy(_padded([floats(row.logprobs) for row in rows], 0.0)),
+        reward_B=torch.tensor([row.reward for row in rows], dtype=torch.float32),
+        truncated_B=torch.tensor([row.finish == "length" for row in rows]),
+        prompt_B=torch.tensor([row.identity.prompt for row in rows]),
+    )
+
+
+def _padded(columns: Sequence[np.ndarray], value: float) -> np.ndarray:
+    padded = np.full((len(columns), max(map(len, columns))), value, dtype=columns[0].dtype)
+    for row, column in zip(padded, columns, strict=True):
+        row[: len(column)] = column
+    return padded
+
+
+def micro_batches(index: Tensor, tokens_B: Tensor, budget: int, ranks: int) -> list[list[Tensor]]:
+    """Split the rows `index` into micro-batches of at most `budget` padded tokens; entry r is for rank r.
+
+    Every rank gets the same number of micro-batches, because each of them is a collective: where rows run out, a
+    micro-batch is empty. Rows are sorted by length, so that padding is short and ranks carry equal loads. A row that is
+    longer than the budget gets a micro-batch of its own.
+    """
+    order = index[torch.argsort(tokens_B[index], descending=True, stable=True)]
+    shares: list[list[Tensor]] = []
+    for rank in range(ranks):
+        mine = order[rank::ranks]
+        shares.append(_split(mine, tokens_B[mine].tolist(), budget))
+    most = max(map(len, shares))
+    return [share + [order[:0]] * (most - len(share)) for share in shares]
+
+
+def _split(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
+    """Longest first, so that the first row of a micro-batch is its padded width."""
+    pieces: list[Tensor] = []
+    start = 0
+    while start < len(tokens):
+        count = max(1, budget // tokens[start])
+        pieces.append(rows[start : start + count])
+        start += count
+    return pieces

@@ -1,0 +1,183 @@
+"""One learner rank: the Ray actor around `Updater`.
+
+consumes     the batch of version v (leased: asking again gives the same)
+produces     version v + 1 in the ledger, a report, now and then a checkpoint
+waits for    the batch, which was fetched and packed while the update before it ran
+unblocks     every engine's pull, and the queue's next take
+"""
+
+import math
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamppo.config import Config
+from streamppo.config import Learner as LearnerConfig
+from streamppo.learner import checkpoint, model, objective, tiny
+from streamppo.learner.packing import Packed, pack
+from streamppo.learner.update import Updater
+from streamppo.types import Batch, UpdateReport, decode, encode
+from streamppo.weights.transport import Pusher
+
+
+class Rank:
+    """Calls come from the driver, one at a time; ranks get the same calls in the same order."""
+
+    def __init__(self, config: bytes, rank: int, queue: Any) -> None:
+        self.config = msgspec.msgpack.decode(config, type=Config)
+        self.rank = rank
+        self.queue = queue
+        torch.set_num_threads(self.config.learner.threads)
+        transformers.utils.logging.disable_progress_bar()
+        self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
+        self._next: Future[tuple[Packed, dict[int, int], float]] | None = None
+        self._started = time.perf_counter()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address at which this rank can be met."""
+        from ray._common.network_utils import find_free_port
+
+        return ray.util.get_node_ip_address(), find_free_port()
+
+    def make_model(self, folder: str) -> None:
+        """Create builtin:tiny at `folder`, unless it is there."""
+        if not Path(folder).exists():
+            tiny.make(self.config, Path(folder))
+
+    def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None) -> int:
+        """Join the group, load the model or a checkpoint, push the first version. Returns that version."""
+        config = self.config.learner
+        device = "cuda" if config.gpus else "cpu"
+        host, port = address
+        dist.init_process_group(
+            "nccl" if config.gpus else "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=self.rank,
+            world_size=config.ranks,
+        )
+        mesh = init_device_mesh(device, (config.ranks,))
+        torch.manual_seed(self.config.seed)
+        self.model_path = model_path
+        self.policy = model.load(self.config.model, model_path, self.config.rollout.temperature, mesh)
+        self.optimizer = _optimizer(self.policy, config)
+        self.updater = Updater(
+            self.policy,
+            self.optimizer,
+            objective.build(self.config.algorithm),
+            self.config,
+            group=mesh.get_group(),
+        )
+        self.version = 0
+        if resume_from is not None:
+            self.version = checkpoint.load(Path(resume_from), self.policy, self.optimizer)
+        self.pusher = Pusher(self._publish, self.config.weights.bucket_bytes)
+        self._push()
+        self._prefetch(self.version)
+        return self.version
+
+    def update(self) -> bytes:
+        """Make the next version. Returns an `UpdateReport`, equal on every rank but for times."""
+        begin = time.perf_counter()
+        assert self._next is not None, "setup comes first"
+        batch, lags, fetch_s = self._next.result()
+        wait_s = time.perf_counter() - begin
+        if self.version + 1 < self.config.updates:
+            self._prefetch(self.version + 1)
+        self._schedule()
+        metrics = self.updater.update(batch.to(self.updater.device))
+        self.version += 1
+        push_ms = self._push()
+        metrics |= {
+            "wait_s": wait_s,
+            "fetch_s": fetch_s,
+            "update_s": time.perf_counter() - begin,
+            "push_ms": push_ms,
+        }
+        return encode(UpdateReport(version=self.version, metrics=metrics, lag_histogram=lags))
+
+    def save(self, folder: str) -> None:
+        """Write a checkpoint of the present version under `folder`. A collective."""
+        checkpoint.save(Path(folder), self.version, self.policy, self.optimizer, self.config.checkpoint.keep)
+
+    def export(self, folder: str) -> str:
+        """The present policy as a Hugging Face folder. A collective. Returns the digest of the last push."""
+        whole = model.snapshot(self.policy, self.config.model.dtype)
+        self.pusher.wait()
+        if self.rank == 0:
+            _export(whole, self.model_path, Path(folder), self.config.model.dtype)
+        return self.pusher.digest
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _prefetch(self, version: int) -> None:
+        self._next = self._fetcher.submit(self._fetch, version)
+
+    def _fetch(self, version: int) -> tuple[Packed, dict[int, int], float]:
+        begin = time.perf_counter()
+        batch = decode(ray.get(self.queue.take.remote(version)), Batch)
+        packed = pack(batch)
+        lags, counts = packed.lag_BT[packed.mask_BT].unique(return_counts=True)
+        histogram = dict(zip(lags.tolist(), counts.tolist(), strict=True))
+        return packed, histogram, time.perf_counter() - begin
+
+    def _push(self) -> float:
+        """Snapshot on every rank, carry from rank 0. Returns how long the push before it took, in ms."""
+        whole = model.snapshot(self.policy, self.config.model.dtype)
+        return self.pusher.push(self.version, whole) if self.rank == 0 else 0.0
+
+    def _publish(self, push: bytes, refs: list[Any]) -> None:
+        ray.get(self.queue.publish.remote(push, refs))
+
+    def _schedule(self) -> None:
+        share = lr_share(self.config.learner, self.version, self.config.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["full_lr"] * share
+
+
+def lr_share(config: LearnerConfig, version: int, updates: int) -> float:
+    """The share of the full learning rate that the update after `version` uses: warm-up, then decay."""
+    if version < config.warmup_updates:
+        return (version + 1) / config.warmup_updates
+    progress = (version - config.warmup_updates) / max(1, updates - config.warmup_updates)
+    floor = config.final_lr_share
+    match config.decay:
+        case "constant":
+            return 1.0
+        case "linear":
+            return floor + (1 - floor) * (1 - progress)
+        case "cosine":
+            return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _optimizer(policy: model.Policy, config: LearnerConfig) -> torch.optim.Optimizer:
+    critic = list(policy.value_head.parameters())
+    groups = [
+        {"params": list(policy.lm.parameters()), "full_lr": config.lr},
+        {"params": critic, "full_lr": config.critic_lr or config.lr},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+
+
+def _export(whole: dict[str, torch.Tensor], start: str, folder: Path, dtype: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lm = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, dtype))
+    parameters = dict(lm.named_parameters())
+    with torch.no_grad():
+        for name, tensor in whole.items():
+            parameters[name].copy_(tensor)
+    aside = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    lm.save_pretrained(aside)
+    AutoTokenizer.from_pretrained(start).save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)

@@ -1,0 +1,217 @@
+"""One rollout actor: keeps a set number of trajectories in flight for ever.
+
+consumes     tickets from the queue, versions from the ledger
+produces     scored trajectories and failures, in the order in which they finish
+waits for    tickets, which the queue's admission rule gives out; never for the learner, another actor or a batch
+unblocks     the queue's next take
+"""
+
+import asyncio
+import time
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from streamppo.config import Config
+from streamppo.errors import ModelError, TaskError, WeightsError
+from streamppo.rollout import build
+from streamppo.rollout.engine import Completion, Engine, Sampling
+from streamppo.tasks import rewards
+from streamppo.tasks import task as tasks
+from streamppo.tasks.tokens import Tokenizer
+from streamppo.types import (
+    EngineReport,
+    EvaluationReport,
+    Failure,
+    Prompt,
+    ScoredText,
+    Ticket,
+    Trajectory,
+    decode,
+    encode,
+)
+from streamppo.weights.buckets import digest
+from streamppo.weights.transport import unpack
+
+
+class Answer(NamedTuple):
+    """A greedy answer: whether it is right (None: its reward failed), its oldest and its newest version."""
+
+    correct: bool | None
+    oldest: int
+    newest: int
+
+
+class RolloutActor:
+    """The life of a trajectory is `_sample`, read from top to bottom; one such coroutine for each in flight."""
+
+    def __init__(self, config: bytes, name: str, queue: Any) -> None:
+        self.config = msgspec.msgpack.decode(config, type=Config)
+        self.name = name
+        self.queue = queue
+        rollout = self.config.rollout
+        self._sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+        self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
+        self._finished: list[Trajectory | Failure] = []
+        self._delivery_due = asyncio.Event()
+        self._free = asyncio.Semaphore(0)
+        self._swapped = asyncio.Condition()
+        self._trajectories = 0
+        self._push_ms = 0.0
+        self._digest = ""
+        build.limit_threads(rollout.threads)
+
+    async def start(self, model_path: str) -> int:
+        """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
+        self.tokenizer = Tokenizer(model_path)
+        self.task = tasks.build(self.config.task, self.config.seed)
+        self.reward = rewards.load(self.config.reward.function)
+        push, tensors = await self._pull(-1)
+        self.engine: Engine = build.engine(self.config, self.name, model_path, push.version, tensors)
+        self._digest = digest(push)
+        return push.version
+
+    async def run(self) -> None:
+        """Generate until the actor is killed. Ends only by an exception: the driver watches for it."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_weights())
+            group.create_task(self._deliver())
+            await self._fill(group)
+
+    async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
+        """Greedy answers to held-out prompts first, first + step, ..., once the engine is at `min_version`."""
+        async with self._swapped:
+            await self._swapped.wait_for(lambda: self.engine.version >= min_version)
+        prompts = self.task.held_out(self.config.evaluation.prompts)[first::step]
+        answers = await asyncio.gather(*(self._answer(prompt) for prompt in prompts))
+        report = EvaluationReport(
+            actor=self.name,
+            correct=sum(answer.correct is True for answer in answers),
+            count=sum(answer.correct is not None for answer in answers),
+            failed=sum(answer.correct is None for answer in answers),
+            min_version=min((answer.oldest for answer in answers), default=min_version),
+            max_version=max((answer.newest for answer in answers), default=min_version),
+        )
+        return encode(report)
+
+    async def report(self) -> bytes:
+        """Counters since the start."""
+        usage = self.engine.usage()
+        report = EngineReport(
+            actor=self.name,
+            version=self.engine.version,
+            tokens=usage.tokens,
+            trajectories=self._trajectories,
+            busy_s=usage.busy_s,
+            idle_s=usage.idle_s,
+            swaps=usage.swaps,
+            swap_s=usage.swap_s,
+            push_ms=self._push_ms,
+            checksum=self._digest,
+        )
+        return encode(report)
+
+    # --- the life of a trajectory ----------------------------------------------------------------------------
+
+    async def _fill(self, group: asyncio.TaskGroup) -> None:
+        """One request for as many tickets as there is room for; while it is on its way, more room appears."""
+        room = self.config.rollout.in_flight
+        while True:
+            while room == 0 or not self._free.locked():
+                await self._free.acquire()
+                room += 1
+            answer = await self.queue.issue.remote(self.name, self.engine.version, room)
+            for ticket in decode(answer, tuple[Ticket, ...]):
+                room -= 1
+                group.create_task(self._sample(ticket))
+
+    async def _sample(self, ticket: Ticket) -> None:
+        try:
+            prompt = self.task.prompt(ticket.identity.prompt)
+            tokens = self.tokenizer.encode(prompt.text)
+            completion = await self.engine.generate(tokens, self._sampling)
+            reward = await self._score(prompt, completion)
+            self._finish(
+                Trajectory(
+                    identity=ticket.identity,
+                    actor=self.name,
+                    prompt_tokens=tokens.tobytes(),
+                    tokens=completion.tokens.tobytes(),
+                    logprobs=completion.logprobs.tobytes(),
+                    versions=completion.versions.tobytes(),
+                    mask=b"\x01" * len(completion.tokens),
+                    finish=completion.finish,
+                    reward=reward,
+                )
+            )
+        except (TaskError, ModelError) as error:
+            failed = Failure(identity=ticket.identity, actor=self.name, stage=_stage(error), reason=str(error))
+            self._finish(failed)
+        self._free.release()
+
+    async def _score(self, prompt: Prompt, completion: Completion) -> float:
+        text = ScoredText(
+            prompt=prompt.text,
+            completion=self.tokenizer.decode(completion.tokens),
+            finish=completion.finish,
+            num_tokens=len(completion.tokens),
+        )
+        return await rewards.score(self.reward, text, prompt.columns, self.config.reward.timeout_s)
+
+    def _finish(self, result: Trajectory | Failure) -> None:
+        self._trajectories += isinstance(result, Trajectory)
+        self._finished.append(result)
+        self._delivery_due.set()
+
+    async def _deliver(self) -> None:
+        """One delivery at a time: while it is on its way, the next one gathers."""
+        while True:
+            await self._delivery_due.wait()
+            self._delivery_due.clear()
+            results, self._finished = self._finished, []
+            trajectories = tuple(result for result in results if isinstance(result, Trajectory))
+            failures = tuple(result for result in results if isinstance(result, Failure))
+            await self.queue.deliver.remote(encode(trajectories), encode(failures))
+
+    # --- weights and evaluation ------------------------------------------------------------------------------
+
+    async def _follow_weights(self) -> None:
+        """Always the newest version: one that came and went while another was swapped in is never pulled."""
+        while True:
+            start = time.perf_counter()
+            try:
+                push, tensors = await self._pull(self.engine.version)
+                start = time.perf_counter()
+                await self.engine.update_weights(push.version, tensors)
+            except WeightsError as error:
+                print(f"{self.name} keeps version {self.engine.version}: {error}", flush=True)
+                continue
+            self._push_ms += (time.perf_counter() - start) * 1e3
+            self._digest = digest(push)
+            await self.queue.swapped.remote(self.name, push.version)
+            async with self._swapped:
+                self._swapped.notify_all()
+
+    async def _pull(self, version: int) -> Any:
+        while (found := await self.queue.weights_after.remote(version)) is None:
+            pass
+        push, refs = found
+        return await asyncio.to_thread(unpack, push, await asyncio.gather(*refs))
+
+    async def _answer(self, prompt: Prompt) -> Answer:
+        completion = await self.engine.generate(self.tokenizer.encode(prompt.text), self._greedy)
+        try:
+            correct = await self._score(prompt, completion) >= self.config.reward.correct_at
+        except rewards.RewardFailed:
+            correct = None
+        return Answer(correct, int(completion.versions.min()), int(completion.versions.max()))
+
+
+def _stage(error: Exception) -> Literal["engine", "reward", "task"]:
+    match error:
+        case rewards.RewardFailed():
+            return "reward"
+        case TaskError():
+            return "task"
+        case _:
+            return "engine"

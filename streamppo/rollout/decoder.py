@@ -1,0 +1,239 @@
+"""A lean forward pass for llama, qwen2 and qwen3 models, with a cache of keys and values in fixed rows. No sampling.
+
+B rows, P prompt tokens (padded on the right), T cached tokens, C width, H query heads, K key-value heads, D head
+width, V vocabulary.
+
+Many small operations cost more than the arithmetic of a small model, so that the forward has few of them: queries,
+keys and values are one product, as are gate and up; the rotary embedding is one complex multiplication in place, for
+which the rows of the projections are reordered once so that the two halves of a rotated pair lie side by side (this
+leaves every dot product as it was); keys and values lie side by side in the cache and are written together.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streamppo.errors import ModelError, WeightsError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Layer(NamedTuple):
+    """The weights of one layer, fused and reordered."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Parameters(NamedTuple):
+    """All weights of a model."""
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Tensor
+
+
+class Decoder:
+    """Rows 0 .. `rows`-1 each hold the cache of one sequence of up to `max_tokens` tokens.
+
+    Raises `ModelError` for a model that it would not compute exactly.
+    """
+
+    def __init__(self, config: Any, *, rows: int, max_tokens: int, dtype: torch.dtype, device: str) -> None:
+        _refuse_unknown(config)
+        self.config = config
+        self.dtype, self.device = dtype, torch.device(device)
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.max_tokens = max_tokens
+        self.parameters: Parameters | None = None
+        self.rotation_TD = _rotation(config, max_tokens, self.device)
+        shape = (config.num_hidden_layers, rows, max_tokens, 2 * self.kv_heads, self.head_width)
+        self.cache = torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take `tensors` (HF names) as weights. Raises `WeightsError`, and keeps the old ones, if they do not fit."""
+        self.parameters = _fuse(self, tensors)
+
+    @torch.inference_mode()
+    def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_B: Tensor) -> Tensor:
+        """Fill the cache of `rows_B` with prompts; the logits [B, V] after the last token of each, float32."""
+        hidden_BPC = self._layers(tokens_BP, rows_B, None)
+        last_BC = hidden_BPC[torch.arange(len(rows_B), device=self.device), lengths_B - 1]
+        return self._logits(last_BC)
+
+    @torch.inference_mode()
+    def step(self, tokens_B: Tensor, at_B: Tensor, longest: int) -> Tensor:
+        """One token for each of rows 0..B-1, at place `at_B` < `longest`; the logits [B, V] after it, float32."""
+        hidden_B1C = self._layers(tokens_B[:, None], None, (at_B, longest))
+        return self._logits(hidden_B1C[:, 0])
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` cached tokens of one row to another."""
+        self.cache[:, target, :length] = self.cache[:, source, :length]
+
+    # --- the forward -----------------------------------------------------------------------------------------
+
+    def _layers(self, tokens_BP: Tensor, rows_B: Tensor | None, decoding: tuple[Tensor, int] | None) -> Tensor:
+        parameters, eps = self.parameters, self.config.rms_norm_eps
+        assert parameters is not None, "load comes first"
+        B, P = tokens_BP.shape
+        C = parameters.norm.shape
+        x_BPC = F.embedding(tokens_BP, parameters.embedding)
+        mask_B11T = None
+        if decoding is None:
+            rotation = self.rotation_TD[:P, None]
+        else:
+            at_B, longest = decoding
+            rotation = self.rotation_TD[at_B, None, None]
+            places_T = torch.arange(longest, device=self.device)
+            mask_B11T = (places_T <= at_B[:, None])[:, None, None]
+        for layer, cache in zip(parameters.layers, self.cache, strict=True):
+            h_BPC = F.rms_norm(x_BPC, C, layer.norm, eps)
+            qkv = F.linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
+            self._rotate(layer, qkv, rotation)
+            attended = self._attend(qkv, cache, rows_B, decoding, mask_B11T)
+            x_BPC = x_BPC + F.linear(attended, layer.out, layer.out_bias)
+            h_BPC = F.rms_norm(x_BPC, C, layer.mlp_norm, eps)
+            gate, up = F.linear(h_BPC, layer.gate_up).chunk(2, -1)
+            x_BPC = x_BPC + F.linear(F.silu(gate) * up, layer.down)
+        return F.rms_norm(x_BPC, C, parameters.norm, eps)
+
+    def _rotate(self, layer: Layer, qkv: Tensor, rotation: Tensor) -> None:
+        """Normalise (qwen3) and rotate queries and keys, in place in the fused product."""
+        H, K = self.heads, self.kv_heads
+        if layer.q_norm is not None and layer.k_norm is not None:
+            eps = self.config.rms_norm_eps
+            qkv[..., :H, :] = F.rms_norm(qkv[..., :H, :], layer.q_norm.shape, layer.q_norm, eps)
+            qkv[..., H : H + K, :] = F.rms_norm(qkv[..., H : H + K, :], layer.k_norm.shape, layer.k_norm, eps)
+        pairs = qkv[..., : H + K, :].unflatten(-1, (-1, 2))
+        if qkv.dtype == torch.float32:
+            torch.view_as_complex(pairs).mul_(rotation)
+        else:
+            turned = torch.view_as_complex(pairs.float().contiguous()) * rotation
+            pairs.copy_(torch.view_as_real(turned))
+
+    def _attend(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        rows_B: Tensor | None,
+        decoding: tuple[Tensor, int] | None,
+        mask_B11T: Tensor | None,
+    ) -> Tensor:
+        H, K = self.heads, self.kv_heads
+        B, P = qkv.shape[:2]
+        kv = qkv[:, :, H:]
+        if decoding is None:
+            cache[rows_B, :P] = kv
+        else:
+            at_B, longest = decoding
+            cache[torch.arange(B, device=self.device), at_B] = kv[:, 0]
+            kv = cache[:B, :longest]
+        attended = F.scaled_dot_product_attention(
+            qkv[:, :, :H].transpose(1, 2),
+            kv[:, :, :K].transpose(1, 2),
+            kv[:, :, K:].transpose(1, 2),
+            attn_mask=mask_B11T,
+            is_causal=decoding is None,
+            enable_gqa=H != K,
+        )
+        return attended.transpose(1, 2).reshape(B, P, -1)
+
+    def _logits(self, hidden_BC: Tensor) -> Tensor:
+        assert self.parameters is not None
+        return F.linear(hidden_BC, self.parameters.head).float()
+
+
+# --- weights -------------------------------------------------------------------------------------------------
+
+
+def _refuse_unknown(config: Any) -> None:
+    """Refuse what the forward above does not compute, rather than compute something else."""
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    problems = {
+        f"model_type {config.model_type!r} (known are {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
+        f"activation {getattr(config, 'hidden_act', 'silu')!r}": getattr(config, "hidden_act", "silu") != "silu",
+        "sliding-window attention": bool(getattr(config, "use_sliding_window", False)),
+        "a bias in the MLP": bool(getattr(config, "mlp_bias", False)),
+        f"rope type {rope!r}": rope not in ROPE_TYPES,
+    }
+    found = [name for name, present in problems.items() if present]
+    if found:
+        raise ModelError(f"the embedded engine does not run {' or '.join(found)}: use another rollout.engine")
+
+
+def _rotation(config: Any, max_tokens: int, device: torch.device) -> Tensor:
+    """exp(i * place * frequency) for every place and pair, [T, D / 2] complex64, scaled as the model asks."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = LlamaRotaryEmbedding(config)
+    angles_TD = torch.arange(max_tokens)[:, None].float() * rope.inv_freq[None].float()
+    scale = torch.full_like(angles_TD, float(rope.attention_scaling))
+    return torch.polar(scale, angles_TD).to(device)
+
+
+def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:
+    """HF tensors -> fused ones. Every tensor is copied: what was given may be a view of a shared buffer."""
+    left = dict(tensors)
+
+    def take(name: str, *, wanted: bool = True) -> Tensor | None:
+        tensor = left.pop(name, None)
+        if tensor is None and wanted:
+            raise WeightsError(f"the push has no tensor {name!r}")
+        return None if tensor is None else tensor.to(decoder.device, decoder.dtype)
+
+    config, D = decoder.config, decoder.head_width
+    layers = tuple(_fuse_layer(f"model.layers.{n}.", take, D) for n in range(config.num_hidden_layers))
+    embedding, norm = take("model.embed_tokens.weight"), take("model.norm.weight")
+    head = take("lm_head.weight", wanted=not config.tie_word_embeddings)
+    if left:
+        raise WeightsError(f"the push has tensors that this model does not know: {', '.join(sorted(left)[:3])}")
+    assert embedding is not None and norm is not None
+    if embedding.shape != (config.vocab_size, config.hidden_size):
+        raise WeightsError(f"model.embed_tokens.weight has shape {tuple(embedding.shape)}")
+    embedding = embedding.clone()
+    return Parameters(embedding, layers, norm.clone(), embedding if head is None else head.clone())
+
+
+def _fuse_layer(prefix: str, take: Any, head_width: int) -> Layer:
+    def paired(tensor: Tensor) -> Tensor:
+        """Reorder rows of each head from (first halves, second halves) to pairs side by side."""
+        heads = tensor.reshape(-1, 2, head_width // 2, *tensor.shape[1:])
+        return heads.transpose(1, 2).reshape(tensor.shape)
+
+    def attention(name: str, *, wanted: bool = True) -> Any:
+        return take(f"{prefix}self_attn.{name}", wanted=wanted)
+
+    biases = [attention(f"{name}_proj.bias", wanted=False) for name in "qkv"]
+    q_norm, k_norm = (attention(f"{name}_norm.weight", wanted=False) for name in "qk")
+    q, k, v = (attention(f"{name}_proj.weight") for name in "qkv")
+    try:
+        return Layer(
+            norm=take(f"{prefix}input_layernorm.weight").clone(),
+            qkv=torch.cat([paired(q), paired(k), v]),
+            qkv_bias=None if biases[0] is None else torch.cat([paired(biases[0]), paired(biases[1]), biases[2]]),
+            q_norm=None if q_norm is None else paired(q_norm),
+            k_norm=None if k_norm is None else paired(k_norm),
+            out=attention("o_proj.weight").clone(),
+            out_bias=attention("o_proj.bias", wanted=False),
+            mlp_norm=take(f"{prefix}post_attention_layernorm.weight").clone(),
+            gate_up=torch.cat([take(f"{prefix}mlp.gate_proj.weight"), take(f"{prefix}mlp.up_proj.weight")]),
+            down=take(f"{prefix}mlp.down_proj.weight").clone(),
+        )
+    except RuntimeError as error:
+        raise WeightsError(f"the tensors of {prefix[:-1]} do not fit together: {error}") from error

@@ -1,0 +1,71 @@
+"""The one interface behind which every engine stands: token ids in, tokens with log-probs and versions out."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from streamppo.types import Floats, Ints
+
+
+class Sampling(NamedTuple):
+    """How to sample one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class Completion(NamedTuple):
+    """One completion of T >= 1 tokens, the end-of-sequence token included when `finish` is "stop".
+
+    `logprobs[t]` is under the distribution that token t was sampled from (after temperature, top-k and top-p);
+    greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled it.
+    """
+
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+    finish: Literal["stop", "length"]
+
+
+class Usage(NamedTuple):
+    """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode."""
+
+    tokens: int
+    busy_s: float
+    idle_s: float
+    swaps: int
+    swap_s: float
+
+
+class Engine(Protocol):
+    """Generates for ever; swaps weights between two tokens while completions are running.
+
+    Consumes   requests by `generate`, weights by `update_weights`
+    Produces   completions, in the order in which they finish
+    Waits for  nothing but requests
+    """
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the next token will be sampled with."""
+        ...
+
+    async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
+        """Sample one completion of the token ids `prompt` [P]. Raises `ModelError` if it cannot fit."""
+        ...
+
+    async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Swap to `tensors` (torch, HF names) at the next token boundary; returns when they are in use.
+
+        Raises `WeightsError`, and keeps the old version, if names or shapes do not fit.
+        """
+        ...
+
+    def usage(self) -> Usage:
+        """Counters since the engine started."""
+        ...
+
+    async def stop(self) -> None:
+        """Fail what is in flight with `asyncio.CancelledError` and release everything."""
+        ...

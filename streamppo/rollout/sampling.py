@@ -1,0 +1,57 @@
+"""From logits to tokens, and the log-prob of each under the very distribution that it was drawn from.
+
+B rows, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.errors import ModelError
+
+
+class Draws(NamedTuple):
+    """How each row is sampled; all [B]. Temperature 0 is greedy, top-p 1 and top-k 0 are off."""
+
+    temperature_B: Tensor
+    top_p_B: Tensor
+    top_k_B: Tensor
+
+
+def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(tokens_B, logprobs_B). Without `draws` the distribution is the model's own.
+
+    Greedy rows carry their log-prob at temperature 1. Raises `ModelError` if logits are not finite: a token drawn from
+    them would be garbage.
+    """
+    greedy_B = None if draws is None else draws.temperature_B == 0
+    if draws is not None and greedy_B is not None:
+        logits_BV = _filter(logits_BV / draws.temperature_B.masked_fill(greedy_B, 1.0)[:, None], draws)
+    logp_BV = logits_BV.log_softmax(-1)
+    # argmax(p / e) with e ~ Exp(1) draws from p, without the host synchronisation of multinomial.
+    race_BV = torch.empty_like(logp_BV).exponential_(generator=generator)
+    tokens_B = (logp_BV.exp() / race_BV).argmax(-1)
+    if greedy_B is not None:
+        tokens_B = torch.where(greedy_B, logp_BV.argmax(-1), tokens_B)
+    logprobs_B = logp_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+    if not bool(logprobs_B.isfinite().all()):
+        raise ModelError("the logits are not finite: the weights have diverged")
+    return tokens_B, logprobs_B
+
+
+def _filter(logits_BV: Tensor, draws: Draws) -> Tensor:
+    """-inf outside the top k, then outside the smallest set that holds probability top_p; the best always stays."""
+    V = logits_BV.shape[-1]
+    if bool(((draws.top_k_B == 0) & (draws.top_p_B == 1)).all()):
+        return logits_BV
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
+    rank_V = torch.arange(V, device=logits_BV.device)
+    k_B = torch.where(draws.top_k_B > 0, draws.top_k_B, V)
+    outside_BV = rank_V >= k_B[:, None]
+    p_BV = sorted_BV.masked_fill(outside_BV, -torch.inf).softmax(-1)
+    before_BV = p_BV.cumsum(-1) - p_BV
+    # Without top-p nothing may fall out: rounding can carry a cumulative sum above 1.
+    outside_BV |= (before_BV >= draws.top_p_B[:, None]) & (draws.top_p_B < 1)[:, None]
+    outside_BV[:, 0] = False
+    return logits_BV.masked_fill(torch.empty_like(outside_BV).scatter_(-1, order_BV, outside_BV), -torch.inf)

@@ -1,0 +1,28 @@
+"""Every metric of one update, by its name in metrics.jsonl: its unit, and what it says."""
+
+UPDATE = {
+    "reward": "mean reward of the batch",
+    "length": "tokens, mean completion length",
+    "truncated": "share of completions cut off at max_tokens",
+    "tokens": "tokens of the batch that the policy sampled",
+    "tokens_too_old": "tokens of the batch beyond max_lag, left out of the loss",
+    "lag_mean": "versions, mean age of a token",
+    "lag_max": "versions, greatest age of a token",
+    "behavior_kl": "nats per token, k3 estimate of KL(behavior || proximal), before truncation",
+    "ess": "effective sample size of proximal / behavior per token, before truncation; 1 is on-policy",
+    "mismatch": "nats, mean |proximal - behavior| of tokens of the proximal version: numerics, not lag",
+    "explained_variance": "share of the returns' variance that the critic explains",
+    "policy_loss": "mean over optimizer steps",
+    "value_loss": "mean over optimizer steps",
+    "entropy": "nats per token, of the whole distribution",
+    "clip_fraction": "share of trained tokens whose ratio was clipped",
+    "proximal_kl": "nats per token, k3 estimate of KL(proximal || current)",
+    "grad_norm": "before clipping, mean over optimizer steps",
+    "lr": "learning rate of the policy",
+    "score_s": "seconds, proximal log-probs and values",
+    "train_s": "seconds, all optimizer steps",
+    "wait_s": "seconds, waiting for the batch",
+    "fetch_s": "seconds, fetching and packing the batch, beside the update before",
+    "update_s": "seconds, all of the update",
+    "push_ms": "milliseconds, the push before: encode, checksum, publish, beside training",
+}

@@ -1,0 +1,214 @@
+"""The real command, on shortened configurations: it learns, it is asynchronous, it ends cleanly however it ends."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import MATH, REPOSITORY
+
+MARK = "STREAMPPO_TEST_RUN"
+
+
+@contextlib.contextmanager
+def started(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+    """`streamppo run` in a process of its own, its descendants marked so that none can hide."""
+    command = [sys.executable, "-m", "streamppo", "run", str(MATH), *flags, "--runs", str(folder), *overrides]
+    environment = {**os.environ, MARK: str(folder), "PYTHONPATH": str(REPOSITORY / "tests")}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
+    )
+    try:
+        yield process
+    finally:
+        for left in family(folder):
+            left.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def family(folder: Path) -> list[psutil.Process]:
+    """Every living process that descends from the run in `folder`."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def named(folder: Path, part: str) -> psutil.Process:
+    """The actor process whose title has `part` in it."""
+    return next(process for process in family(folder) if part in " ".join(process.cmdline()))
+
+
+def finished(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> str:
+    """Run to the end; the output. Fails unless the exit code is 0."""
+    with started(folder, *overrides, flags=flags) as process:
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+        assert gone(folder), "processes were left behind"
+    return output
+
+
+def gone(folder: Path, within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while family(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def wait_for_updates(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            if len(updates(folder)) >= count:
+                return
+        time.sleep(0.2)
+    pytest.fail(f"no {count} updates within two minutes")
+
+
+def updates(folder: Path, name: str = "math") -> list[dict[str, Any]]:
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "update" in row]
+
+
+def summary(folder: Path, name: str = "math") -> dict[str, Any]:
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+SHORT = (
+    "updates=12",
+    "evaluation.prompts=64",
+    "evaluation.every=5",
+    "queue.batch_size=64",
+    "checkpoint.every=4",
+    "model.warm_start.max_steps=3",
+)
+
+
+def test_a_short_run_learns_asynchronously_and_leaves_what_it_promises(tmp_path: Path) -> None:
+    """Single-digit addition: accuracy must rise by 0.2 from the warm start within 60 updates."""
+    finished(
+        tmp_path, "task.first=[0, 9]", "task.second=[0, 9]", "task.held_out=0.3", "updates=60", "evaluation.every=30"
+    )
+    found = summary(tmp_path)
+    assert found["outcome"] == "finished"
+    assert found["updates"] == found["pushes"] == 60
+    assert found["eval_accuracy"]["start"] < 0.5
+    assert found["eval_accuracy"]["final"] >= found["eval_accuracy"]["start"] + 0.2
+    assert found["reward"]["final"] > found["reward"]["start"]
+    assert found["lag"]["mean"] > 0
+    assert found["lag"]["max"] <= 2
+    assert found["trajectories"] == 60 * 256
+    for name in (
+        "wall_s",
+        "first_update_s",
+        "tokens_generated",
+        "tokens_trained",
+        "tokens_per_s",
+        "learner_idle_share",
+        "engine_idle_share",
+        "push_ms",
+        "dropped",
+        "seed",
+        "versions",
+    ):
+        assert found[name] is not None, name
+    rows = updates(tmp_path)
+    assert [row["update"] for row in rows] == list(range(1, 61))
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    final = tmp_path / "math" / "final"
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    prompts = tokenizer([f"{a}+{b}=" for a in range(10) for b in range(10)], return_tensors="pt")
+    answers = lm.generate(**prompts, max_new_tokens=3, do_sample=False)[:, 4:]
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    right = sum(
+        text == str(a + b) for text, (a, b) in zip(texts, ((a, b) for a in range(10) for b in range(10)), strict=True)
+    )
+    assert right / 100 >= found["eval_accuracy"]["start"] + 0.1
+
+
+def test_max_lag_zero_is_synchronous_and_two_ranks_and_two_actors_end_with_the_learners_bytes(tmp_path: Path) -> None:
+    finished(tmp_path, *SHORT, "queue.max_lag=0", "learner.ranks=2", "rollout.actors=2", "rollout.in_flight=16")
+    found = summary(tmp_path)
+    assert found["lag"]["max"] == 0
+    assert len(found["engines"]) == 2
+    assert all(engine["version"] == 12 for engine in found["engines"])
+    assert {engine["checksum"] for engine in found["engines"]} == {found["checksum"]}
+    assert found["checksum"]
+
+
+@pytest.mark.parametrize("too_old", ["drop", "wait"])
+def test_the_other_choices_for_old_tokens_run_and_keep_the_bound(tmp_path: Path, too_old: str) -> None:
+    finished(tmp_path, *SHORT, f"queue.too_old={too_old}", "queue.max_lag=1")
+    found = summary(tmp_path)
+    assert found["lag"]["max"] <= 1
+    assert found["trajectories"] == 12 * 64
+
+
+def test_a_resumed_run_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    finished(tmp_path, *SHORT)
+    finished(tmp_path, *SHORT, "updates=16", flags=("--resume",))
+    assert [row["update"] for row in updates(tmp_path)] == list(range(1, 17))
+    assert summary(tmp_path)["updates"] == 16
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_within_ten_seconds_with_a_message_and_no_process_left(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with started(tmp_path, *SHORT, "updates=100000") as process:
+        wait_for_updates(tmp_path, 2)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=10)
+        assert process.returncode not in (0, None)
+        assert f"stopped by {number.name}" in output
+        assert gone(tmp_path)
+    assert number.name in summary(tmp_path)["outcome"]
+
+
+@pytest.mark.parametrize("part", ["RolloutActor", "ReplayActor", "Rank"])
+def test_the_death_of_any_stage_ends_the_run_within_ten_seconds_and_names_it(tmp_path: Path, part: str) -> None:
+    with started(tmp_path, *SHORT, "updates=100000") as process:
+        wait_for_updates(tmp_path, 2)
+        named(tmp_path, f"ray::{part}").kill()
+        output, _ = process.communicate(timeout=10)
+        assert process.returncode == 1, output
+        assert "RunError" in output
+        assert gone(tmp_path)
+
+
+def test_a_killed_driver_leaves_no_process_behind(tmp_path: Path) -> None:
+    with started(tmp_path, *SHORT, "updates=100000") as process:
+        wait_for_updates(tmp_path, 2)
+        process.kill()
+        assert gone(tmp_path)
+
+
+def test_a_reward_that_always_fails_stops_the_run_and_is_quoted(tmp_path: Path) -> None:
+    with started(tmp_path, *SHORT, "reward.function=integration.bad_rewards:always_raises") as process:
+        output, _ = process.communicate()
+        assert process.returncode == 1
+    assert "TooManyFailures" in summary(tmp_path)["outcome"] or "failed" in summary(tmp_path)["outcome"]
+    assert "the judge is on holiday" in output
+
+
+def test_a_reward_that_fails_now_and_then_is_counted_and_sampled_again(tmp_path: Path) -> None:
+    finished(tmp_path, *SHORT, "reward.function=integration.bad_rewards:sometimes_raises")
+    found = summary(tmp_path)
+    assert found["failed"]["reward"] > 0
+    assert found["trajectories"] == 12 * 64

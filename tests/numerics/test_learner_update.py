@@ -1,0 +1,183 @@
+"""Splitting an update differently (micro-batches, ranks, one pass or two) changes nothing beyond rounding."""
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+
+import learner_case as case
+import pytest
+import torch
+
+from streamppo.learner.packing import Packed, micro_batches, pack
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    case.save_model(path)
+    return path
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    with case.group(0, 1, tmp_path / "store"):
+        yield
+
+
+def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Parameters and metrics after one update."""
+    updater = case.updater(case.config_of(*overrides), folder)
+    metrics = updater.update(pack(case.batch()))
+    return case.whole(updater.policy), metrics
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float = 2e-6) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+TIMES = {"score_s", "train_s"}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"])
+def test_the_micro_batch_budget_changes_nothing(folder: Path, aggregation: str) -> None:
+    choice = f"algorithm.aggregation={aggregation}"
+    whole, whole_metrics = updated(folder, choice, "learner.micro_batch_tokens=100000")
+    for budget in (1, 40):
+        split, split_metrics = updated(folder, choice, f"learner.micro_batch_tokens={budget}")
+        assert_same(whole, split)
+        for name in whole_metrics.keys() - TIMES:
+            assert split_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_update_moves_every_parameter(folder: Path) -> None:
+    before = case.whole(case.updater(case.config_of(), folder).policy)
+    after, _ = updated(folder)
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_pass_equals_two_passes_where_nothing_moves_between_them(folder: Path) -> None:
+    single = ("learner.minibatches=1", "learner.micro_batch_tokens=100000")
+    once, _ = updated(folder, *single)
+    twice, _ = updated(folder, "learner.minibatches=1", "learner.micro_batch_tokens=60")
+    assert_same(once, twice)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_pass_means_one_forward(folder: Path) -> None:
+    updater = case.updater(case.config_of("learner.minibatches=1", "learner.micro_batch_tokens=100000"), folder)
+    calls: list[int] = []
+    updater.policy.register_forward_pre_hook(lambda *_: calls.append(1))
+    updater.update(pack(case.batch()))
+    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_same_update_twice_gives_the_same_bits(folder: Path) -> None:
+    one, _ = updated(folder)
+    other, _ = updated(folder)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.usefixtures("alone")
+def test_tokens_that_are_too_old_enter_the_denominator_and_not_the_loss(folder: Path) -> None:
+    """Their advantage is poisoned: if one of them reached the loss, the result would differ."""
+    updater = case.updater(case.config_of(), folder)
+    batch = pack(case.batch(min_version=2))
+    old_BT = batch.mask_BT & ~batch.fresh_BT
+    assert old_BT.any()
+    real = updater.objective.advantages
+
+    def poisoned(packed: Packed, proximal):
+        estimate = real(packed, proximal)
+        return estimate._replace(advantages=estimate.advantages.masked_fill(old_BT, 1e6))
+
+    updater.objective = updater.objective._replace(advantages=poisoned)
+    updater.update(batch)
+    clean = case.updater(case.config_of(), folder)
+    clean.update(batch)
+    assert_same(case.whole(clean.policy), case.whole(updater.policy), atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    updater = case.updater(case.config_of("rollout.temperature=0.7"), folder)
+    packed = pack(case.batch())
+    with torch.no_grad():
+        head_1D = updater.policy.value_head.weight.full_tensor()
+        scored = updater.policy(packed)
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for row in range(case.BATCH):
+            start, length = int(packed.start_B[row]), int(packed.length_B[row])
+            ids = packed.inputs_BL[row : row + 1, : start + length]
+            logits_LV = lm(input_ids=ids).logits[0] / 0.7
+            logp_LV = logits_LV.log_softmax(-1)
+            expected_T = logp_LV[start - 1 : -1].gather(-1, ids[0, start:, None]).squeeze(-1)
+            entropy_T = -(logp_LV.exp() * logp_LV).sum(-1)[start - 1 : -1]
+            torch.testing.assert_close(scored.logprobs_BT[row, :length], expected_T, rtol=0, atol=1e-5)
+            torch.testing.assert_close(scored.entropy_BT[row, :length], entropy_T, rtol=0, atol=1e-5)
+            hidden_LD = lm.base_model(input_ids=ids).last_hidden_state[0]
+            values_L = head_1D @ hidden_LD.T
+            torch.testing.assert_close(scored.values_BT[row, :length], values_L[0, start - 1 : -1], rtol=0, atol=1e-5)
+            torch.testing.assert_close(scored.bootstrap_B[row], values_L[0, -1], rtol=0, atol=1e-5)
+
+
+def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    with case.group(rank, ranks, store):
+        parameters, metrics = updated(folder, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40")
+        if rank == 0:
+            torch.save({"parameters": parameters, "metrics": metrics}, out)
+
+
+def test_two_and_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = {}
+    for ranks in (1, 2, 3):
+        out = tmp_path / f"{ranks}.pt"
+        store = tmp_path / f"store-{ranks}"
+        workers = [context.Process(target=_rank, args=(rank, ranks, store, folder, out)) for rank in range(ranks)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        results[ranks] = torch.load(out, weights_only=True)
+    for ranks in (2, 3):
+        assert_same(results[1]["parameters"], results[ranks]["parameters"])
+        for name in results[1]["metrics"].keys() - TIMES:
+            assert results[ranks]["metrics"][name] == pytest.approx(results[1]["metrics"][name], rel=1e-4, abs=1e-5)
+
+
+# --- packing -------------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget_and_equal_counts() -> None:
+    tokens_B = torch.tensor([5, 30, 7, 7, 12, 1, 18, 9])
+    for ranks in (1, 2, 3):
+        shares = micro_batches(torch.arange(8), tokens_B, 24, ranks)
+        assert len({len(share) for share in shares}) == 1
+        rows = torch.cat([piece for share in shares for piece in share])
+        assert sorted(rows.tolist()) == list(range(8))
+        for piece in (piece for share in shares for piece in share if len(piece) > 1):
+            assert len(piece) * int(tokens_B[piece].max()) <= 24
+
+
+def test_packing_keeps_every_column_in_its_row() -> None:
+    batch = case.batch()
+    packed = pack(batch)
+    for row, trajectory in enumerate(batch.trajectories):
+        start, count = int(packed.start_B[row]), trajectory.num_tokens
+        assert packed.inputs_BL[row, start : start + count].numpy().astype("<i4").tobytes() == trajectory.tokens
+        assert packed.behavior_logprobs_BT[row, :count].numpy().tobytes() == trajectory.logprobs
+        assert packed.mask_BT[row, :count].numpy().tobytes() == trajectory.mask
+        assert not packed.mask_BT[row, count:].any()
+        lag = packed.lag_BT[row, :count]
+        assert ((lag <= batch.version - batch.min_version) & packed.mask_BT[row, :count]).equal(
+            packed.fresh_BT[row, :count]
+        )
