@@ -11,20 +11,25 @@ ALPHABET = "0123456789+="
 
 
 class Arithmetic:
-    """Every a + b with a and b in the given ranges, both ends included; split by the seed."""
+    """Every a + b with a and b in the given ranges, both ends included; split by the seed.
+
+    a + b and b + a fall on the same side, so that no held-out problem is the mirror image of one that was trained on.
+    """
 
     def __init__(self, first: tuple[int, int], second: tuple[int, int], held_out: float, seed: int) -> None:
-        problems = [
-            Prompt(text=f"{a}+{b}=", columns={"answer": str(a + b)})
-            for a in range(first[0], first[1] + 1)
-            for b in range(second[0], second[1] + 1)
-        ]
-        order = np.random.default_rng((seed, 0xADD)).permutation(len(problems))
-        cut = round(held_out * len(order))
-        self.held_out: Sequence[Prompt] = [problems[int(n)] for n in order[:cut]]
-        self.training: Sequence[Prompt] = [problems[int(n)] for n in order[cut:]]
+        pairs = [(a, b) for a in range(first[0], first[1] + 1) for b in range(second[0], second[1] + 1)]
+        unordered = sorted({(min(pair), max(pair)) for pair in pairs})
+        generator = np.random.default_rng((seed, 0xADD))
+        kept = {unordered[int(n)] for n in generator.permutation(len(unordered))[round(held_out * len(unordered)) :]}
+        shuffled = [pairs[int(n)] for n in generator.permutation(len(pairs))]
+        self.training: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) in kept]
+        self.held_out: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) not in kept]
         if not self.training:
             raise TaskError(f"no addition of {first} and {second} is left to train on (held_out = {held_out:g})")
+
+
+def _prompt(a: int, b: int) -> Prompt:
+    return Prompt(text=f"{a}+{b}=", columns={"answer": str(a + b)})
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:

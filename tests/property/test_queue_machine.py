@@ -1,0 +1,190 @@
+"""Whatever happens in whatever order, against a model that only remembers what it saw.
+
+Engines of different versions, failures, actors that die, zombies that deliver late, deliveries twice, prefetch.
+"""
+
+from typing import Any
+
+from conftest import trajectory
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from streamppo.replay.queue import ReplayQueue
+from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, ints
+
+ACTORS = ["a", "b", "c"]
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """`consumed` and `seen` are the whole model: what was trained on, and every ticket ever issued."""
+
+    @initialize(
+        max_lag=st.integers(0, 3),
+        whole_groups=st.booleans(),
+        too_old=st.sampled_from(["mask", "drop", "wait"]),
+        max_attempts=st.integers(1, 3),
+    )
+    def begin(self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int) -> None:
+        self.max_lag, self.whole_groups, self.too_old = max_lag, whole_groups, too_old
+        self.max_attempts = max_attempts
+        self.queue = ReplayQueue(
+            task="t",
+            batch_size=4,
+            samples_per_prompt=2,
+            max_lag=max_lag,
+            whole_groups=whole_groups,
+            too_old=too_old,
+            max_attempts=max_attempts,
+            max_failure_rate=1.0,
+        )
+        self.engines = dict.fromkeys(ACTORS, 0)
+        self.flying: dict[Identity, tuple[str, Ticket, list[int]]] = {}
+        self.delivered: list[Trajectory] = []
+        self.zombies: list[Trajectory] = []
+        self.leases: dict[int, Batch] = {}
+        self.consumed: dict[tuple[int, int], int] = {}
+        self.failures: dict[tuple[int, int], int] = {}
+        self.seen: set[Identity] = set()
+
+    # --- rollout -----------------------------------------------------------------------------------------
+
+    @rule(actor=st.sampled_from(ACTORS), limit=st.integers(1, 6))
+    def issue(self, actor: str, limit: int) -> None:
+        for ticket in self.queue.issue(actor, self.engines[actor], limit):
+            assert ticket.identity not in self.seen, "an identity was issued twice"
+            self.seen.add(ticket.identity)
+            self.flying[ticket.identity] = (actor, ticket, [])
+
+    @rule(data=st.data())
+    def sample_tokens(self, data: st.DataObject) -> None:
+        """Some of what is in flight grows by a token of its engine's present version."""
+        for actor, _, versions in self.flying.values():
+            if data.draw(st.booleans()):
+                versions.append(self.engines[actor])
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        self._deliver(data.draw(st.sampled_from(sorted(self.flying))))
+
+    def _deliver(self, identity: Identity) -> None:
+        actor, _, versions = self.flying.pop(identity)
+        done = self._trajectory(identity, versions or [self.engines[actor]])
+        assert self.queue.put(done) is True
+        self.delivered.append(done)
+
+    @precondition(lambda self: self.delivered or self.zombies)
+    @rule(data=st.data())
+    def deliver_late_or_again(self, data: st.DataObject) -> None:
+        assert self.queue.put(data.draw(st.sampled_from(self.delivered + self.zombies))) is False
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        identity = data.draw(st.sampled_from(sorted(self.flying)))
+        actor, _, _ = self.flying.pop(identity)
+        slot = (identity.prompt, identity.sample)
+        self.failures[slot] = self.failures.get(slot, 0) + 1
+        self.queue.fail(Failure(identity=identity, actor=actor, stage="reward", reason="no"))
+        if self.failures[slot] == self.max_attempts and self.whole_groups:
+            for other in [other for other in self.flying if other.prompt == identity.prompt]:
+                del self.flying[other]
+
+    @rule(actor=st.sampled_from(ACTORS))
+    def die(self, actor: str) -> None:
+        """The actor dies; what it had finished but not delivered may arrive after all."""
+        for identity in [identity for identity, (owner, _, _) in self.flying.items() if owner == actor]:
+            _, _, versions = self.flying.pop(identity)
+            self.zombies.append(self._trajectory(identity, versions or [self.engines[actor]]))
+        self.queue.lost(actor)
+        self.engines[actor] = self.queue.version
+
+    @rule(actor=st.sampled_from(ACTORS))
+    def swap(self, actor: str) -> None:
+        self.engines[actor] = self.queue.version
+
+    # --- learner -----------------------------------------------------------------------------------------
+
+    @rule(ahead=st.integers(0, 1))
+    def take(self, ahead: int) -> None:
+        self._take(self.queue.version + ahead)
+
+    def _take(self, version: int) -> bool:
+        batch = self.queue.take(version)
+        if version in self.leases:
+            assert batch is self.leases[version], "a lease gave another batch"
+            return True
+        if batch is None:
+            return False
+        self.leases[version] = batch
+        assert (batch.version, len(batch.trajectories)) == (version, 4)
+        assert batch.min_version == version - self.max_lag
+        numbers = [t.identity.prompt * 2 + t.identity.sample for t in batch.trajectories]
+        assert numbers == sorted(numbers), "not in order of age"
+        for done in batch.trajectories:
+            slot = (done.identity.prompt, done.identity.sample)
+            assert slot not in self.consumed, "leased twice"
+            self.consumed[slot] = version
+            young = [v for v in ints(done.versions).tolist() if v >= batch.min_version]
+            assert young, "a trajectory without a token to train on"
+            if self.too_old != "mask":
+                assert len(young) == done.num_tokens, "older than max_lag"
+        if self.whole_groups:
+            assert all(n % 2 == 0 and numbers[i + 1] == n + 1 for i, n in enumerate(numbers) if i % 2 == 0)
+        return True
+
+    @precondition(lambda self: self.queue.version in self.leases)
+    @rule()
+    def publish(self) -> None:
+        del self.leases[self.queue.version]
+        self.queue.publish(self.queue.version + 1)
+
+    @rule()
+    def drain(self) -> None:
+        """With one engine that keeps up, and no more failures, the next batch always comes: nothing can wedge."""
+        version = self.queue.version
+        for _ in range(60):
+            if self._take(version):
+                return
+            self.engines["a"] = version
+            self.issue("a", 6)
+            for identity in list(self.flying):
+                self._deliver(identity)
+        raise AssertionError(f"no batch came: {self.queue.waiting_for()}")
+
+    # --- always ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_counters_add_up(self) -> None:
+        report = self.queue.report()
+        assert report.in_flight == len(self.flying)
+        leased = sum(len(batch.trajectories) for batch in self.leases.values())
+        assert report.consumed + leased == len(self.consumed)
+        live = report.ready + report.in_flight
+        assert live + len(self.consumed) + report.dropped["abandoned"] <= report.issued
+
+    @invariant()
+    def admission_bounds_what_is_held(self) -> None:
+        """Memory: whatever waits or flies fits into max_lag + 1 batches of the newest engine, and one prefetch."""
+        report = self.queue.report()
+        newest = max(self.engines.values())
+        assert report.issued - report.dropped["abandoned"] <= (newest + self.max_lag + 1) * 4
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        """Every slot that was ever opened is live, consumed or counted as abandoned."""
+        report = self.queue.report()
+        waiting = len({slot for slot in self.queue._slots})
+        assert waiting + len(self.consumed) + report.dropped["abandoned"] == report.issued
+
+    def _trajectory(self, identity: Identity, versions: list[int]) -> Trajectory:
+        made = trajectory([5] * len(versions), versions=versions)
+        columns = {name: getattr(made, name) for name in made.__struct_fields__ if name != "identity"}
+        return Trajectory(**columns, identity=identity)
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)

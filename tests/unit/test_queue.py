@@ -1,0 +1,295 @@
+"""The queue's rules, one by one."""
+
+import pytest
+from conftest import trajectory
+
+from streamppo.errors import QueueError, TooManyFailures
+from streamppo.replay.queue import ReplayQueue
+from streamppo.types import Failure, Ticket, Trajectory, ints
+
+
+def queue(**changes: object) -> ReplayQueue:
+    settings: dict[str, object] = {
+        "task": "t",
+        "batch_size": 4,
+        "samples_per_prompt": 2,
+        "max_lag": 1,
+        "whole_groups": False,
+        "too_old": "mask",
+        "max_attempts": 2,
+        "max_failure_rate": 1.0,
+    }
+    return ReplayQueue(**{**settings, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def done(ticket: Ticket, versions: tuple[int, ...] = (0, 0), **columns: object) -> Trajectory:
+    made = trajectory([5] * len(versions), versions=versions, **columns)  # pyright: ignore[reportArgumentType]
+    return Trajectory(
+        **{name: getattr(made, name) for name in made.__struct_fields__ if name != "identity"}, identity=ticket.identity
+    )
+
+
+def fail(ticket: Ticket, reason: str = "no") -> Failure:
+    return Failure(identity=ticket.identity, actor="a", stage="reward", reason=reason)
+
+
+def publish_after_training(replay: ReplayQueue, version: int) -> None:
+    assert replay.take(version) is not None
+    replay.publish(version + 1)
+
+
+# --- admission -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_an_engine_may_hold_slots_for_max_lag_updates_ahead_of_its_own_version(max_lag: int) -> None:
+    replay = queue(max_lag=max_lag)
+    assert len(replay.issue("a", 0, 100)) == (max_lag + 1) * 4
+    assert replay.issue("a", 0, 100) == ()
+    assert len(replay.issue("b", 1, 100)) == 4
+
+
+def test_prompts_are_issued_in_order_with_all_their_samples() -> None:
+    tickets = queue().issue("a", 0, 5)
+    assert [(t.identity.prompt, t.identity.sample) for t in tickets] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_max_lag_zero_gives_exactly_one_batch_per_version() -> None:
+    replay = queue(max_lag=0)
+    for version in range(3):
+        tickets = replay.issue("a", version, 100)
+        assert len(tickets) == 4
+        for ticket in tickets:
+            replay.put(done(ticket, (version, version)))
+        assert replay.issue("a", version, 100) == ()
+        batch = replay.take(version)
+        assert batch is not None and all(t.oldest_version == version for t in batch.trajectories)
+        replay.publish(version + 1)
+
+
+# --- delivery ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_delivery_is_counted_and_ignored() -> None:
+    replay = queue()
+    ticket = replay.issue("a", 0, 1)[0]
+    assert replay.put(done(ticket)) is True
+    assert replay.put(done(ticket)) is False
+    assert (replay.report().stored, replay.report().duplicates) == (1, 1)
+
+
+def test_a_zombie_cannot_deliver_for_a_slot_that_was_given_to_another() -> None:
+    replay = queue()
+    ticket = replay.issue("a", 0, 1)[0]
+    replay.lost("a")
+    again = replay.issue("b", 0, 1)[0]
+    assert (again.slot, again.identity.attempt) == (ticket.slot, 1)
+    assert replay.put(done(ticket)) is False
+    assert replay.put(done(again)) is True
+
+
+def test_a_consumed_trajectory_cannot_come_back() -> None:
+    replay = queue()
+    tickets = replay.issue("a", 0, 4)
+    for ticket in tickets:
+        replay.put(done(ticket))
+    publish_after_training(replay, 0)
+    assert replay.put(done(tickets[0])) is False
+    assert replay.report().ready == 0
+
+
+def test_tokens_of_an_unknown_version_are_refused() -> None:
+    replay = queue()
+    with pytest.raises(QueueError, match="version 1, which the ledger does not know"):
+        replay.put(done(replay.issue("a", 0, 1)[0], (0, 1)))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"logprobs": [-1.0, float("nan")]},
+        {"logprobs": [-1.0, 0.5]},
+        {"logprobs": [-1.0]},
+        {"mask": [False, False]},
+        {"reward": float("nan")},
+        {"prompt": []},
+    ],
+)
+def test_a_defective_trajectory_is_a_failure_with_a_reason(columns: dict[str, object]) -> None:
+    replay = queue()
+    ticket = replay.issue("a", 0, 1)[0]
+    assert replay.put(done(ticket, **columns)) is False
+    assert replay.report().failed == {"engine": 1}
+    assert replay.issue("a", 0, 1)[0].slot == ticket.slot
+
+
+# --- failures ------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_slot_is_sampled_again_before_new_ones_and_then_abandoned() -> None:
+    replay = queue(max_lag=0)
+    tickets = replay.issue("a", 0, 4)
+    replay.fail(fail(tickets[1]))
+    (again,) = replay.issue("a", 0, 100)
+    assert (again.slot, again.identity.attempt) == (tickets[1].slot, 1)
+    replay.fail(fail(again))
+    (new,) = replay.issue("a", 0, 100)
+    assert (new.slot, new.identity.prompt) == (4, 2)
+    assert replay.report().dropped["abandoned"] == 1
+
+
+def test_a_group_is_abandoned_as_a_whole() -> None:
+    replay = queue(max_lag=0, whole_groups=True, max_attempts=1)
+    tickets = replay.issue("a", 0, 3)
+    replay.put(done(tickets[1]))
+    replay.fail(fail(tickets[0]))
+    assert replay.put(done(tickets[1])) is False
+    rest = replay.issue("a", 0, 100)
+    assert [(t.identity.prompt, t.identity.sample) for t in rest] == [(1, 1), (2, 0), (2, 1)]
+    assert replay.report().dropped["abandoned"] == 2
+
+
+def test_a_lost_actor_is_no_failure_of_the_task() -> None:
+    replay = queue(max_attempts=1)
+    replay.issue("a", 0, 3)
+    replay.lost("a")
+    assert [t.slot for t in replay.issue("b", 0, 3)] == [0, 1, 2]
+    assert replay.report().dropped == {"too_old": 0, "abandoned": 0, "lost": 3}
+
+
+def test_too_many_failures_stop_the_run_with_the_first_reasons() -> None:
+    replay = queue(max_failure_rate=0.5, batch_size=400, max_attempts=9)
+    tickets = replay.issue("a", 0, 64)
+    for number, ticket in enumerate(tickets[:33]):
+        replay.fail(fail(ticket, f"reason {number % 5}"))
+    for ticket in tickets[33:63]:
+        replay.put(done(ticket))
+    with pytest.raises(TooManyFailures, match=r"53% of the last 64 .*reason 0; reward: reason 1; reward: reason 2$"):
+        replay.fail(fail(tickets[63], "reason 9"))
+
+
+# --- the take ------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_the_oldest_ready_trajectories_in_order_of_age() -> None:
+    replay = queue()
+    tickets = replay.issue("a", 0, 8)
+    for number in (6, 1, 4, 3):
+        replay.put(done(tickets[number]))
+    batch = replay.take(0)
+    assert batch is not None
+    assert [t.identity for t in batch.trajectories] == [tickets[n].identity for n in (1, 3, 4, 6)]
+
+
+def test_asking_again_gives_the_same_batch_until_its_version_is_published() -> None:
+    replay = queue()
+    tickets = replay.issue("a", 0, 8)
+    for ticket in tickets[4:]:
+        replay.put(done(ticket))
+    batch = replay.take(0)
+    for ticket in tickets[:4]:
+        replay.put(done(ticket))
+    assert replay.take(0) is batch
+    following = replay.take(1)
+    assert following is not None and following is not batch
+    replay.publish(1)
+    with pytest.raises(QueueError, match="batch 0 was asked for at version 1"):
+        replay.take(0)
+
+
+def test_only_the_running_update_and_the_next_can_take() -> None:
+    with pytest.raises(QueueError):
+        queue().take(2)
+
+
+def test_groups_are_taken_whole() -> None:
+    replay = queue(whole_groups=True)
+    tickets = replay.issue("a", 0, 8)
+    for number in (0, 2, 3, 4, 6, 7):
+        replay.put(done(tickets[number]))
+    batch = replay.take(0)
+    assert batch is not None
+    assert [t.identity.prompt for t in batch.trajectories] == [1, 1, 3, 3]
+
+
+def test_mask_keeps_a_trajectory_whose_old_tokens_stay_out_of_the_loss() -> None:
+    replay = queue(max_lag=0)
+    tickets = replay.issue("a", 0, 4)
+    for ticket in tickets[:3]:
+        replay.put(done(ticket))
+    replay.put(done(tickets[3]))
+    publish_after_training(replay, 0)
+    tickets = replay.issue("a", 1, 4)
+    for ticket, versions in zip(tickets, [(0, 1), (1, 1), (0, 0), (1, 1)], strict=True):
+        replay.put(done(ticket, versions))
+    assert replay.take(1) is None, "one trajectory has no token that is young enough"
+    (again,) = replay.issue("a", 1, 9)
+    replay.put(done(again, (1, 1)))
+    batch = replay.take(1)
+    assert batch is not None
+    assert batch.min_version == 1
+    assert [ints(t.versions).tolist() for t in batch.trajectories] == [[0, 1], [1, 1], [1, 1], [1, 1]]
+    assert (replay.report().masked_tokens, replay.report().dropped["too_old"]) == (1, 1)
+
+
+def test_drop_samples_the_prompt_again_and_reports_the_lengths() -> None:
+    replay = queue(max_lag=0, too_old="drop")
+    for ticket in replay.issue("a", 0, 4):
+        replay.put(done(ticket))
+    publish_after_training(replay, 0)
+    tickets = replay.issue("a", 1, 4)
+    replay.put(done(tickets[0], (0, 1, 1, 1)))
+    for ticket in tickets[1:]:
+        replay.put(done(ticket, (1, 1)))
+    assert replay.take(1) is None
+    (again,) = replay.issue("a", 1, 9)
+    assert again.slot == tickets[0].slot
+    replay.put(done(again, (1, 1)))
+    assert replay.take(1) is not None
+    replay.publish(2)
+    report = replay.report()
+    assert report.dropped["too_old"] == 1
+    assert (report.mean_tokens_consumed, report.mean_tokens_dropped) == (2.0, 4.0)
+
+
+def test_wait_holds_the_flow_until_the_oldest_are_there() -> None:
+    replay = queue(too_old="wait")
+    tickets = replay.issue("a", 0, 8)
+    for ticket in tickets[1:]:
+        replay.put(done(ticket))
+    assert replay.take(0) is None
+    replay.put(done(tickets[0]))
+    batch = replay.take(0)
+    assert batch is not None
+    assert [t.identity for t in batch.trajectories] == [t.identity for t in tickets[:4]]
+
+
+# --- versions ------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_published_once_in_order_and_only_with_its_batch() -> None:
+    replay = queue()
+    with pytest.raises(QueueError, match="without the batch"):
+        replay.publish(1)
+    with pytest.raises(QueueError, match="published after version 0"):
+        replay.publish(2)
+    for ticket in replay.issue("a", 0, 4):
+        replay.put(done(ticket))
+    publish_after_training(replay, 0)
+    replay.publish(1)
+    assert (replay.version, replay.report().consumed) == (1, 4)
+
+
+def test_a_resumed_queue_goes_on_with_the_prompts_after_the_consumed_ones() -> None:
+    replay = queue(version=3)
+    (ticket,) = replay.issue("a", 3, 1)
+    assert (ticket.slot, ticket.identity.prompt) == (12, 6)
+    assert len(replay.issue("a", 3, 100)) == 7
+
+
+def test_the_watchdogs_sentence_names_where_trajectories_are() -> None:
+    replay = queue()
+    replay.issue("rollout-0", 0, 3)
+    replay.put(done(replay.issue("rollout-1", 0, 1)[0]))
+    assert "1 of 4 trajectories ready" in replay.waiting_for()
+    assert "3 at rollout-0" in replay.waiting_for()
