@@ -83,7 +83,7 @@ def _measure(updates: list[dict[str, Any]], summary: dict[str, Any], max_lag: in
         "max_lag": max_lag,
         "reward_latency_s": latency_s,
         "updates_per_s": len(steady) / seconds,
-        "trained_tokens_per_s": sum(row["tokens"] - row["tokens_too_old"] for row in steady) / seconds,
+        "trained_tokens_per_s": sum(row["tokens_trained"] for row in steady) / seconds,
         "engine_tokens_per_s": summary["tokens_generated"] / summary["engine_s"],
         "learner_idle_share": sum(row["wait_s"] for row in steady) / sum(row["update_s"] for row in steady),
         "engine_idle_share": summary["engine_idle_share"],

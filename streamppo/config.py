@@ -1,29 +1,15 @@
 """The one configuration tree. Frozen; unknown fields are errors; required means that it has no default.
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` where the
-object is built. Reading files and overrides is configfile.py.
+object is built. Reading files and overrides is configfile.py; the mathematics is config_algorithm.py.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-Positive: TypeAlias = Annotated[int, Meta(ge=1)]
-Count: TypeAlias = Annotated[int, Meta(ge=0)]
-Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
-Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
-PositiveFloat: TypeAlias = Annotated[float, Meta(gt=0)]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of every table of the file."""
-
-
-class Kind(Section, frozen=True, tag_field="kind"):
-    """Base of every table that is one choice of several; its tag is given by each subclass."""
-
+from streamppo.config_algorithm import GROUP_BASED, Algorithm
+from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Seconds, Section
 
 # --- the model -----------------------------------------------------------------------------------------------
 
@@ -52,6 +38,8 @@ class Model(Section, frozen=True):
     """Parameters and activations of learner and engine."""
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """Attention of the learner's forward; auto takes flash-attn where it is installed and a GPU is there."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
     hidden_size: Positive = 64
     """Width of builtin:tiny."""
     layers: Positive = 2
@@ -159,74 +147,6 @@ class Queue(Section, frozen=True):
     """A higher share of failed trajectories stops the run."""
 
 
-# --- algorithm -----------------------------------------------------------------------------------------------
-
-
-class Gae(Kind, frozen=True, tag="gae"):
-    """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
-
-    gamma: Fraction = 1.0
-    """Discount per token."""
-    lam: Fraction = 0.95
-    """Lambda of the actor's advantages."""
-    critic_lam: Fraction = 1.0
-    """Lambda of the critic's targets."""
-    bootstrap_truncated: bool = True
-    """The value after the last token of a truncated completion: the critic's, or 0."""
-
-
-class NoCorrection(Kind, frozen=True, tag="off"):
-    """No weight for off-policy data: a biased gradient when lag > 0."""
-
-
-class Truncate(Kind, frozen=True, tag="truncate"):
-    """min(proximal / behavior, cap), at the level of tokens (decoupled PPO, arXiv:2505.24298)."""
-
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """What the ratio is taken over."""
-    cap: PositiveFloat = 2.0
-    """The largest weight."""
-
-
-class Clip(Kind, frozen=True, tag="clip"):
-    """PPO's clipped surrogate (arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476)."""
-
-    low: Fraction = 0.2
-    """The ratio is clipped below at 1 - low."""
-    high: NonNegative = 0.2
-    """The ratio is clipped above at 1 + high."""
-    dual: NonNegative = 0.0
-    """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
-
-
-class ValueLoss(Section, frozen=True):
-    """The critic's loss."""
-
-    coefficient: NonNegative = 0.5
-    """Weight of the critic's loss beside the policy's."""
-    clip: NonNegative = 0.2
-    """The value may move this far from its proximal value before the gradient stops; 0 is unclipped."""
-
-
-class Algorithm(Section, frozen=True):
-    """The mathematics of one update."""
-
-    correction: NoCorrection | Truncate
-    """How the age of the data is corrected for; no default, so that nobody corrects nothing unawares."""
-    advantage: Gae = Gae()
-    """How advantages are estimated."""
-    whiten: Literal["off", "batch"] = "batch"
-    """Advantages get mean 0 and variance 1 over the whole batch, all ranks."""
-    policy_loss: Clip = Clip()
-    """The policy's loss."""
-    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"] = "token-mean"
-    """How per-token losses become one number; the denominators are global."""
-    value_loss: ValueLoss = ValueLoss()
-    """The critic's loss."""
-    entropy: float = 0.0
-    """Weight of the entropy bonus."""
-
-
 # --- learner -------------------------------------------------------------------------------------------------
 
 
@@ -237,8 +157,6 @@ class Learner(Section, frozen=True):
     """AdamW's learning rate."""
     ranks: Positive = 1
     """Learner ranks, one Ray actor each."""
-    critic_lr: PositiveFloat | None = None
-    """Learning rate of the value head; the policy's by default."""
     warmup_updates: Count = 0
     """Updates over which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -250,7 +168,9 @@ class Learner(Section, frozen=True):
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """The gradient's global norm is clipped to this."""
+    """The gradient's global 2-norm is clipped to this."""
+    max_bad_steps: Positive = 3
+    """Optimizer steps in a row whose gradient is not finite are skipped; after so many the run stops."""
     epochs: Positive = 1
     """Passes over one batch."""
     minibatches: Positive = 1
@@ -358,5 +278,15 @@ class Config(Section, frozen=True):
                 f"queue.batch_size ({queue.batch_size}) must be a multiple of "
                 f"learner.minibatches ({learner.minibatches})"
             )
+        algorithm = self.algorithm
+        if isinstance(algorithm.advantage, GROUP_BASED) and queue.samples_per_prompt < 2:
+            raise ValueError(
+                f"advantage {algorithm.advantage.__struct_config__.tag!r} compares the samples of a prompt: "
+                f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
+            )
+        if algorithm.zero_variance != "keep" and not isinstance(algorithm.advantage, GROUP_BASED):
+            raise ValueError("zero_variance is about groups: it needs an advantage that compares them")
+        if algorithm.kl.reward_beta and algorithm.kl.loss_beta and not algorithm.kl.allow_both:
+            raise ValueError("KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")

@@ -27,6 +27,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     overridden = {apply_override(tree, override) for override in overrides}
+    for name in overridden:
+        _name_default_kind(tree, name.rpartition(".")[0])
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -57,6 +59,20 @@ def apply_override(tree: dict[str, Any], override: str) -> str:
         table.clear()
     table[last] = parsed
     return name.strip()
+
+
+def _name_default_kind(tree: dict[str, Any], where: str) -> None:
+    """An override inside a table that the file leaves out means the default's kind."""
+    table: Any = tree
+    for part in where.split(".") if where else []:
+        table = table[part]
+    try:
+        default = _field(where).default
+    except (StopIteration, AssertionError):
+        return
+    tag = getattr(getattr(default, "__struct_config__", None), "tag", None)
+    if tag is not None and "kind" not in table:
+        table["kind"] = tag
 
 
 def _value(text: str) -> Any:
@@ -122,10 +138,17 @@ def _kinds(where: str) -> list[str]:
 
 def _node(where: str) -> Any:
     """The type at the dotted path `where` of the tree."""
+    return _field(where).type if where else msgspec.inspect.type_info(Config)
+
+
+def _field(where: str) -> Any:
+    """The field at the dotted path `where`."""
     node: Any = msgspec.inspect.type_info(Config)
-    for part in where.split(".") if where else []:
-        node = next(field.type for field in _struct(node, {}).fields if field.encode_name == part)
-    return node
+    found: Any = None
+    for part in where.split("."):
+        found = next(field for field in _struct(node, {}).fields if field.encode_name == part)
+        node = found.type
+    return found
 
 
 def _struct(node: Any, tree: Any) -> msgspec.inspect.StructType:

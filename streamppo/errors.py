@@ -5,6 +5,7 @@ StreamppoError
 ├── TaskError              a data set or a reward cannot be loaded or used
 │   └── TooManyFailures    rewards or engines failed more often than the config allows
 ├── ModelError             a model folder that no engine of ours can run
+├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
 ├── WeightsError           a push that does not verify: the old version stays
 ├── CheckpointError        a checkpoint that is missing, damaged or of another run
 ├── QueueError             a request that the queue's rules refuse
@@ -31,6 +32,10 @@ class TooManyFailures(TaskError):
 
 class ModelError(StreamppoError):
     """A model folder that cannot be loaded or run."""
+
+
+class UpdateError(StreamppoError):
+    """A batch that must not be trained on, or gradients that stay non-finite."""
 
 
 class WeightsError(StreamppoError):

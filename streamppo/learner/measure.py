@@ -1,6 +1,6 @@
 """The numbers of one update.
 
-B trajectories, T completion tokens (padded).
+B trajectories, b rows of a micro-batch, T completion tokens (padded).
 """
 
 import torch
@@ -8,71 +8,109 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.algorithms.advantages import Estimate
+from streamppo.algorithms.diagnostics import off_policy, ratio_quantiles, update_statistics_of, update_sums
+from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.policy_losses import TokenLoss
+from streamppo.algorithms.value_losses import explained_variance
 from streamppo.learner.model import Scored
 from streamppo.learner.packing import Packed
 
+LOSSES = ("policy_loss", "value_loss", "value_clip_fraction", "entropy")
+
 
 class Sums:
-    """Running sums over micro-batches; `means` adds them over ranks and divides by the number of steps or tokens."""
+    """Running sums over the micro-batches of one update; `means` adds them over ranks."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
+    def __init__(self, mask_BT: Tensor, group: dist.ProcessGroup) -> None:
+        self.update = torch.zeros(6, dtype=torch.float64, device=mask_BT.device)
+        self.stopped_early = 0
+        self.bad_steps = 0
+        self._group = group
+        self._losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=mask_BT.device)
+        self._ratio_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+        self._seen_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
         self._steps = 0
         self._grad_norm = 0.0
 
-    def add(self, losses: dict[str, Tensor], policy: TokenLoss, log_ratio_bT: Tensor, mask_bT: Tensor) -> None:
+    def add(
+        self,
+        rows: Tensor,
+        losses: dict[str, Tensor],
+        policy: TokenLoss,
+        logprobs_bT: Tensor,
+        proximal_bT: Tensor,
+        mask_bT: Tensor,
+    ) -> None:
         """One micro-batch: its shares of the losses, and its token sums."""
-        log_ratio_bT = log_ratio_bT.detach().masked_fill(~mask_bT, 0.0)
-        tokens = {
-            "clip_fraction": policy.clipped.sum(),
-            "proximal_kl": (log_ratio_bT.expm1() - log_ratio_bT).sum(),
-            "tokens": mask_bT.sum(),
-        }
-        for name, value in (losses | tokens).items():
-            self._sums[name] = self._sums.get(name, torch.zeros(())) + value.detach().cpu().double()
+        width_T = mask_bT.shape[1]
+        self.update += update_sums(logprobs_bT.detach(), proximal_bT, mask_bT, policy.clipped)
+        self._losses += torch.stack([losses.get(name, mask_bT.new_zeros(())).detach().double() for name in LOSSES])
+        self._ratio_BT[rows, :width_T] = policy.ratio.float()
+        self._seen_BT[rows, :width_T] = mask_bT.float()
+
+    def kl_since(self, before: Tensor) -> float:
+        """KL(proximal || current), k3 per token, of what was added since `update` was `before`. A collective."""
+        sums = self.update - before
+        dist.all_reduce(sums, group=self._group)
+        return update_statistics_of(sums).k3
 
     def add_step(self, grad_norm: float) -> None:
         """One optimizer step."""
         self._steps += 1
         self._grad_norm += grad_norm
 
-    def means(self, group: dist.ProcessGroup) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """Losses per step, token sums per token. A collective."""
-        names = ("policy_loss", "value_loss", "entropy", "clip_fraction", "proximal_kl", "tokens")
-        total = torch.stack([self._sums.get(name, torch.zeros(())).double() for name in names])
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        total = total.to(device)
-        dist.all_reduce(total, group=group)
-        sums = dict(zip(names, total.tolist(), strict=True))
-        tokens = max(sums.pop("tokens"), 1.0)
-        for name in ("clip_fraction", "proximal_kl"):
-            sums[name] /= tokens
-        for name in ("policy_loss", "value_loss", "entropy"):
-            sums[name] /= self._steps
-        return {**sums, "grad_norm": self._grad_norm / self._steps}
+        for tensor in (self.update, self._losses, self._ratio_BT, self._seen_BT):
+            dist.all_reduce(tensor, group=self._group)
+        steps = max(1, self._steps)
+        statistics = update_statistics_of(self.update)
+        low, median, high = ratio_quantiles(self._ratio_BT, self._seen_BT > 0)
+        return {
+            **{name: value / steps for name, value in zip(LOSSES, self._losses.tolist(), strict=True)},
+            "proximal_kl_k1": statistics.k1,
+            "proximal_kl": statistics.k3,
+            "clip_fraction_high": statistics.clip_fraction_high,
+            "clip_fraction_low": statistics.clip_fraction_low,
+            "ratio_p01": low,
+            "ratio_p50": median,
+            "ratio_p99": high,
+            "grad_norm": self._grad_norm / steps,
+            "steps": float(self._steps),
+            "bad_steps": float(self.bad_steps),
+            "stopped_early": float(self.stopped_early),
+        }
 
 
-def batch_metrics(batch: Packed, proximal: Scored, estimate: Estimate, max_tokens: int) -> dict[str, float]:
-    """What the batch was like, before any of it was trained on."""
+def batch_metrics(batch: Packed, proximal: Scored, estimate: Estimate, trained_BT: Tensor) -> dict[str, float]:
+    """What the batch was like, before any of it was trained on; importance weights before any truncation."""
     mask_BT = batch.mask_BT
     lag = batch.lag_BT[mask_BT].float()
-    log_weight = (proximal.logprobs_BT - batch.behavior_logprobs_BT)[mask_BT].double()
-    weight = log_weight.exp()
-    same = batch.lag_BT[mask_BT] == 0
-    returns, values = estimate.returns[mask_BT], proximal.values_BT[mask_BT]
-    variance = returns.var(unbiased=False).item()
-    residual = (returns - values).var(unbiased=False).item()
+    found = off_policy(proximal.logprobs_BT, batch.behavior_logprobs_BT, mask_BT, batch.lag_BT)
+    by_lag = {}
+    for bucket, divergence in found.by_lag.items():
+        by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}
     return {
         "reward": batch.reward_B.mean().item(),
         "length": mask_BT.sum(-1).float().mean().item(),
         "truncated": batch.truncated_B.float().mean().item(),
         "tokens": float(mask_BT.sum()),
         "tokens_too_old": float((mask_BT & ~batch.fresh_BT).sum()),
+        "tokens_trained": float(trained_BT.sum()),
+        "equal_groups": zero_variance(batch.reward_B, batch.prompt_B).float().mean().item(),
         "lag_mean": lag.mean().item(),
         "lag_max": lag.max().item(),
-        "behavior_kl": (weight - 1 - log_weight).mean().item(),
-        "ess": (weight.sum() ** 2 / (len(weight) * (weight**2).sum())).item(),
-        "mismatch": log_weight[same].abs().mean().item() if same.any() else 0.0,
-        "explained_variance": 1.0 - residual / variance if variance > 0 else 0.0,
+        "behavior_kl_k1": found.overall.k1,
+        "behavior_kl": found.overall.k3,
+        "ess": found.overall.ess_token,
+        "ess_sequence": found.overall.ess_sequence,
+        "chi2": found.overall.chi2_token,
+        "chi2_sequence": found.overall.chi2_sequence,
+        "weights_high": found.overall.fraction_high,
+        "weights_low": found.overall.fraction_low,
+        "log_ppl_engine": found.overall.log_ppl_engine,
+        "log_ppl_learner": found.overall.log_ppl_learner,
+        "mismatch": found.numerics.mean_abs_log_ratio if found.numerics else 0.0,
+        "explained_variance": float(explained_variance(proximal.values_BT, estimate.returns, mask_BT)),
+        **by_lag,
     }

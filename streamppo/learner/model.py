@@ -1,8 +1,9 @@
-"""The policy and its critic: a Hugging Face causal LM with a value head, sharded by FSDP2.
+"""The policy, its critic and its reference: Hugging Face causal LMs, sharded by FSDP2.
 
 B trajectories, L prompt + completion tokens, T completion tokens, D width, N completion tokens without padding.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,28 +37,30 @@ class Scored(NamedTuple):
 
 
 class Policy(nn.Module):
-    """Log-probs and entropies at `temperature`, and values, of given completions."""
+    """Log-probs and entropies at `temperature`, and values, of given completions.
 
-    def __init__(self, lm: Any, temperature: float) -> None:
+    The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own.
+    """
+
+    def __init__(self, lm: Any, temperature: float, critic: Any = None) -> None:
         super().__init__()
         self.lm = lm
+        self.critic = critic
         self.temperature = temperature
-        self.value_head = nn.Linear(lm.config.hidden_size, 1)
+        self.value_head = nn.Linear((lm if critic is None else critic).config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, rows: Packed) -> Scored:
         """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
-        hidden_BLD = self.lm.base_model(input_ids=rows.inputs_BL, use_cache=False).last_hidden_state
-        width_T = rows.mask_BT.shape[1]
-        at_BT = (rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=rows.start_B.device)).clamp(
-            max=hidden_BLD.shape[1] - 1
-        )
-        at_BTD = at_BT[..., None].expand(-1, -1, hidden_BLD.shape[2])
-        hidden_BTD = hidden_BLD.gather(1, at_BTD)
-        values_BT = self.value_head(hidden_BTD.float()).squeeze(-1)
-        valid_BT = torch.arange(width_T, device=at_BT.device) < rows.length_B[:, None]
-        targets_BT = rows.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=rows.inputs_BL.shape[1] - 1))
+        width_T, device = rows.mask_BT.shape[1], rows.start_B.device
+        width_L = rows.inputs_BL.shape[1]
+        at_BT = (rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device)).clamp(max=width_L - 1)
+        hidden_BTD = self._hidden(self.lm.base_model, rows, at_BT)
+        critic_BTD = hidden_BTD if self.critic is None else self._hidden(self.critic, rows, at_BT)
+        values_BT = self.value_head(critic_BTD.float()).squeeze(-1)
+        valid_BT = torch.arange(width_T, device=device) < rows.length_B[:, None]
+        targets_BT = rows.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=width_L - 1))
         logprobs_N, entropy_N = chunked_logprobs_entropy(
             hidden_BTD[:, :-1][valid_BT],
             self.lm.get_output_embeddings().weight,
@@ -70,27 +73,39 @@ class Policy(nn.Module):
             zeros_BT.masked_scatter(valid_BT, logprobs_N),
             zeros_BT.masked_scatter(valid_BT, entropy_N),
             values_BT[:, :-1].masked_fill(~valid_BT, 0.0),
-            values_BT[torch.arange(len(values_BT), device=at_BT.device), rows.length_B],
+            values_BT[torch.arange(len(values_BT), device=device), rows.length_B],
         )
 
+    def critic_parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters that the policy does not use."""
+        own = [] if self.critic is None else list(self.critic.parameters())
+        return [*own, *self.value_head.parameters()]
 
-def load(config: Model, path: str | Path, temperature: float, mesh: DeviceMesh) -> Policy:
-    """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`."""
-    from transformers import AutoModelForCausalLM
+    def _hidden(self, transformer: Any, rows: Packed, at_BT: Tensor) -> Tensor:
+        hidden_BLD = transformer(input_ids=rows.inputs_BL, use_cache=False).last_hidden_state
+        return hidden_BLD.gather(1, at_BT[..., None].expand(-1, -1, hidden_BLD.shape[2]))
 
-    try:
-        lm: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=torch.float32, attn_implementation=_attention(config, mesh.device_type)
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path {str(path)!r} cannot be loaded: {error}") from error
-    policy = Policy(lm, temperature).to(mesh.device_type)
+
+def load(config: Model, path: str | Path, temperature: float, mesh: DeviceMesh, critic: str = "head") -> Policy:
+    """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`.
+
+    `critic` is "head", or the path of the critic's own transformer ("policy" for a copy of the policy's).
+    Raises `ModelError` if one of them cannot be loaded.
+    """
+    lm = _read(config, path, mesh.device_type)
+    own = None
+    if critic != "head":
+        own = _read(config, path if critic == "policy" else critic, mesh.device_type).base_model
+    policy = Policy(lm, temperature, own).to(mesh.device_type)
+    if config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
-        for layer in lm.base_model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        for transformer in [lm.base_model, *([] if own is None else [own])]:
+            for layer in transformer.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     return policy
 
@@ -108,6 +123,17 @@ def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
         # `to` returns the live parameter itself when nothing has to change, and training goes on under the push.
         whole[name] = full.to(device="cpu", dtype=target, copy=True)
     return whole
+
+
+def _read(config: Model, path: str | Path, device: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch.float32, attn_implementation=_attention(config, device)
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
 
 
 def _attention(config: Model, device: str) -> str:

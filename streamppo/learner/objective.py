@@ -4,20 +4,22 @@ B trajectories, T completion tokens (padded). The learner calls what these build
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
-from streamppo.algorithms.advantages import Estimate, gae_actor_critic, whiten
-from streamppo.algorithms.corrections import Correction, importance_weights
-from streamppo.algorithms.layout import on_last_token
-from streamppo.algorithms.policy_losses import TokenLoss, clipped
-from streamppo.config import Algorithm, Clip, NoCorrection, Truncate
+from streamppo import config_algorithm as choices
+from streamppo.algorithms import advantages, corrections, groups, policy_losses, vtrace
+from streamppo.algorithms.advantages import Estimate
+from streamppo.algorithms.corrections import Correction
+from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.learner.model import Scored
 from streamppo.learner.packing import Packed
 
-Advantages: TypeAlias = Callable[[Packed, Scored], Estimate]
-"""(batch, proximal scores) -> advantages and returns [B, T]."""
+Advantages: TypeAlias = Callable[[Packed, Scored, Tensor], Estimate]
+"""(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
 Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Correction]
 """(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT) -> weights and kept tokens."""
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
@@ -25,54 +27,148 @@ PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 
 
 class Objective(NamedTuple):
-    """The functions of one run."""
+    """The functions of one run. `has_critic` says whether values are used at all."""
 
     advantages: Advantages
     correct: Correct
     policy_loss: PolicyLoss
+    has_critic: bool
 
 
-def build(config: Algorithm) -> Objective:
+def build(config: choices.Algorithm) -> Objective:
     """The functions that `config` chooses."""
-    return Objective(_advantages(config), _correct(config), _policy_loss(config))
+    has_critic = isinstance(config.advantage, choices.CRITIC_BASED)
+    estimate = partial(_whitened, _advantages(config.advantage), config.whiten, has_critic)
+    return Objective(estimate, _correct(config), _policy_loss(config), has_critic)
 
 
-def _advantages(config: Algorithm) -> Advantages:
-    choice = config.advantage
-
-    def estimate(batch: Packed, proximal: Scored) -> Estimate:
-        bootstraps = batch.truncated_B & choice.bootstrap_truncated
-        raw = gae_actor_critic(
-            on_last_token(batch.reward_B, batch.mask_BT),
-            proximal.values_BT,
-            batch.mask_BT,
-            proximal.bootstrap_B * bootstraps,
-            gamma=choice.gamma,
-            lam_actor=choice.lam,
-            lam_critic=choice.critic_lam,
-        )
-        if config.whiten == "off":
-            return raw
-        return raw._replace(advantages=whiten(raw.advantages, batch.mask_BT))
-
-    return estimate
+def _whitened(
+    raw: Advantages, config: choices.Whiten, has_critic: bool, batch: Packed, proximal: Scored, rewards_BT: Tensor
+) -> Estimate:
+    estimate = raw(batch, proximal, rewards_BT)
+    over = ("batch" if has_critic else "off") if config.over == "auto" else config.over
+    if over == "off":
+        return estimate
+    white = advantages.whiten(
+        estimate.advantages,
+        batch.mask_BT,
+        shift_mean=config.shift_mean,
+        unbiased=config.unbiased,
+        group_ids=batch.prompt_B if over == "group" else None,
+    )
+    return estimate._replace(advantages=white)
 
 
-def _correct(config: Algorithm) -> Correct:
+# --- advantages ----------------------------------------------------------------------------------------------
+
+
+def _advantages(choice: choices.Advantage) -> Advantages:
+    match choice:
+        case choices.Gae():
+            return partial(_gae, choice)
+        case choices.VTrace():
+            return partial(_vtrace, choice)
+        case choices.SequenceLevel():
+            return _sequence_level
+        case choices.Grpo(unbiased=unbiased):
+            return partial(_grouped, partial(groups.grpo, unbiased=unbiased))
+        case choices.DrGrpo():
+            return partial(_grouped, groups.dr_grpo)
+        case choices.Rloo():
+            return partial(_grouped, groups.rloo)
+        case choices.MaxRl():
+            return partial(_grouped, groups.maxrl)
+        case choices.ReinforcePlusPlus(gamma=gamma):
+            return lambda batch, _, rewards_BT: _no_critic(
+                groups.reinforce_plus_plus(rewards_BT, batch.mask_BT, gamma=gamma)
+            )
+        case choices.ReinforcePlusPlusBaseline():
+            return lambda batch, _, rewards_BT: _no_critic(
+                groups.reinforce_plus_plus_baseline(_scores(batch, rewards_BT), batch.prompt_B, batch.mask_BT)
+            )
+
+
+def _gae(choice: choices.Gae, batch: Packed, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+    lam: float | Tensor = choice.lam
+    if choice.adaptive_alpha:
+        lam = advantages.adaptive_lambda(batch.mask_BT.sum(-1), choice.adaptive_alpha)
+    return advantages.gae_actor_critic(
+        rewards_BT,
+        proximal.values_BT,
+        batch.mask_BT,
+        proximal.bootstrap_B * (batch.truncated_B & choice.bootstrap_truncated),
+        gamma=choice.gamma,
+        lam_actor=lam,
+        lam_critic=choice.critic_lam,
+    )
+
+
+def _vtrace(choice: choices.VTrace, batch: Packed, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+    log_rho_BT = vtrace.log_rho(proximal.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, lag=batch.lag_BT)
+    return vtrace.vtrace(
+        rewards_BT,
+        proximal.values_BT,
+        batch.mask_BT,
+        proximal.bootstrap_B * (batch.truncated_B & choice.bootstrap_truncated),
+        log_rho_BT,
+        gamma=choice.gamma,
+        lam=choice.lam,
+        clip=vtrace.TraceClip(choice.rho_bar, choice.c_bar, choice.trace),
+    )
+
+
+def _sequence_level(batch: Packed, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+    return advantages.sequence_level(_scores(batch, rewards_BT), proximal.values_BT[:, 0], batch.mask_BT)
+
+
+def _grouped(
+    compare: Callable[[Tensor, Tensor], Tensor], batch: Packed, proximal: Scored, rewards_BT: Tensor
+) -> Estimate:
+    advantages_B = compare(_scores(batch, rewards_BT), batch.prompt_B)
+    return _no_critic(torch.where(batch.mask_BT, advantages_B[:, None], 0.0))
+
+
+def _no_critic(advantages_BT: Tensor) -> Estimate:
+    return Estimate(advantages_BT, torch.zeros_like(advantages_BT))
+
+
+def _scores(batch: Packed, rewards_BT: Tensor) -> Tensor:
+    return rewards_BT.masked_fill(~batch.mask_BT, 0.0).sum(-1)
+
+
+# --- corrections and losses ----------------------------------------------------------------------------------
+
+
+def _correct(config: choices.Algorithm) -> Correct:
+    weights = corrections.importance_weights
     match config.correction:
-        case NoCorrection():
-            return lambda proximal, behavior, mask: importance_weights(
-                proximal, behavior, mask, level="token", mode="off"
-            )
-        case Truncate(level=level, cap=cap):
-            return lambda proximal, behavior, mask: importance_weights(
-                proximal, behavior, mask, level=level, mode="truncate", cap=cap
-            )
+        case choices.NoCorrection():
+            return partial(weights, level="token", mode="off")
+        case choices.Truncate(level=level, cap=cap):
+            return partial(weights, level=level, mode="truncate", cap=cap)
+        case choices.Mask(level=level, lo=lo, hi=hi):
+            return partial(weights, level=level, mode="mask", lo=lo, hi=hi)
+        case choices.TruncateAndMask(level=level, cap=cap, lo=lo, hi=hi):
+            return partial(corrections.truncate_and_mask, mask_level=level, cap=cap, lo=lo, hi=hi)
+        case choices.SecondMoment(threshold=threshold):
+            return partial(corrections.second_moment_mask, threshold=threshold)
 
 
-def _policy_loss(config: Algorithm) -> PolicyLoss:
+def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
     match config.policy_loss:
-        case Clip(low=low, high=high, dual=dual):
-            return lambda logprobs, proximal, advantages, mask: clipped(
-                logprobs, proximal, advantages, mask, clip_low=low, clip_high=high, dual_clip=dual or None
-            )
+        case choices.Clip(low=low, high=high, dual=dual):
+            return partial(policy_losses.clipped, clip_low=low, clip_high=high, dual_clip=dual or None)
+        case choices.Cispo(low=low, high=high):
+            return partial(policy_losses.cispo, clip_low=low, clip_high=high)
+        case choices.Gspo(low=low, high=high):
+            return partial(policy_losses.gspo, clip_low=low, clip_high=high)
+        case choices.SequenceClip(low=low, high=high):
+            return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)
+        case choices.Reinforce():
+            return policy_losses.reinforce
+        case choices.ImportanceWeighted():
+            return policy_losses.importance_weighted
+        case choices.DppoTv(delta=delta):
+            return partial(policy_losses.dppo_tv, delta=delta)
+        case choices.Sapo(tau_positive=positive, tau_negative=negative):
+            return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)

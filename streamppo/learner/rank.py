@@ -67,14 +67,17 @@ class Rank:
         mesh = init_device_mesh(device, (config.ranks,))
         torch.manual_seed(self.config.seed)
         self.model_path = model_path
-        self.policy = model.load(self.config.model, model_path, self.config.rollout.temperature, mesh)
-        self.optimizer = _optimizer(self.policy, config)
+        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
+        self.policy = model.load(self.config.model, model_path, temperature, mesh, algorithm.critic.model)
+        reference = model.load(self.config.model, model_path, temperature, mesh) if algorithm.kl.on else None
+        self.optimizer = _optimizer(self.policy, self.config)
         self.updater = Updater(
             self.policy,
             self.optimizer,
-            objective.build(self.config.algorithm),
+            objective.build(algorithm),
             self.config,
             group=mesh.get_group(),
+            reference=reference,
         )
         self.version = 0
         if resume_from is not None:
@@ -139,8 +142,11 @@ class Rank:
 
     def _schedule(self) -> None:
         share = lr_share(self.config.learner, self.version, self.config.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["full_lr"] * share
+        actor, critic = self.optimizer.param_groups
+        actor["lr"] = actor["full_lr"] * share
+        critic["lr"] = critic["full_lr"] * share
+        if self.version < self.config.algorithm.critic.warmup_updates:
+            actor["lr"] = 0.0
 
 
 def lr_share(config: LearnerConfig, version: int, updates: int) -> float:
@@ -158,13 +164,13 @@ def lr_share(config: LearnerConfig, version: int, updates: int) -> float:
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _optimizer(policy: model.Policy, config: LearnerConfig) -> torch.optim.Optimizer:
-    critic = list(policy.value_head.parameters())
+def _optimizer(policy: model.Policy, config: Config) -> torch.optim.Optimizer:
+    learner = config.learner
     groups = [
-        {"params": list(policy.lm.parameters()), "full_lr": config.lr},
-        {"params": critic, "full_lr": config.critic_lr or config.lr},
+        {"params": list(policy.lm.parameters()), "full_lr": learner.lr},
+        {"params": list(policy.critic_parameters()), "full_lr": config.algorithm.critic.lr or learner.lr},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay)
 
 
 def _export(whole: dict[str, torch.Tensor], start: str, folder: Path, dtype: str) -> None:

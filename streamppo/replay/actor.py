@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from streamppo.config import Config
+from streamppo.config_algorithm import GROUP_BASED
 from streamppo.replay.queue import ReplayQueue
 from streamppo.types import Failure, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
@@ -35,7 +36,8 @@ class ReplayActor:
             batch_size=queue.batch_size,
             samples_per_prompt=queue.samples_per_prompt,
             max_lag=queue.max_lag,
-            whole_groups=False,
+            whole_groups=isinstance(self.config.algorithm.advantage, GROUP_BASED),
+            resample_equal=self.config.algorithm.zero_variance == "resample",
             too_old=queue.too_old,
             max_attempts=queue.max_attempts,
             max_failure_rate=queue.max_failure_rate,

@@ -23,12 +23,17 @@ WINDOW = 256
 """Attempts over which the failure rate is taken."""
 JUDGED_FROM = 64
 """Attempts before which no rate is judged."""
+DROPPED = ("too_old", "abandoned", "equal_group")
+"""Why a slot's trajectory was not trained on."""
 QUOTED = 3
 """Different reasons that the error quotes."""
 
 
 class ReplayQueue:
-    """`whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together."""
+    """`whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
+
+    `resample_equal` gives up groups whose rewards are all equal, so that other prompts take their slots.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class ReplayQueue:
         too_old: Literal["mask", "drop", "wait"],
         max_attempts: int,
         max_failure_rate: float,
+        resample_equal: bool = False,
         version: int = 0,
     ) -> None:
         self.version = version
@@ -52,6 +58,7 @@ class ReplayQueue:
         self._too_old = too_old
         self._max_attempts = max_attempts
         self._max_failure_rate = max_failure_rate
+        self._resample_equal = resample_equal
         self._opened = version * batch_size
         self._abandoned = 0
         self._units: dict[int, Unit] = {}
@@ -89,9 +96,10 @@ class ReplayQueue:
             raise QueueError(f"{trajectory.actor} sampled with version {newest}, which the ledger does not know")
         slot.trajectory, slot.actor = trajectory, None
         slot.unit.missing -= 1
-        self._ready_units += slot.unit.missing == 0
         self._counts["stored"] += 1
         self._outcomes.append(None)
+        if slot.unit.missing == 0:
+            self._complete(slot.unit)
         return True
 
     def fail(self, failure: Failure) -> None:
@@ -105,7 +113,7 @@ class ReplayQueue:
         if slot.failures < self._max_attempts:
             self._reopen(slot)
         else:
-            self._abandon(slot.unit)
+            self._abandon(slot.unit, "abandoned")
         self._judge()
 
     def lost(self, actor: str) -> None:
@@ -164,7 +172,7 @@ class ReplayQueue:
             stored=counts["stored"],
             consumed=counts["consumed"],
             duplicates=counts["duplicates"],
-            dropped={"too_old": self._dropped["too_old"], "abandoned": self._abandoned, "lost": counts["lost"]},
+            dropped={reason: self._dropped[reason] for reason in DROPPED} | {"lost": counts["lost"]},
             masked_tokens=counts["masked_tokens"],
             failed=dict(self._failed),
             mean_tokens_consumed=counts["consumed_tokens"] / max(1, counts["consumed"]),
@@ -218,9 +226,18 @@ class ReplayQueue:
         slot.reopen()
         heapq.heappush(self._open, slot)
 
-    def _abandon(self, unit: Unit) -> None:
+    def _complete(self, unit: Unit) -> None:
+        """All trajectories of a unit are there."""
+        rewards = {trajectory.reward for trajectory in unit.trajectories}
+        if self._resample_equal and len(rewards) == 1:
+            self._abandon(unit, "equal_group")
+        else:
+            self._ready_units += 1
+
+    def _abandon(self, unit: Unit, reason: str) -> None:
         unit.abandoned = True
         self._abandoned += len(unit.slots)
+        self._dropped[reason] += len(unit.slots)
         self._forget(unit)
 
     def _forget(self, unit: Unit) -> None:

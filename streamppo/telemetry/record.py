@@ -112,7 +112,7 @@ class Record:
             "first_update_s": self.first_update_s,
             "trajectories": queue.consumed if queue else None,
             "tokens_generated": generated,
-            "tokens_trained": self._total("tokens") - self._total("tokens_too_old"),
+            "tokens_trained": self._total("tokens_trained"),
             "tokens_per_s": generated / wall_s,
             "lag": lag_summary(self.lags),
             "learner_idle_share": self._total("wait_s") / max(self._total("update_s"), 1e-9),

@@ -13,7 +13,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from streamppo import configfile
 from streamppo.config import Config
 from streamppo.learner import model, objective
-from streamppo.learner.rank import _optimizer
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory
 
@@ -85,7 +84,8 @@ def group(rank: int, ranks: int, store: Path) -> Iterator[None]:
 def updater(config: Config, folder: Path) -> Updater:
     """The learner's updater on the model in `folder`, with a critic that is not zero."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = model.load(config.model, folder, config.rollout.temperature, mesh)
+    policy = model.load(config.model, folder, config.rollout.temperature, mesh, config.algorithm.critic.model)
+    reference = model.load(config.model, folder, config.rollout.temperature, mesh) if config.algorithm.kl.on else None
     torch.manual_seed(9)
     fill = torch.randn(1, 32) * 0.1
     with torch.no_grad():
@@ -94,10 +94,12 @@ def updater(config: Config, folder: Path) -> Updater:
         )
     return Updater(
         policy,
-        _optimizer(policy, config.learner),
+        # AdamW makes a full step of a gradient that is zero but for rounding; plain descent shows it as it is.
+        torch.optim.SGD(policy.parameters(), lr=config.learner.lr * 100),
         objective.build(config.algorithm),
         config,
         group=mesh.get_group(),
+        reference=reference,
     )
 
 

@@ -8,6 +8,7 @@ import learner_case as case
 import pytest
 import torch
 
+from streamppo.errors import UpdateError
 from streamppo.learner.packing import Packed, micro_batches, pack
 
 
@@ -52,6 +53,98 @@ def test_the_micro_batch_budget_changes_nothing(folder: Path, aggregation: str) 
             assert split_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-5), name
 
 
+ADVANTAGES = ["vtrace", "sequence", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+LOSSES = ["cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo"]
+CHOICES = [
+    *([f"algorithm.advantage.kind={kind}"] for kind in ADVANTAGES),
+    *([f"algorithm.policy_loss.kind={kind}"] for kind in LOSSES),
+    ["algorithm.correction.kind=off"],
+    ["algorithm.correction.kind=mask", "algorithm.correction.lo=0.1"],
+    ["algorithm.correction={kind='truncate_and_mask', lo=0.1, hi=9.0}"],
+    ["algorithm.correction.kind=second_moment", "algorithm.correction.threshold=0.5"],
+    ["algorithm.correction.level=sequence"],
+    ["algorithm.aggregation=constant"],
+    ["algorithm.whiten.over=group", "algorithm.whiten.unbiased=true"],
+    ["algorithm.advantage.adaptive_alpha=0.5"],
+    ["algorithm.advantage.kind=grpo", "algorithm.zero_variance=mask"],
+    ["algorithm.critic.model=policy", "algorithm.critic.loss=huber"],
+    ["algorithm.kl.reward_beta=0.1"],
+    ["algorithm.kl.loss_beta=0.1", "algorithm.kl.straight_through=true"],
+    ["algorithm.policy_loss.dual=3.0", "algorithm.entropy=0.1", "model.gradient_checkpointing=true"],
+]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
+def test_every_choice_trains_and_is_indifferent_to_the_split(folder: Path, choice: list[str]) -> None:
+    two_steps = ["learner.minibatches=2", *choice]
+    whole, metrics = updated(folder, *two_steps, "learner.micro_batch_tokens=100000")
+    split, split_metrics = updated(folder, *two_steps, "learner.micro_batch_tokens=40")
+    assert_same(whole, split)
+    assert metrics["grad_norm"] > 0
+    assert metrics["steps"] == 2
+    for name in metrics.keys() - TIMES:
+        assert split_metrics[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_critic_is_trained_only_by_the_estimators_that_need_one(folder: Path) -> None:
+    before = case.whole(case.updater(case.config_of(), folder).policy)
+    for kind, moves in (("gae", True), ("vtrace", True), ("sequence", True), ("rloo", False)):
+        after, metrics = updated(folder, f"algorithm.advantage.kind={kind}")
+        assert torch.equal(before["value_head.weight"], after["value_head.weight"]) is not moves, kind
+        assert (metrics["value_loss"] > 0) is moves, kind
+
+
+@pytest.mark.usefixtures("alone")
+def test_target_kl_ends_an_update_before_the_step_that_would_go_too_far(folder: Path) -> None:
+    free = ("learner.epochs=4", "learner.lr=0.01")
+    _, unlimited = updated(folder, *free)
+    _, limited = updated(folder, *free, "algorithm.target_kl=0.001")
+    assert (unlimited["steps"], unlimited["stopped_early"]) == (4, 0)
+    assert limited["stopped_early"] == 1
+    assert 1 <= limited["steps"] < 4
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_stays(folder: Path) -> None:
+    updater = case.updater(case.config_of("learner.max_bad_steps=2"), folder)
+    before = case.whole(updater.policy)
+    real = updater.objective.policy_loss
+
+    def explosive(*arguments: torch.Tensor):
+        return (found := real(*arguments))._replace(loss=found.loss * torch.inf)
+
+    updater.objective = updater.objective._replace(policy_loss=explosive)
+    assert updater.update(pack(case.batch()))["bad_steps"] == 1
+    with pytest.raises(UpdateError, match="2 optimizer steps in a row"):
+        updater.update(pack(case.batch()))
+    after = case.whole(updater.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_data_that_must_not_be_trained_on_is_refused_by_name(folder: Path) -> None:
+    updater = case.updater(case.config_of(), folder)
+    packed = pack(case.batch())
+    broken = packed.behavior_logprobs_BT.clone()
+    broken[0, 0] = torch.nan
+    with pytest.raises(UpdateError, match=r"batch 3 cannot be trained on: .*behavior"):
+        updater.update(packed._replace(behavior_logprobs_BT=broken, mask_BT=packed.mask_BT | (broken.isnan())))
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_controller_moves_beta_towards_its_target(folder: Path) -> None:
+    updater = case.updater(
+        case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01"), folder
+    )
+    assert updater.update(pack(case.batch()))["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    below = updater.beta
+    updater.update(pack(case.batch()))
+    assert below < 0.1
+    assert updater.beta > below
+
+
 @pytest.mark.usefixtures("alone")
 def test_an_update_moves_every_parameter(folder: Path) -> None:
     before = case.whole(case.updater(case.config_of(), folder).policy)
@@ -92,8 +185,8 @@ def test_tokens_that_are_too_old_enter_the_denominator_and_not_the_loss(folder: 
     assert old_BT.any()
     real = updater.objective.advantages
 
-    def poisoned(packed: Packed, proximal):
-        estimate = real(packed, proximal)
+    def poisoned(packed: Packed, proximal, rewards_BT: torch.Tensor):
+        estimate = real(packed, proximal, rewards_BT)
         return estimate._replace(advantages=estimate.advantages.masked_fill(old_BT, 1e6))
 
     updater.objective = updater.objective._replace(advantages=poisoned)
@@ -136,10 +229,10 @@ def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
             torch.save({"parameters": parameters, "metrics": metrics}, out)
 
 
-def test_two_and_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> None:
+def test_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = {}
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         out = tmp_path / f"{ranks}.pt"
         store = tmp_path / f"store-{ranks}"
         workers = [context.Process(target=_rank, args=(rank, ranks, store, folder, out)) for rank in range(ranks)]
@@ -148,10 +241,9 @@ def test_two_and_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path
         for worker in workers:
             worker.join()
         results[ranks] = torch.load(out, weights_only=True)
-    for ranks in (2, 3):
-        assert_same(results[1]["parameters"], results[ranks]["parameters"])
-        for name in results[1]["metrics"].keys() - TIMES:
-            assert results[ranks]["metrics"][name] == pytest.approx(results[1]["metrics"][name], rel=1e-4, abs=1e-5)
+    assert_same(results[1]["parameters"], results[3]["parameters"])
+    for name in results[1]["metrics"].keys() - TIMES:
+        assert results[3]["metrics"][name] == pytest.approx(results[1]["metrics"][name], rel=1e-4, abs=1e-5), name
 
 
 # --- packing -------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import pytest
 from conftest import MATH, REPOSITORY
 
 from streamppo import configfile
-from streamppo.config import Clip, Config, NoCorrection, Truncate
+from streamppo.config import Config
+from streamppo.config_algorithm import Clip, NoCorrection, Truncate
 from streamppo.errors import ConfigError
 
 
@@ -38,10 +39,16 @@ def test_another_kind_replaces_the_whole_table() -> None:
     assert config.algorithm.correction == NoCorrection()
 
 
+def test_an_override_inside_a_table_that_the_file_leaves_out_means_the_default_kind() -> None:
+    config = configfile.load(MATH, ["algorithm.policy_loss.dual=3.0", "rollout.engine.kv=recompute"])
+    assert config.algorithm.policy_loss == Clip(dual=3.0)
+    assert config.rollout.engine.kv == "recompute"
+
+
 def test_an_unknown_field_is_answered_with_file_line_and_nearest_name(tmp_path: Path) -> None:
-    path = edited(tmp_path, "minibatches =", "minibatch =")
-    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if text.startswith("minibatch ="))
-    with pytest.raises(ConfigError, match=rf"edited.toml:{line}: learner.minibatch: .*did you mean 'minibatches'"):
+    path = edited(tmp_path, "max_grad_norm =", "max_gradnorm =")
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if text.startswith("max_gradnorm ="))
+    with pytest.raises(ConfigError, match=rf"edited.toml:{line}: learner.max_gradnorm: .*did you mean 'max_grad_norm'"):
         configfile.load(path)
 
 
@@ -63,6 +70,7 @@ def test_an_unknown_kind_lists_the_known_ones() -> None:
         ("queue.samples_per_prompt=3", "multiple of queue.samples_per_prompt"),
         ("learner.minibatches=7", "multiple of learner.minibatches"),
         ("name=a/b", "name of a folder"),
+        ("algorithm.advantage.gamma=1.5", "algorithm.advantage.gamma"),
         ("learner.lr", "not of the form"),
         ("name.x=1", "'name' is a value"),
     ],
@@ -70,6 +78,19 @@ def test_an_unknown_kind_lists_the_known_ones() -> None:
 def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configfile.load(MATH, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.advantage.kind=rloo", "queue.samples_per_prompt=1"], "'rloo' compares the samples of a prompt"),
+        (["algorithm.zero_variance=mask"], "needs an advantage that compares"),
+        (["algorithm.kl.reward_beta=0.1", "algorithm.kl.loss_beta=0.1"], "allow_both"),
+    ],
+)
+def test_choices_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configfile.load(MATH, overrides)
 
 
 def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:
@@ -92,7 +113,8 @@ def test_the_tree_survives_its_own_encoding() -> None:
 
 
 def test_every_field_has_a_sentence_under_it() -> None:
-    lines = (REPOSITORY / "streamppo" / "config.py").read_text().splitlines()
+    files = ("config.py", "config_algorithm.py")
+    lines = [line for name in files for line in (REPOSITORY / "streamppo" / name).read_text().splitlines()]
     fields = [
         n
         for n, line in enumerate(lines)
@@ -102,7 +124,7 @@ def test_every_field_has_a_sentence_under_it() -> None:
         and "(" not in line.split(":")[0]
         and not line.lstrip().startswith(("def", "if", "raise", "return"))
     ]
-    assert len(fields) > 60
+    assert len(fields) > 100
     assert [lines[n] for n in fields if not lines[n + 1].lstrip().startswith('"""')] == []
 
 

@@ -149,12 +149,23 @@ def test_a_group_is_abandoned_as_a_whole() -> None:
     assert replay.report().dropped["abandoned"] == 2
 
 
+def test_groups_that_teach_nothing_can_give_way_to_other_prompts() -> None:
+    replay = queue(max_lag=0, whole_groups=True, resample_equal=True)
+    tickets = replay.issue("a", 0, 4)
+    for ticket, reward in zip(tickets, (1.0, 1.0, 0.0, 1.0), strict=True):
+        replay.put(done(ticket, reward=reward))
+    assert replay.take(0) is None
+    others = replay.issue("a", 0, 9)
+    assert [ticket.identity.prompt for ticket in others] == [2, 2]
+    assert replay.report().dropped["equal_group"] == 2
+
+
 def test_a_lost_actor_is_no_failure_of_the_task() -> None:
     replay = queue(max_attempts=1)
     replay.issue("a", 0, 3)
     replay.lost("a")
     assert [t.slot for t in replay.issue("b", 0, 3)] == [0, 1, 2]
-    assert replay.report().dropped == {"too_old": 0, "abandoned": 0, "lost": 3}
+    assert replay.report().dropped == {"too_old": 0, "abandoned": 0, "equal_group": 0, "lost": 3}
 
 
 def test_too_many_failures_stop_the_run_with_the_first_reasons() -> None:

@@ -1,0 +1,21 @@
+"""What every table of the configuration is made of."""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+Positive: TypeAlias = Annotated[int, Meta(ge=1)]
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
+Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
+PositiveFloat: TypeAlias = Annotated[float, Meta(gt=0)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every table of the file."""
+
+
+class Kind(Section, frozen=True, tag_field="kind"):
+    """Base of every table that is one choice of several; its tag is given by each subclass."""
