@@ -20,9 +20,9 @@ from streamppo.replay.slot import Slot, Unit, count_older, defect
 from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, ints
 
 WINDOW = 256
-"""Attempts over which the failure rate is taken."""
+"""Slots over which the failure rate is taken."""
 JUDGED_FROM = 64
-"""Attempts before which no rate is judged."""
+"""Slots before which no rate is judged."""
 DROPPED = ("too_old", "abandoned", "equal_group")
 """Why a slot's trajectory was not trained on."""
 QUOTED = 3
@@ -97,7 +97,7 @@ class ReplayQueue:
         slot.trajectory, slot.actor = trajectory, None
         slot.unit.missing -= 1
         self._counts["stored"] += 1
-        self._outcomes.append(None)
+        self._note(slot, None)
         if slot.unit.missing == 0:
             self._complete(slot.unit)
         return True
@@ -108,7 +108,7 @@ class ReplayQueue:
         if slot is None:
             return
         self._failed[failure.stage] += 1
-        self._outcomes.append(f"{failure.stage}: {failure.reason}")
+        self._note(slot, f"{failure.stage}: {failure.reason}")
         slot.failures += 1
         if slot.failures < self._max_attempts:
             self._reopen(slot)
@@ -275,6 +275,11 @@ class ReplayQueue:
         for slot in unit.slots:
             self._reopen(slot)
         return False
+
+    def _note(self, slot: Slot, reason: str | None) -> None:
+        """A slot counts once, by its first attempt: prompts that always fail are tried again before others."""
+        if slot.failures == 0:
+            self._outcomes.append(reason)
 
     def _judge(self) -> None:
         reasons = [reason for reason in self._outcomes if reason is not None]

@@ -9,6 +9,6 @@ async def always_raises(trajectory: ScoredText, answer: str) -> float:
 
 
 async def sometimes_raises(trajectory: ScoredText, answer: str) -> float:
-    if trajectory.prompt[0] in "13":
+    if trajectory.prompt[0] == "1":
         raise RuntimeError("not this one")
     return await arithmetic.score(trajectory, answer)

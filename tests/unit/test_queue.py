@@ -179,6 +179,19 @@ def test_too_many_failures_stop_the_run_with_the_first_reasons() -> None:
         replay.fail(fail(tickets[63], "reason 9"))
 
 
+def test_retries_of_the_same_bad_prompts_do_not_make_a_high_rate() -> None:
+    replay = queue(max_failure_rate=0.3, batch_size=400, max_attempts=1000)
+    tickets = replay.issue("a", 0, 100)
+    for ticket in tickets[20:]:
+        replay.put(done(ticket))
+    for ticket in tickets[:20]:
+        replay.fail(fail(ticket))
+    for _ in range(500):
+        (again,) = replay.issue("a", 0, 1)
+        replay.fail(fail(again))
+    assert replay.report().failed == {"reward": 520}
+
+
 # --- the take ------------------------------------------------------------------------------------------------
 
 
