@@ -8,16 +8,14 @@ of the engine is transformers' batched `generate` on the same weights, one threa
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
-import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.runs import machine, run
 
 WARM_UP = 5
 LATENCY = "STREAMPPO_BENCHMARK_LATENCY_S"
@@ -28,7 +26,7 @@ def main() -> None:
     rows = [
         _run(options, max_lag, latency_s) for max_lag, latency_s in product(options.max_lag, options.reward_latency_s)
     ]
-    result = {"machine": _machine(), "config": str(options.config), "overrides": options.set, "settings": rows}
+    result = {"machine": machine(), "config": str(options.config), "overrides": options.set, "settings": rows}
     if options.peer:
         from benchmarks.engine import beside_generate
 
@@ -52,28 +50,17 @@ def _options() -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, max_lag: int, latency_s: float) -> dict[str, Any]:
-    """One run in a process of its own, so that every setting starts alike."""
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = [
-            f"queue.max_lag={max_lag}",
-            f"rollout.engine.kind={options.engine}",
-            f"updates={options.updates}",
-            "evaluation.every=0",
-            "checkpoint.every=0",
-            *(["reward.function=benchmarks.latency:score"] if latency_s else []),
-            *options.set,
-        ]
-        command = [sys.executable, "-m", "streamppo", "run", str(options.config), "--runs", folder, *overrides]
-        environment = {**os.environ, LATENCY: str(latency_s)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(
-                f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-            )
-        (run,) = Path(folder).iterdir()
-        summary = json.loads((run / "summary.json").read_text())
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return _measure([row for row in rows if "update" in row], summary, max_lag, latency_s)
+    overrides = [
+        f"queue.max_lag={max_lag}",
+        f"rollout.engine.kind={options.engine}",
+        f"updates={options.updates}",
+        "evaluation.every=0",
+        "checkpoint.every=0",
+        *(["reward.function=benchmarks.latency:score"] if latency_s else []),
+        *options.set,
+    ]
+    done = run(options.config, overrides, {LATENCY: str(latency_s)})
+    return _measure(done.updates, done.summary, max_lag, latency_s)
 
 
 def _measure(updates: list[dict[str, Any]], summary: dict[str, Any], max_lag: int, latency_s: float) -> dict[str, Any]:
@@ -93,17 +80,6 @@ def _measure(updates: list[dict[str, Any]], summary: dict[str, Any], max_lag: in
         "swap_ms": summary["swap_ms"],
         "first_update_s": summary["first_update_s"],
     }
-
-
-def _machine() -> dict[str, Any]:
-    return {"cores": os.cpu_count(), "cpu": _cpu(), "python": platform.python_version()}
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -61,8 +61,11 @@ def value_loss(
     if clip <= 0:
         raise ValueError(f"clip must be positive, got {clip}")
     anchor = fill(proximal_values.detach(), mask)
-    bounded = regression(anchor + (values - anchor).clamp(-clip, clip) - returns, kind, huber_delta)
-    return TokenValueLoss(torch.maximum(free, bounded), (bounded > free) & mask)
+    moved = values - anchor
+    bounded = regression(anchor + moved.clamp(-clip, clip) - returns, kind, huber_delta)
+    # Inside the clip both are the same number but for the rounding of anchor + moved, which must not decide anything.
+    clipped = (moved.abs() > clip) & (bounded > free)
+    return TokenValueLoss(torch.where(clipped, bounded, free), clipped & mask)
 
 
 def explained_variance_sums(

@@ -184,3 +184,12 @@ def test_unknown_kinds_and_bad_knobs_are_refused() -> None:
         value_loss(one, one, one, one == 1, clip=0.0)
     with pytest.raises(ValueError, match="unknown KL estimator"):
         kl(one, one, one == 1, kind="k4")  # pyright: ignore[reportArgumentType]
+
+
+def test_rounding_never_counts_as_clipping() -> None:
+    """anchor + (value - anchor) is not always the value."""
+    generator = torch.Generator().manual_seed(0)
+    anchor, moved, returns = (torch.randn(4, 2000, generator=generator) * 0.01 for _ in range(3))
+    got = value_loss(moved, anchor, returns, torch.ones_like(anchor).bool(), clip=0.2)
+    assert not got.clipped.any()
+    assert torch.equal(got.loss, 0.5 * (moved - returns).square())

@@ -1,0 +1,134 @@
+"""Every policy loss, correction and advantage estimator on the default job, at several lag bounds.
+
+    python benchmarks/algorithms.py --max-lag 0 2 8 --json out.json --plot out.png
+
+One choice at a time is changed from configs/math.toml; the rest stays. All runs begin with the same warm-started model.
+Reported: mean reward of the last ten updates, held-out accuracy, and the updates until that reward reached --reach.
+The plot needs matplotlib (`pip install streamppo[plots]`).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.runs import Run, machine, run
+
+CONFIG = Path("configs/math.toml")
+WINDOW = 10
+CHOICES: dict[str, list[str]] = {
+    "default": [],
+    **{
+        f"loss {kind}": [f"algorithm.policy_loss.kind={kind}"]
+        for kind in ("cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo")
+    },
+    "correction off": ["algorithm.correction.kind=off"],
+    "correction mask": ["algorithm.correction.kind=mask"],
+    "correction truncate_and_mask": ["algorithm.correction={kind='truncate_and_mask', lo=0.5, hi=2.0}"],
+    "correction second_moment": ["algorithm.correction.kind=second_moment"],
+    **{
+        f"advantage {kind}": [f"algorithm.advantage.kind={kind}"]
+        for kind in (
+            "vtrace",
+            "sequence",
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "maxrl",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+        )
+    },
+}
+
+
+def main() -> None:
+    options = _options()
+    chosen = {name: CHOICES[name] for name in options.only or CHOICES}
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(Path(folder))
+        rows: list[dict[str, Any]] = []
+        for max_lag, (name, overrides) in product(options.max_lag, chosen.items()):
+            common = [
+                f"updates={options.updates}",
+                f"queue.max_lag={max_lag}",
+                "evaluation.every=0",
+                f"model.path={model}",
+            ]
+            rows.append(
+                _measure(name, max_lag, run(CONFIG, [*common, "checkpoint.every=0", *overrides]), options.reach)
+            )
+            print(_line(rows[-1]), flush=True)
+    result = {"machine": machine(), "updates": options.updates, "reach": options.reach, "runs": rows}
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        _plot(rows, options.plot)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 2, 8])
+    parser.add_argument("--only", nargs="+", choices=list(CHOICES), metavar="CHOICE", help="for example 'loss cispo'")
+    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--reach", type=float, default=0.4, help="a reward to count the updates until")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    return parser.parse_args()
+
+
+def _model(folder: Path) -> Path:
+    """One warm-started model for all runs: the model of a run of a single update."""
+    from streamppo import configfile
+    from streamppo.learner import tiny
+
+    model = folder / "model"
+    tiny.make(configfile.load(CONFIG), model)
+    return model
+
+
+def _measure(name: str, max_lag: int, done: Run, reach: float) -> dict[str, Any]:
+    rewards = [row["reward"] for row in done.updates]
+    smooth = [sum(rewards[max(0, n - WINDOW) : n]) / min(n, WINDOW) for n in range(1, len(rewards) + 1)]
+    return {
+        "choice": name,
+        "max_lag": max_lag,
+        "reward": smooth[-1],
+        "accuracy": done.summary["eval_accuracy"]["final"],
+        "updates_to_reach": next((n for n, value in enumerate(smooth, start=1) if value >= reach), None),
+        "mean_lag": done.summary["lag"]["mean"],
+        "ess": sum(row["ess"] for row in done.updates) / len(done.updates),
+        "rewards": smooth,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    numbers = "  ".join(f"{name} {row[name]:.3f}" for name in ("reward", "accuracy", "mean_lag", "ess"))
+    return f"max_lag {row['max_lag']}  {row['choice']:40s} {numbers}  updates_to_reach {row['updates_to_reach']}"
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lags = sorted({row["max_lag"] for row in rows})
+    figure, axes = pyplot.subplots(1, len(lags), figsize=(7 * len(lags), 6), sharey=True, squeeze=False)
+    for axis, max_lag in zip(axes[0], lags, strict=True):
+        for number, row in enumerate(row for row in rows if row["max_lag"] == max_lag):
+            style = ("-", "--", ":")[number // 10 % 3]
+            axis.plot(range(1, len(row["rewards"]) + 1), row["rewards"], style, label=row["choice"])
+        axis.set(title=f"max_lag = {max_lag}", xlabel="update", ylabel="reward, mean of the last ten")
+        axis.legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
