@@ -9,7 +9,7 @@ which the rows of the projections are reordered once so that the two halves of a
 leaves every dot product as it was); keys and values lie side by side in the cache and are written together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -61,12 +61,14 @@ class Decoder:
         self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.max_tokens = max_tokens
         self.parameters: Parameters | None = None
+        self._expected = _expected_shapes(config)
         self.rotation_TD = _rotation(config, max_tokens, self.device)
         shape = (config.num_hidden_layers, rows, max_tokens, 2 * self.kv_heads, self.head_width)
         self.cache = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take `tensors` (HF names) as weights. Raises `WeightsError`, and keeps the old ones, if they do not fit."""
+        _check_fit(self._expected, tensors)
         self.parameters = _fuse(self, tensors)
 
     @torch.inference_mode()
@@ -187,53 +189,65 @@ def _rotation(config: Any, max_tokens: int, device: torch.device) -> Tensor:
     return torch.polar(scale, angles_TD).to(device)
 
 
+def _expected_shapes(config: Any) -> dict[str, torch.Size]:
+    """Name and shape of every tensor of the model, tied ones once: what a push has to hold."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise WeightsError(f"the push has no tensor {missing[0]!r} ({len(missing)} are missing)")
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise WeightsError(f"the push has tensors that this model does not know: {', '.join(unknown[:3])}")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}, the model wants {tuple(shape)}")
+
+
 def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:
     """HF tensors -> fused ones. Every tensor is copied: what was given may be a view of a shared buffer."""
-    left = dict(tensors)
 
-    def take(name: str, *, wanted: bool = True) -> Tensor | None:
-        tensor = left.pop(name, None)
-        if tensor is None and wanted:
-            raise WeightsError(f"the push has no tensor {name!r}")
-        return None if tensor is None else tensor.to(decoder.device, decoder.dtype)
+    def take(name: str) -> Tensor:
+        return tensors[name].to(decoder.device, decoder.dtype, copy=True)
 
-    config, D = decoder.config, decoder.head_width
-    layers = tuple(_fuse_layer(f"model.layers.{n}.", take, D) for n in range(config.num_hidden_layers))
-    embedding, norm = take("model.embed_tokens.weight"), take("model.norm.weight")
-    head = take("lm_head.weight", wanted=not config.tie_word_embeddings)
-    if left:
-        raise WeightsError(f"the push has tensors that this model does not know: {', '.join(sorted(left)[:3])}")
-    assert embedding is not None and norm is not None
-    if embedding.shape != (config.vocab_size, config.hidden_size):
-        raise WeightsError(f"model.embed_tokens.weight has shape {tuple(embedding.shape)}")
-    embedding = embedding.clone()
-    return Parameters(embedding, layers, norm.clone(), embedding if head is None else head.clone())
+    layers = tuple(
+        _fuse_layer(f"model.layers.{n}.", take, tensors.keys(), decoder.head_width)
+        for n in range(decoder.config.num_hidden_layers)
+    )
+    embedding = take("model.embed_tokens.weight")
+    head = take("lm_head.weight") if "lm_head.weight" in tensors else embedding
+    return Parameters(embedding, layers, take("model.norm.weight"), head)
 
 
-def _fuse_layer(prefix: str, take: Any, head_width: int) -> Layer:
+def _fuse_layer(prefix: str, take: Callable[[str], Tensor], names: Collection[str], head_width: int) -> Layer:
     def paired(tensor: Tensor) -> Tensor:
         """Reorder rows of each head from (first halves, second halves) to pairs side by side."""
         heads = tensor.reshape(-1, 2, head_width // 2, *tensor.shape[1:])
         return heads.transpose(1, 2).reshape(tensor.shape)
 
-    def attention(name: str, *, wanted: bool = True) -> Any:
-        return take(f"{prefix}self_attn.{name}", wanted=wanted)
+    def attention(name: str) -> Tensor:
+        return take(f"{prefix}self_attn.{name}")
 
-    biases = [attention(f"{name}_proj.bias", wanted=False) for name in "qkv"]
-    q_norm, k_norm = (attention(f"{name}_norm.weight", wanted=False) for name in "qk")
-    q, k, v = (attention(f"{name}_proj.weight") for name in "qkv")
-    try:
-        return Layer(
-            norm=take(f"{prefix}input_layernorm.weight").clone(),
-            qkv=torch.cat([paired(q), paired(k), v]),
-            qkv_bias=None if biases[0] is None else torch.cat([paired(biases[0]), paired(biases[1]), biases[2]]),
-            q_norm=None if q_norm is None else paired(q_norm),
-            k_norm=None if k_norm is None else paired(k_norm),
-            out=attention("o_proj.weight").clone(),
-            out_bias=attention("o_proj.bias", wanted=False),
-            mlp_norm=take(f"{prefix}post_attention_layernorm.weight").clone(),
-            gate_up=torch.cat([take(f"{prefix}mlp.gate_proj.weight"), take(f"{prefix}mlp.up_proj.weight")]),
-            down=take(f"{prefix}mlp.down_proj.weight").clone(),
-        )
-    except RuntimeError as error:
-        raise WeightsError(f"the tensors of {prefix[:-1]} do not fit together: {error}") from error
+    def fused(kind: str) -> Tensor:
+        q, k, v = (attention(f"{name}_proj.{kind}") for name in "qkv")
+        return torch.cat([paired(q), paired(k), v])
+
+    def has(name: str) -> bool:
+        return f"{prefix}self_attn.{name}" in names
+
+    return Layer(
+        norm=take(f"{prefix}input_layernorm.weight"),
+        qkv=fused("weight"),
+        qkv_bias=fused("bias") if has("q_proj.bias") else None,
+        q_norm=paired(attention("q_norm.weight")) if has("q_norm.weight") else None,
+        k_norm=paired(attention("k_norm.weight")) if has("k_norm.weight") else None,
+        out=attention("o_proj.weight"),
+        out_bias=attention("o_proj.bias") if has("o_proj.bias") else None,
+        mlp_norm=take(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=torch.cat([take(f"{prefix}mlp.gate_proj.weight"), take(f"{prefix}mlp.up_proj.weight")]),
+        down=take(f"{prefix}mlp.down_proj.weight"),
+    )

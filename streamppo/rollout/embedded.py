@@ -56,10 +56,13 @@ class EmbeddedEngine:
         self._slots = slots
         self._kv = kv
         self._waiting: deque[Request] = deque()
+        self._promised: set[asyncio.Future[Any]] = set()
         self._swap: tuple[int, Mapping[str, Tensor], asyncio.Future[None]] | None = None
+        self._one_swap = asyncio.Lock()
         self._work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
         self._driver: asyncio.Task[None] | None = None
+        self._stopped = False
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
 
@@ -70,24 +73,29 @@ class EmbeddedEngine:
 
     async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
         """See `Engine.generate`."""
-        room = self._decoder.max_tokens - len(prompt)
-        if not len(prompt) or room < 1:
-            raise ModelError(
-                f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {self._decoder.max_tokens - 1}"
-            )
-        request = Request(prompt, sampling, min(sampling.max_tokens, room), asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
+        self._check(prompt)
+        limit = min(sampling.max_tokens, self._decoder.max_tokens - len(prompt))
+        request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future())
         self._wake()
-        return await request.done
+        self._waiting.append(request)
+        self._promised.add(request.done)
+        try:
+            return await request.done
+        finally:
+            self._promised.discard(request.done)
 
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """See `Engine.update_weights`. A swap that is still waiting is superseded by a newer one."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._swap is not None:
-            self._swap[2].set_result(None)
-        self._swap = (version, tensors, done)
-        self._wake()
-        await done
+        """See `Engine.update_weights`. Swaps are made one after another."""
+        async with self._one_swap:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._wake()
+            self._swap = (version, tensors, done)
+            self._promised.add(done)
+            try:
+                await done
+            finally:
+                self._promised.discard(done)
+                self._swap = None
 
     def usage(self) -> Usage:
         """See `Engine.usage`."""
@@ -95,20 +103,32 @@ class EmbeddedEngine:
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
+        self._stopped = True
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
         self._thread.shutdown()
+        # A driver that was cancelled before its first step has told nobody.
+        self._fail_all(asyncio.CancelledError())
 
     # --- the driver ------------------------------------------------------------------------------------------
 
+    def _check(self, prompt: Ints) -> None:
+        """Refuse what would end the engine, and with it the completions of others."""
+        longest, vocabulary = self._decoder.max_tokens - 1, self._decoder.config.vocab_size
+        if not 1 <= len(prompt) <= longest:
+            raise ModelError(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            raise ModelError(f"a prompt holds a token that is not one of the model's {vocabulary}")
+
     def _wake(self) -> None:
+        if self._stopped:
+            raise asyncio.CancelledError
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive())
         if self._driver.done():
-            # It ended by an exception, or was stopped: whoever comes now learns of it too.
+            # It ended by an exception: whoever comes now learns of it too.
             self._driver.result()
-            raise asyncio.CancelledError
         self._work.set()
 
     async def _drive(self) -> None:
@@ -163,7 +183,8 @@ class EmbeddedEngine:
         try:
             await self._run(self._decoder.load, tensors)
         except WeightsError as error:
-            done.set_exception(error)
+            if not done.done():
+                done.set_exception(error)
             return
         self._version = version
         if self._kv == "recompute" and self._rows.count:
@@ -177,8 +198,9 @@ class EmbeddedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _fail_all(self, error: BaseException) -> None:
-        for request in (*self._rows.requests, *self._waiting):
-            request.fail(error)
+        for future in [future for future in self._promised if not future.done()]:
+            if isinstance(error, asyncio.CancelledError):
+                future.cancel()
+            else:
+                future.set_exception(error)
         self._waiting.clear()
-        if self._swap is not None and not self._swap[2].done():
-            self._swap[2].cancel()

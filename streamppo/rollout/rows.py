@@ -39,15 +39,6 @@ class Request:
             assert self.completion is not None
             self.done.set_result(self.completion)
 
-    def fail(self, error: BaseException) -> None:
-        """Hand over an error instead."""
-        if self.done.done():
-            return
-        if isinstance(error, asyncio.CancelledError):
-            self.done.cancel()
-        else:
-            self.done.set_exception(error)
-
 
 class Rows:
     """Admission, steps and ends of up to as many completions as the decoder has rows."""

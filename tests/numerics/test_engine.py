@@ -155,20 +155,57 @@ def test_a_kept_cache_is_not_recomputed() -> None:
     assert difference.max() > 1e-3
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_ones_stay(name: str) -> None:
     async def scenario() -> None:
-        model = make()
+        model = make(name)
         running = engine(model)
-        good = tensors(make(seed=1))
-        missing = {name: tensor for name, tensor in good.items() if "layers.1.mlp.up" not in name}
-        wrong = {**good, "model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 3)}
-        for bad in (missing, wrong, {**good, "stranger": torch.zeros(1)}):
-            with pytest.raises(WeightsError):
-                await running.update_weights(1, bad)
+        good = tensors(make(name, seed=1))
+        with pytest.raises(WeightsError, match="does not know: stranger"):
+            await running.update_weights(1, {**good, "stranger": torch.zeros(1)})
+        for spoiled, tensor in good.items():
+            with pytest.raises(WeightsError, match=spoiled):
+                await running.update_weights(1, {**good, spoiled: tensor[:-1]})
+            with pytest.raises(WeightsError, match=spoiled):
+                await running.update_weights(1, {other: good[other] for other in good if other != spoiled})
         assert running.version == 0
         prompt = prompts(1)[0]
         done = await running.generate(prompt, Sampling(5))
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_cancels_a_swap_harms_nobody_else() -> None:
+    async def scenario() -> None:
+        model, new = make(), tensors(make(seed=1))
+        running = engine(model, eos=-1)
+        request = asyncio.create_task(running.generate(np.full(2, 3, np.int32), Sampling(60)))
+        while running.usage().tokens < 3:
+            await asyncio.sleep(0)
+        for bad in (new, {**new, "stranger": torch.zeros(1)}):
+            swap = asyncio.create_task(running.update_weights(1, bad))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            swap.cancel()
+        await asyncio.wait_for(running.update_weights(2, new), 10)
+        assert running.version == 2
+        assert len((await asyncio.wait_for(request, 10)).tokens) == 60
+
+    asyncio.run(scenario())
+
+
+def test_swaps_asked_for_at_once_are_made_in_order() -> None:
+    async def scenario() -> None:
+        running = engine(make())
+        seen: list[int] = []
+
+        async def swap(version: int) -> None:
+            await running.update_weights(version, tensors(make(seed=version)))
+            seen.append(running.version)
+
+        await asyncio.gather(*(swap(version) for version in (1, 2, 3)))
+        assert seen == [1, 2, 3]
 
     asyncio.run(scenario())
 
@@ -185,6 +222,20 @@ def test_a_prompt_that_does_not_fit_is_refused_and_a_long_completion_is_cut_at_t
             await running.generate(np.zeros(0, np.int32), Sampling(4))
         done = await running.generate(np.full(10, 3, np.int32), Sampling(50))
         assert (len(done.tokens), done.finish) == (6, "length")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("token", [-1, 37, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_fails_its_own_request_alone(token: int) -> None:
+    async def scenario() -> None:
+        running = engine(make())
+        bad, good = np.array([3, token], np.int32), prompts(1)[0]
+        refused, done = await asyncio.gather(
+            running.generate(bad, Sampling(4)), running.generate(good, Sampling(4)), return_exceptions=True
+        )
+        assert isinstance(refused, ModelError) and "not one of the model's 37" in str(refused)
+        assert isinstance(done, Completion)
 
     asyncio.run(scenario())
 
@@ -218,15 +269,21 @@ def test_weights_that_have_diverged_fail_every_request_instead_of_hanging() -> N
     asyncio.run(scenario())
 
 
-def test_stopping_cancels_what_is_in_flight() -> None:
+@pytest.mark.parametrize("turns", range(0, 40, 3))
+def test_stopping_at_any_moment_cancels_whatever_is_in_flight(turns: int) -> None:
     async def scenario() -> None:
-        running = engine(make(), eos=-1)
-        request = asyncio.create_task(running.generate(np.full(2, 3, np.int32), Sampling(60)))
-        while running.usage().tokens < 3:
+        running = engine(make(), slots=3)
+        asked = [asyncio.create_task(running.generate(prompt, Sampling(30))) for prompt in prompts(12)]
+        asked.append(asyncio.create_task(running.update_weights(1, tensors(make()))))
+        for _ in range(turns):
             await asyncio.sleep(0)
         await running.stop()
-        with pytest.raises(asyncio.CancelledError):
-            await request
+        _, hanging = await asyncio.wait(asked, timeout=5)
+        assert not hanging
+        assert all(task.cancelled() or task.exception() is None for task in asked)
+        for late in (running.generate(prompts(1)[0], Sampling(3)), running.update_weights(2, tensors(make()))):
+            with pytest.raises(asyncio.CancelledError):
+                await late
 
     asyncio.run(scenario())
 

@@ -1,0 +1,153 @@
+"""Buckets, checksums and the ledger: what is pushed is what arrives, or nobody loads it."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamppo.errors import WeightsError
+from streamppo.types import Push, decode, encode
+from streamppo.weights import buckets, transport
+from streamppo.weights.buckets import ALIGNMENT
+from streamppo.weights.ledger import Ledger
+
+SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3), min_size=1, max_size=6)
+
+
+def tensors_of(shapes: list[list[int]], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"t{n}": torch.randn(shape, generator=generator).to(dtype) for n, shape in enumerate(shapes)}
+
+
+def push(version: int, shift: float = 0.0) -> tuple[Push, list[Any]]:
+    return buckets.flatten(version, version - 1 if version else None, {"w": torch.arange(9.0) + shift}, 1 << 20)
+
+
+# --- buckets -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), st.integers(1, 300))
+def test_what_goes_into_buckets_comes_out_bit_for_bit(shapes: list[list[int]], dtype: torch.dtype, size: int) -> None:
+    sent = tensors_of(shapes, dtype)
+    described, arrays = buckets.flatten(3, 2, sent, size)
+    again = decode(encode(described), Push)
+    for array in arrays:
+        array.flags.writeable = False
+    arrived = buckets.unflatten(again, arrays)
+    assert list(arrived) == list(sent)
+    assert all(torch.equal(sent[name], arrived[name]) and sent[name].dtype == arrived[name].dtype for name in sent)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.integers(1, 300))
+def test_tensors_are_aligned_and_only_a_larger_one_exceeds_its_bucket(shapes: list[list[int]], size: int) -> None:
+    described, arrays = buckets.flatten(0, None, tensors_of(shapes), size)
+    assert [array.nbytes for array in arrays] == list(described.bucket_bytes)
+    for number, array in enumerate(arrays):
+        inside = [place for place in described.tensors if place.bucket == number]
+        assert all(place.start % ALIGNMENT == 0 for place in inside)
+        assert array.nbytes <= size or inside[0].nbytes > size
+    ends = {(place.bucket, place.start + place.nbytes) for place in described.tensors}
+    assert {bucket for bucket, _ in ends} == set(range(len(arrays)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_flipped_bit_is_found_and_its_bucket_named(data: st.DataObject) -> None:
+    described, arrays = buckets.flatten(7, 6, tensors_of([[5, 5], [40], [3]]), 128)
+    number = data.draw(st.integers(0, len(arrays) - 1))
+    at = data.draw(st.integers(0, arrays[number].size - 1))
+    arrays[number][at] ^= np.uint8(1 << data.draw(st.integers(0, 7)))
+    with pytest.raises(WeightsError, match=f"push 7: bucket {number} does not match"):
+        buckets.unflatten(described, arrays)
+
+
+def test_a_missing_a_foreign_and_a_swapped_bucket_are_found() -> None:
+    described, arrays = buckets.flatten(7, 6, tensors_of([[50], [50]]), 200)
+    for wrong in (arrays[:1], [*arrays, arrays[0]], arrays[::-1]):
+        with pytest.raises(WeightsError, match="push 7"):
+            buckets.unflatten(described, wrong)
+
+
+def test_the_digest_is_of_names_shapes_types_and_bytes_and_of_nothing_else() -> None:
+    one = torch.arange(6.0)
+
+    def digest(version: int, tensors: dict[str, torch.Tensor]) -> str:
+        return buckets.digest(buckets.flatten(version, None, tensors, 1 << 20)[0])
+
+    assert digest(1, {"a": one}) == digest(2, {"a": one.clone()})
+    others = [{"b": one}, {"a": one.reshape(2, 3)}, {"a": one.view(torch.int32)}, {"a": one + 1}]
+    assert len({digest(1, tensors) for tensors in [{"a": one}, *others]}) == 5
+
+
+# --- the ledger ----------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_hands_out_the_newest_version_and_keeps_a_fixed_number() -> None:
+    ledger = Ledger(keep=2)
+    assert ledger.newest is None
+    assert ledger.after(-1) is None
+    for version in range(5, 9):
+        ledger.publish(push(version)[0], f"handle {version}")
+    assert (ledger.newest, len(ledger._entries)) == (8, 2)
+    found = ledger.after(5)
+    assert found is not None and found.handle == "handle 8"
+    assert ledger.after(8) is None
+    assert [ledger.knows(version) for version in (4, 5, 8, 9)] == [False, True, True, False]
+
+
+def test_publishing_twice_is_harmless_and_a_gap_or_another_version_of_it_is_refused() -> None:
+    ledger = Ledger()
+    ledger.publish(push(3)[0], "first")
+    ledger.publish(push(3)[0], "again")
+    found = ledger.after(2)
+    assert found is not None and found.handle == "first"
+    for wrong in (push(3, shift=1.0)[0], push(5)[0], push(2)[0]):
+        with pytest.raises(WeightsError, match=f"version {wrong.version} was published after version 3"):
+            ledger.publish(wrong, "wrong")
+
+
+# --- the pusher ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for the object store: what was put, in order."""
+    put: list[Any] = []
+    monkeypatch.setattr(transport.ray, "put", lambda array: put.append(array) or len(put) - 1)
+    return put
+
+
+def test_pushes_overlap_what_follows_and_arrive_whole_and_in_order(store: list[Any]) -> None:
+    gate, published = threading.Event(), list[tuple[Push, list[Any]]]()
+
+    def publish(described: bytes, refs: list[Any]) -> None:
+        assert gate.wait(10)
+        published.append((decode(described, Push), [store[ref] for ref in refs]))
+
+    pusher = transport.Pusher(publish, 1 << 20)
+    assert pusher.push(0, {"w": torch.zeros(3)}) == 0.0
+    assert published == []
+    gate.set()
+    assert pusher.push(1, {"w": torch.ones(3)}) > 0.0
+    pusher.wait()
+    assert [(described.version, described.base_version) for described, _ in published] == [(0, None), (1, 0)]
+    _, arrived = transport.unpack(encode(published[1][0]), published[1][1])
+    assert torch.equal(arrived["w"], torch.ones(3))
+    assert pusher.digest == buckets.digest(published[1][0])
+
+
+@pytest.mark.usefixtures("store")
+def test_a_push_that_failed_is_told_to_the_next_one() -> None:
+    def publish(described: bytes, refs: list[Any]) -> None:
+        raise WeightsError("the ledger refused")
+
+    pusher = transport.Pusher(publish, 1 << 20)
+    pusher.push(0, {"w": torch.zeros(3)})
+    with pytest.raises(WeightsError, match="the ledger refused"):
+        pusher.push(1, {"w": torch.zeros(3)})
