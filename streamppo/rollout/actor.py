@@ -33,6 +33,9 @@ from streamppo.types import (
 from streamppo.weights.buckets import digest
 from streamppo.weights.transport import unpack
 
+PULLS = 3
+"""A version is pulled so often at most."""
+
 
 class Answer(NamedTuple):
     """A greedy answer: whether it is right (None: its reward failed), its oldest and its newest version."""
@@ -176,7 +179,11 @@ class RolloutActor:
     # --- weights and evaluation ------------------------------------------------------------------------------
 
     async def _follow_weights(self) -> None:
-        """Always the newest version: one that came and went while another was swapped in is never pulled."""
+        """Always the newest version: one that came and went while another was swapped in is never pulled.
+
+        Bytes that were damaged on the way are asked for again; after `PULLS` refusals in a row it is not the way.
+        """
+        refusals = 0
         while True:
             start = time.perf_counter()
             try:
@@ -185,7 +192,11 @@ class RolloutActor:
                 await self.engine.update_weights(push.version, tensors)
             except WeightsError as error:
                 print(f"{self.name} keeps version {self.engine.version}: {error}", flush=True)
+                refusals += 1
+                if refusals == PULLS:
+                    raise
                 continue
+            refusals = 0
             self._push_ms += (time.perf_counter() - start) * 1e3
             self._digest = digest(push)
             await self.queue.swapped.remote(self.name, push.version)
