@@ -1,11 +1,13 @@
 """What the benchmarks share: a real run in a process of its own, and the machine that it ran on."""
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -13,27 +15,60 @@ from typing import Any, NamedTuple
 
 
 class Run(NamedTuple):
-    """What a run left behind: summary.json, and the lines of metrics.jsonl that are updates."""
+    """What a run left behind: summary.json, the lines of metrics.jsonl that are updates, and what was seen of it.
+
+    `peak_memory_mib` is of all its processes together, shared pages counted once.
+    """
 
     summary: dict[str, Any]
     updates: list[dict[str, Any]]
+    first_output_s: float
+    peak_memory_mib: float
 
 
 def run(config: Path, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
     """`streamppo run CONFIG OVERRIDES` in a folder of its own. Ends the benchmark if the run fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "streamppo", "run", str(config), "--runs", folder, *overrides]
-        done = subprocess.run(
-            command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            sys.exit(
-                f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        log, runs = Path(folder) / "log", Path(folder) / "runs"
+        command = [sys.executable, "-m", "streamppo", "run", str(config), "--runs", str(runs), *overrides]
+        with log.open("w") as output:
+            begin = time.perf_counter()
+            process = subprocess.Popen(
+                command, env={**os.environ, **(environment or {})}, stdout=output, stderr=subprocess.STDOUT
             )
-        (made,) = Path(folder).iterdir()
+            first_output_s, peak = 0.0, 0.0
+            while process.poll() is None:
+                if not first_output_s and log.stat().st_size:
+                    first_output_s = time.perf_counter() - begin
+                # Reading the memory maps of every process costs milliseconds; it must not slow down what it measures.
+                if first_output_s:
+                    peak = max(peak, _memory_mib(process.pid))
+                    time.sleep(2.0)
+                time.sleep(0.05)
+        if process.returncode:
+            sys.exit(f"{' '.join(command)}\nended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        (made,) = runs.iterdir()
         rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((made / "summary.json").read_text())
-    return Run(summary, [row for row in rows if "update" in row])
+    return Run(summary, [row for row in rows if "update" in row], first_output_s, peak)
+
+
+def _memory_mib(root: int) -> float:
+    """Proportional set size of `root` and everything that it started, in MiB."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    kibibytes = 0
+    for process in parents:
+        ancestor = process
+        while ancestor not in (0, root):
+            ancestor = parents.get(ancestor, 0)
+        if ancestor == root:
+            with contextlib.suppress(OSError):
+                rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
+                kibibytes += int(rollup.partition("\nPss:")[2].split()[0])
+    return kibibytes / 1024
 
 
 def machine() -> dict[str, Any]:

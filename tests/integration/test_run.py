@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from conftest import MATH, REPOSITORY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -216,3 +217,12 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_sampled_again(tmp_path:
     found = summary(tmp_path)
     assert found["failed"]["reward"] > 0
     assert found["trajectories"] == 12 * 64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_learner_and_engine_share_a_gpu_and_the_reward_rises(tmp_path: Path) -> None:
+    finished(tmp_path, "updates=150", "learner.gpus=0.5", "rollout.gpus=0.5", "model.dtype=bfloat16")
+    summary = json.loads((tmp_path / "math" / "summary.json").read_text())
+    assert summary["updates"] == 150
+    assert summary["eval_accuracy"]["final"] > summary["eval_accuracy"]["start"] + 0.1

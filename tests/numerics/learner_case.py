@@ -72,22 +72,22 @@ def _trajectory(generator: np.random.Generator, number: int, version: int) -> Tr
 
 
 @contextlib.contextmanager
-def group(rank: int, ranks: int, store: Path) -> Iterator[None]:
-    """A gloo process group that meets at the file `store`."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+def group(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator[None]:
+    """A process group that meets at the file `store`."""
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def updater(config: Config, folder: Path) -> Updater:
+def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     """The learner's updater on the model in `folder`, with a critic that is not zero."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = model.load(config.model, folder, config.rollout.temperature, mesh, config.algorithm.critic.model)
     reference = model.load(config.model, folder, config.rollout.temperature, mesh) if config.algorithm.kl.on else None
     torch.manual_seed(9)
-    fill = torch.randn(1, 32) * 0.1
+    fill = (torch.randn(1, 32) * 0.1).to(device)
     with torch.no_grad():
         policy.value_head.weight.copy_(
             torch.distributed.tensor.distribute_tensor(fill, mesh, policy.value_head.weight.placements)
