@@ -9,6 +9,7 @@ from pathlib import Path
 
 from streamppo import __version__, configfile
 from streamppo.errors import StreamppoError
+from streamppo.interrupts import Interrupts
 
 STARTED = time.perf_counter()
 
@@ -51,6 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     print(f"streamppo {__version__}: {options.config}, {config.updates} updates; starting Ray", flush=True)
     # The hub client's progress bars and Ray's usage ping have no place in a training log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    interrupts = Interrupts()
     from streamppo.run import run
 
-    return run(config, runs=options.runs, resume=options.resume, started=STARTED)
+    return run(config, runs=options.runs, resume=options.resume, started=STARTED, interrupts=interrupts)

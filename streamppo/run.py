@@ -16,6 +16,7 @@ import msgspec
 
 from streamppo.config import Config
 from streamppo.errors import CheckpointError, StreamppoError
+from streamppo.interrupts import Interrupts
 from streamppo.learner import manifest
 from streamppo.stages import Stages
 from streamppo.telemetry.record import Record
@@ -25,7 +26,7 @@ AHEAD = 2
 """Updates in the learner's mailbox: the one that runs and the one after it."""
 
 
-def run(config: Config, *, runs: Path, resume: bool, started: float) -> int:
+def run(config: Config, *, runs: Path, resume: bool, started: float, interrupts: Interrupts) -> int:
     """Make all updates; the exit code is 0 only then. `started` is when the command began (perf_counter)."""
     folder = _folder(config, runs.resolve(), resume)
     checkpoint = manifest.latest(folder / "checkpoints") if resume else None
@@ -34,7 +35,7 @@ def run(config: Config, *, runs: Path, resume: bool, started: float) -> int:
     record.say(f"run folder {folder}" + (f", from version {version}" if resume else ""))
     outcome, reports = "finished", (None, [])
     try:
-        with Stages(config, folder) as stages:
+        with Stages(config, folder, interrupts) as stages:
             stages.start(checkpoint, version)
             _loop(config, stages, record, version)
             reports = stages.reports()

@@ -5,11 +5,10 @@ starting -> running -> stopped        one way; an error or a signal in either of
 
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -17,7 +16,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from streamppo.config import Cluster, Config
-from streamppo.errors import Interrupted, RunError, StreamppoError
+from streamppo.errors import RunError, StreamppoError
+from streamppo.interrupts import Interrupts
 from streamppo.learner.group import LearnerGroup
 from streamppo.replay.actor import ReplayActor
 from streamppo.rollout.actor import RolloutActor
@@ -39,9 +39,10 @@ class Stages:
     learner: LearnerGroup
     rollouts: list[Any]
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, interrupts: Interrupts) -> None:
         self.config = config
         self.folder = folder
+        self._interrupts = interrupts
         self._watched: dict[Any, tuple[str, OnDone]] = {}
         self._progress = time.monotonic()
         self._actors: list[Any] = []
@@ -50,9 +51,8 @@ class Stages:
 
     def __enter__(self) -> "Stages":
         _init_ray(self.config)
-        # After ray.init, which installs a handler of its own.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
+        # Ray has installed a handler of its own.
+        self._interrupts.catch()
         return self
 
     def start(self, resume_from: Path | None, version: int) -> None:
@@ -98,7 +98,7 @@ class Stages:
     def wait(self, refs: Sequence[Any], doing: str) -> list[Any]:
         """The values of `refs`; meanwhile every watched call is watched.
 
-        Raises `RunError` when a stage dies, or when nothing progresses for `watchdog.stall_s`.
+        Raises `RunError` when a stage dies, when nothing progresses for `watchdog.stall_s`, or after a signal.
         """
         pending = list(refs)
         while pending:
@@ -107,6 +107,7 @@ class Stages:
             for ref in ready:
                 self._settle(ref, doing)
             pending = [ref for ref in pending if ref not in ready]
+            self._interrupts.check()
             self._check_stall(doing)
         self._progress = time.monotonic()
         return ray.get(list(refs))
@@ -189,13 +190,6 @@ def describe(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     return text if isinstance(error, StreamppoError) else f"{type(error).__name__}: {text}"
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    # The next signal ends the process at once; the local Ray processes die with it.
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_DFL)
-    raise Interrupted(f"stopped by {signal.Signals(number).name}")
 
 
 def _never(name: str) -> OnDone:

@@ -182,8 +182,23 @@ def test_a_signal_ends_the_run_within_ten_seconds_with_a_message_and_no_process_
         output, _ = process.communicate(timeout=10)
         assert process.returncode not in (0, None)
         assert f"stopped by {number.name}" in output
+        assert "Traceback" not in output
         assert gone(tmp_path)
     assert number.name in summary(tmp_path)["outcome"]
+
+
+@pytest.mark.parametrize("after_s", [0.3, 1.5, 3.0, 6.0])
+def test_a_signal_while_the_run_starts_ends_it_like_any_other(tmp_path: Path, after_s: float) -> None:
+    with started(tmp_path, *SHORT, "updates=100000") as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=15)
+        assert process.returncode == 1, first + output
+        assert "stopped by SIGINT" in output
+        assert "Traceback" not in output
+        assert gone(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["RolloutActor", "ReplayActor", "Rank"])
