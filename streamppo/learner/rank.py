@@ -69,19 +69,21 @@ class Rank:
         self.model_path = model_path
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
         self.policy = model.load(self.config.model, model_path, temperature, mesh, algorithm.critic.model)
-        reference = model.load(self.config.model, model_path, temperature, mesh) if algorithm.kl.on else None
+        reference = None
+        if algorithm.kl.on:
+            reference = model.load(self.config.model, model_path, temperature, mesh, offload=algorithm.kl.offload)
         self.optimizer = _optimizer(self.policy, self.config)
         self.updater = Updater(
             self.policy,
             self.optimizer,
-            objective.build(algorithm),
+            objective.build(self.config),
             self.config,
             group=mesh.get_group(),
             reference=reference,
         )
         self.version = 0
         if resume_from is not None:
-            self.version = checkpoint.load(Path(resume_from), self.policy, self.optimizer)
+            self.version = checkpoint.load(Path(resume_from), self.updater)
         self.pusher = Pusher(self._publish, self.config.weights.bucket_bytes)
         self._push()
         self._prefetch(self.version)
@@ -109,7 +111,7 @@ class Rank:
 
     def save(self, folder: str) -> None:
         """Write a checkpoint of the present version under `folder`. A collective."""
-        checkpoint.save(Path(folder), self.version, self.policy, self.optimizer, self.config.checkpoint.keep)
+        checkpoint.save(Path(folder), self.version, self.updater, self.config.checkpoint.keep)
 
     def export(self, folder: str) -> str:
         """The present policy as a Hugging Face folder. A collective. Returns the digest of the last push."""

@@ -52,10 +52,13 @@ class Decoder:
     Raises `ModelError` for a model that it would not compute exactly.
     """
 
-    def __init__(self, config: Any, *, rows: int, max_tokens: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, config: Any, *, rows: int, max_tokens: int, dtype: torch.dtype, float32_head: bool, device: str
+    ) -> None:
         _refuse_unknown(config)
         self.config = config
         self.dtype, self.device = dtype, torch.device(device)
+        self.head_dtype = torch.promote_types(dtype, torch.float32) if float32_head else dtype
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -156,7 +159,8 @@ class Decoder:
 
     def _logits(self, hidden_BC: Tensor) -> Tensor:
         assert self.parameters is not None
-        return F.linear(hidden_BC, self.parameters.head).float()
+        head_VC = self.parameters.head
+        return F.linear(hidden_BC.to(head_VC.dtype), head_VC).float()
 
 
 # --- weights -------------------------------------------------------------------------------------------------
@@ -207,7 +211,8 @@ def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:
     if embedding.shape != (config.vocab_size, config.hidden_size):
         raise WeightsError(f"model.embed_tokens.weight has shape {tuple(embedding.shape)}")
     embedding = embedding.clone()
-    return Parameters(embedding, layers, norm.clone(), embedding if head is None else head.clone())
+    head = embedding if head is None else head.clone()
+    return Parameters(embedding, layers, norm.clone(), head.to(decoder.head_dtype))
 
 
 def _fuse_layer(prefix: str, take: Any, head_width: int) -> Layer:

@@ -13,6 +13,10 @@ from streamppo.config import Config
 from streamppo.config_algorithm import Clip, NoCorrection, Truncate
 from streamppo.errors import ConfigError
 
+RLOO = "algorithm.advantage.kind=rloo"
+OWN_CRITIC = "algorithm.critic.model=policy"
+LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
+
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
     text = MATH.read_text()
@@ -86,11 +90,40 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["algorithm.advantage.kind=rloo", "queue.samples_per_prompt=1"], "'rloo' compares the samples of a prompt"),
         (["algorithm.zero_variance=mask"], "needs an advantage that compares"),
         (["algorithm.kl.reward_beta=0.1", "algorithm.kl.loss_beta=0.1"], "allow_both"),
+        (["algorithm.kl.target=6"], r"target \(6.0\) steers reward_beta, which is 0"),
+        (["algorithm.critic.epochs=2"], r"epochs \(2\) is for a critic with a transformer"),
+        (["algorithm.critic.max_grad_norm=1"], r"max_grad_norm \(1.0\) is for a critic with a transformer"),
+        ([RLOO, "algorithm.critic.model=policy"], "advantage 'rloo' uses no critic"),
+        ([RLOO, "algorithm.critic.warmup_updates=5"], "advantage 'rloo' uses no critic"),
+        ([OWN_CRITIC, "algorithm.critic.minibatches=7"], r"\(512\) .* algorithm.critic.minibatches \(7\)"),
+        (["model.heads=7"], r"hidden_size \(64\) must be a multiple of heads \(7\)"),
+        (["algorithm.correction.kind=mask", "algorithm.correction.lo=6"], r"lo \(6.0\) must be below hi \(5.0\)"),
+        (["algorithm.correction={kind='truncate_and_mask', lo=2.0, hi=1.0}"], r"lo \(2.0\) must be below hi \(1.0\)"),
+        (["algorithm.policy_loss.dual=0.5"], r"dual \(0.5\) must be above 1"),
+        (["algorithm.advantage.kind=vtrace", "algorithm.advantage.c_bar=0.5"], r"c_bar \(0.5\) must be at least 1"),
+        ([*LOGLINEAR], "by the value head"),
+        ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
+        ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
+        ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "by the KL in the reward"),
+        ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),
     ],
 )
 def test_choices_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configfile.load(MATH, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*LOGLINEAR, RLOO],
+        [*LOGLINEAR, OWN_CRITIC],
+        [*LOGLINEAR, RLOO, "algorithm.kl.loss_beta=0.1"],
+        [OWN_CRITIC, "algorithm.critic.epochs=4", "algorithm.critic.minibatches=8", "algorithm.critic.max_grad_norm=2"],
+    ],
+)
+def test_choices_that_agree_are_taken(overrides: list[str]) -> None:
+    configfile.load(MATH, overrides)
 
 
 def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:
