@@ -25,7 +25,7 @@ def loglinear(behavior_logprobs: Tensor, logprobs: Tensor, lag: Tensor, mask: Te
     """
     _check(mask, behavior_logprobs=behavior_logprobs, logprobs=logprobs, lag=lag)
     behavior, current = fill(behavior_logprobs.detach(), mask), fill(logprobs.detach(), mask)
-    weight = 1 / (lag.clamp(min=0).to(current.dtype) + 1)
+    weight = 1 / (fill(lag, mask).clamp(min=0).to(current.dtype) + 1)
     return weight * behavior + (1 - weight) * current
 
 

@@ -163,8 +163,8 @@ class Updater:
     # --- steps -----------------------------------------------------------------------------------------------
 
     def _optimize(self, phase: Phase, loss: Loss, graph: Scored | None) -> None:
-        """All epochs and minibatches of a phase, or as many as `target_kl` allows."""
-        target_kl = None if phase.part == "critic" else self.config.algorithm.target_kl or None
+        """All epochs and minibatches of a phase, or as many as `target_kl` allows; a critic alone moves no policy."""
+        target_kl = self.config.algorithm.target_kl or None
         for epoch in range(phase.epochs):
             for rows in self._minibatches(loss.batch, epoch, phase.minibatches):
                 before = loss.sums.update.clone()

@@ -1,8 +1,10 @@
 """The configuration refuses what it does not know, and says what was meant."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -10,7 +12,7 @@ from conftest import MATH, REPOSITORY
 
 from streamppo import configfile
 from streamppo.config import Config
-from streamppo.config_algorithm import Clip, NoCorrection, Truncate
+from streamppo.config_algorithm import Algorithm, Clip, NoCorrection, Truncate
 from streamppo.errors import ConfigError
 
 RLOO = "algorithm.advantage.kind=rloo"
@@ -124,6 +126,16 @@ def test_choices_that_contradict_each_other_are_refused(overrides: list[str], me
 )
 def test_choices_that_agree_are_taken(overrides: list[str]) -> None:
     configfile.load(MATH, overrides)
+
+
+def test_the_benchmark_of_the_algorithms_leaves_no_kind_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY)
+    choices = importlib.import_module("benchmarks.algorithms").CHOICES
+    runs = [configfile.load(MATH, overrides).algorithm for overrides in choices.values()]
+    kinds = get_type_hints(Algorithm)
+    for field in ("policy_loss", "correction", "advantage"):
+        assert {type(getattr(run, field)) for run in runs} == set(get_args(kinds[field])), field
+    assert {run.proximal for run in runs} == set(get_args(kinds["proximal"]))
 
 
 def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:
