@@ -147,8 +147,6 @@ class Rank:
         actor, critic = self.optimizer.param_groups
         actor["lr"] = actor["full_lr"] * share
         critic["lr"] = critic["full_lr"] * share
-        if self.version < self.config.algorithm.critic.warmup_updates:
-            actor["lr"] = 0.0
 
 
 def lr_share(config: LearnerConfig, version: int, updates: int) -> float:

@@ -172,7 +172,7 @@ class Updater:
                 if target_kl is not None and stop_early(loss.sums.kl_since(before), target_kl):
                     loss.sums.stopped_early = 1
                     return
-                self._step(phase, loss.sums)
+                self._step(phase, loss)
 
     def _minibatches(self, batch: Packed, epoch: int, count: int) -> tuple[Tensor, ...]:
         """A split of the rows that depends on seed, version and epoch alone; a whole batch keeps its order."""
@@ -190,8 +190,15 @@ class Updater:
             # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
             (loss.of(piece, phase.part, current, counts) * self.ranks).backward()
 
-    def _step(self, phase: Phase, sums: Sums) -> None:
+    def _step(self, phase: Phase, loss: Loss) -> None:
         """Clip and step; a gradient that is not finite is counted and left out."""
+        sums = loss.sums
+        if loss.batch.version < self.config.algorithm.critic.warmup_updates:
+            # Without a gradient the policy stands still, and its moments do not learn from an untaught critic.
+            for parameter in self.policy.lm.parameters():
+                parameter.grad = None
+            if phase.part == "policy":
+                return
         norm = clip(self.policy.parameters(), phase.max_grad_norm, self.config.learner.norm, self.group)
         if math.isfinite(norm):
             self._bad_steps = 0

@@ -83,6 +83,21 @@ def test_target_kl_ends_the_policys_steps_and_not_the_critics(folder: Path) -> N
     assert metrics["critic_steps"] == 4
 
 
+@pytest.mark.parametrize("kind", ["head", "policy"])
+def test_in_the_warm_up_only_the_critic_learns(folder: Path, kind: str) -> None:
+    """The batch is that of version 3: in the warm-up of four updates, and past that of three."""
+    for warmup, stands in ((4, True), (3, False)):
+        config = case.config_of(f"algorithm.critic.model={kind}", f"algorithm.critic.warmup_updates={warmup}")
+        updater = case.updater(config, folder)
+        updater.optimizer = torch.optim.AdamW(updater.policy.parameters(), lr=0.01)
+        before = case.whole(updater.policy)
+        updater.update(pack(case.batch()))
+        for name, tensor in case.whole(updater.policy).items():
+            assert torch.equal(tensor, before[name]) is (stands and not is_critics(name)), (warmup, name)
+        moments = {id(parameter) for parameter in updater.optimizer.state}
+        assert all((id(parameter) in moments) is not stands for parameter in updater.policy.lm.parameters())
+
+
 # --- where it begins -----------------------------------------------------------------------------------------
 
 

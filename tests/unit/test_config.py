@@ -1,8 +1,10 @@
 """The configuration refuses what it does not know, and says what was meant."""
 
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -136,6 +138,26 @@ def test_the_benchmark_of_the_algorithms_leaves_no_kind_out(monkeypatch: pytest.
     for field in ("policy_loss", "correction", "advantage"):
         assert {type(getattr(run, field)) for run in runs} == set(get_args(kinds[field])), field
     assert {run.proximal for run in runs} == set(get_args(kinds["proximal"]))
+
+
+def test_every_snippet_of_the_documentation_is_taken() -> None:
+    """The first column of the tables in docs/algorithms.md: a value under its field, or a whole assignment."""
+    several_steps = ["learner.minibatches=2", OWN_CRITIC]
+    taken, field = 0, None
+    for line in (REPOSITORY / "docs" / "algorithms.md").read_text().splitlines():
+        head = re.match(r"\| `(algorithm\.\w+) =` \|", line)
+        field = head[1] if head else field if line.startswith("|") else None
+        row = re.match(r"\| `(?:(learner|model) = )?([{\"][^`]+)`", line)
+        if head or not row or not (where := row[1] or field):
+            continue
+        written = row[2].replace("...", 'kind = "truncate"')
+        value = tomllib.loads(f"x = {written}")["x"]
+        overrides = [f"{where}={value}"]
+        if isinstance(value, dict):
+            overrides = [f"{where}.{name}={str(part).lower()}" for name, part in value.items()]
+        configfile.load(MATH, overrides + several_steps * ("loglinear" in line))
+        taken += 1
+    assert taken > 40
 
 
 def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:
