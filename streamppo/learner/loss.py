@@ -52,8 +52,9 @@ class Loss:
     def of(self, rows: Tensor, part: Part, current: Scored, counts: Denominators) -> Tensor:
         """The share of `rows`, given what the policy says about them; differentiable."""
         if not len(rows):
-            # Every parameter takes part in the collective backward, with a gradient of exactly zero.
-            return sum(column.sum() * 0.0 for column in current)  # pyright: ignore[reportReturnType]
+            # What learns on the other ranks takes part in the collective backward, with a gradient of exactly zero.
+            columns = {"policy": current[:2], "critic": current[2:], "both": current}[part]
+            return sum(column.sum() * 0.0 for column in columns)  # pyright: ignore[reportReturnType]
         width_T = current.logprobs_BT.shape[1]
         trained_bT, lengths_b = self.targets.trained_BT[rows, :width_T], self.batch.mask_BT[rows].sum(-1)
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.config import Config
 from streamppo.config import Learner as LearnerConfig
-from streamppo.learner import checkpoint, model, objective, tiny
+from streamppo.learner import checkpoint, model, objective, optimizer, tiny
 from streamppo.learner.packing import Packed, pack
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, UpdateReport, decode, encode
@@ -72,7 +72,7 @@ class Rank:
         reference = None
         if algorithm.kl.on:
             reference = model.load(self.config.model, model_path, temperature, mesh, offload=algorithm.kl.offload)
-        self.optimizer = _optimizer(self.policy, self.config)
+        self.optimizer = optimizer.adamw(self.policy, self.config)
         self.updater = Updater(
             self.policy,
             self.optimizer,
@@ -162,15 +162,6 @@ def lr_share(config: LearnerConfig, version: int, updates: int) -> float:
             return floor + (1 - floor) * (1 - progress)
         case "cosine":
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _optimizer(policy: model.Policy, config: Config) -> torch.optim.Optimizer:
-    learner = config.learner
-    groups = [
-        {"params": list(policy.lm.parameters()), "full_lr": learner.lr},
-        {"params": list(policy.critic_parameters()), "full_lr": config.algorithm.critic.lr or learner.lr},
-    ]
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay)
 
 
 def _export(whole: dict[str, torch.Tensor], start: str, folder: Path, dtype: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamppo.errors import UpdateError
-from streamppo.learner import checkpoint
+from streamppo.learner import checkpoint, optimizer
 from streamppo.learner.packing import Packed, pack
 
 BF16 = "model.dtype=bfloat16"
@@ -116,6 +116,34 @@ def test_a_checkpoint_brings_back_weights_and_the_controllers_beta(folder: Path,
     assert two.beta == one.beta
     expected = case.whole(one.policy)
     assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [[], ["algorithm.advantage.kind=rloo"], ["algorithm.critic.model=policy", "algorithm.critic.warmup_updates=9"]],
+    ids=["all learn", "no critic", "the policy stands still"],
+)
+def test_a_checkpoint_is_whole_whatever_has_not_learned_yet(folder: Path, tmp_path: Path, choices: list[str]) -> None:
+    one, two = (case.updater(case.config_of(*choices), folder) for _ in range(2))
+    for updater in (one, two):
+        updater.optimizer = optimizer.adamw(updater.policy, updater.config)
+    one.update(pack(case.batch()))
+    checkpoint.save(tmp_path, 1, one, keep=1)
+    checkpoint.load(tmp_path / "00000001", two)
+    for updater in (one, two):
+        updater.update(pack(case.batch(version=30, min_version=28)))
+    expected = case.whole(one.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+def test_moments_made_at_the_start_are_those_made_at_the_first_gradient(folder: Path) -> None:
+    one, two = (case.updater(case.config_of("learner.minibatches=3"), folder) for _ in range(2))
+    one.optimizer, learner = optimizer.adamw(one.policy, one.config), one.config.learner
+    two.optimizer = torch.optim.AdamW(two.policy.parameters(), learner.lr, learner.betas, weight_decay=0.0)
+    for updater in (one, two):
+        updater.update(pack(case.batch()))
+    expected = case.whole(two.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(one.policy).items())
 
 
 # --- what is refused -----------------------------------------------------------------------------------------

@@ -228,8 +228,9 @@ def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folde
 
 RANKED = [
     [],
-    ["algorithm.critic.model=scratch", "algorithm.critic.epochs=2", "learner.norm=max-norm"],
-    ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=4"],
+    # Two trajectories in a minibatch: one rank has none.
+    ["algorithm.critic.model=scratch", "algorithm.critic.minibatches=6", "learner.norm=max-norm"],
+    ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=6"],
 ]
 
 
