@@ -1,4 +1,4 @@
-"""Every policy loss, correction and advantage estimator on the default job, at several lag bounds.
+"""Every policy loss, correction, advantage estimator, critic and proximal policy on the default job, by lag bound.
 
     python benchmarks/algorithms.py --max-lag 0 2 8 --json out.json --plot out.png
 
@@ -43,6 +43,17 @@ CHOICES: dict[str, list[str]] = {
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
         )
+    },
+    "critic scratch": ["algorithm.critic.model=scratch"],
+    "critic policy": ["algorithm.critic.model=policy"],
+    "critic policy, 4 epochs": ["algorithm.critic.model=policy", "algorithm.critic.epochs=4"],
+    **{
+        f"2 minibatches, proximal {kind}": [
+            f"algorithm.proximal={kind}",
+            "algorithm.critic.model=policy",
+            "learner.minibatches=2",
+        ]
+        for kind in ("recompute", "loglinear")
     },
 }
 

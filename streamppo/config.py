@@ -36,6 +36,8 @@ class Model(Section, frozen=True):
     """A local folder or hub name of a Hugging Face causal LM, or "builtin:tiny"."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of learner and engine."""
+    float32_head: bool = True
+    """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and embedded engine."""
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """Attention of the learner's forward; auto takes flash-attn where it is installed and a GPU is there."""
     gradient_checkpointing: bool = False
@@ -48,6 +50,11 @@ class Model(Section, frozen=True):
     """Attention heads of builtin:tiny."""
     warm_start: WarmStart = WarmStart()
     """Warm start of builtin:tiny."""
+
+    def __post_init__(self) -> None:
+        """Every head of builtin:tiny is equally wide."""
+        if self.path == "builtin:tiny" and self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
 
 
 # --- the task ------------------------------------------------------------------------------------------------
@@ -168,7 +175,9 @@ class Learner(Section, frozen=True):
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """The gradient's global 2-norm is clipped to this."""
+    """The gradient's global norm is clipped to this."""
+    norm: Literal["2-norm", "max-norm"] = "2-norm"
+    """Which norm that is: the length of the gradient, or its largest entry."""
     max_bad_steps: Positive = 3
     """Optimizer steps in a row whose gradient is not finite are skipped; after so many the run stops."""
     epochs: Positive = 1
@@ -267,26 +276,24 @@ class Config(Section, frozen=True):
 
     def __post_init__(self) -> None:
         """Rules between fields. `ValueError` becomes a ConfigError that names the file."""
-        queue, learner = self.queue, self.learner
-        if queue.batch_size % queue.samples_per_prompt:
-            raise ValueError(
-                f"queue.batch_size ({queue.batch_size}) must be a multiple of "
-                f"queue.samples_per_prompt ({queue.samples_per_prompt})"
-            )
-        if queue.batch_size % learner.minibatches:
-            raise ValueError(
-                f"queue.batch_size ({queue.batch_size}) must be a multiple of "
-                f"learner.minibatches ({learner.minibatches})"
-            )
-        algorithm = self.algorithm
+        queue, learner, algorithm = self.queue, self.learner, self.algorithm
+        sizes = {
+            "queue.samples_per_prompt": queue.samples_per_prompt,
+            "learner.minibatches": learner.minibatches,
+            "algorithm.critic.minibatches": algorithm.critic.minibatches or 1,
+        }
+        for name, size in sizes.items():
+            if queue.batch_size % size:
+                raise ValueError(f"queue.batch_size ({queue.batch_size}) must be a multiple of {name} ({size})")
         if isinstance(algorithm.advantage, GROUP_BASED) and queue.samples_per_prompt < 2:
             raise ValueError(
                 f"advantage {algorithm.advantage.__struct_config__.tag!r} compares the samples of a prompt: "
                 f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             )
-        if algorithm.zero_variance != "keep" and not isinstance(algorithm.advantage, GROUP_BASED):
-            raise ValueError("zero_variance is about groups: it needs an advantage that compares them")
-        if algorithm.kl.reward_beta and algorithm.kl.loss_beta and not algorithm.kl.allow_both:
-            raise ValueError("KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true")
+        if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
+            raise ValueError(
+                "algorithm.proximal = 'loglinear' approximates what is exact and free where an update is one step: "
+                "learner.epochs (1) times learner.minibatches (1)"
+            )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")

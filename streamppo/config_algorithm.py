@@ -36,6 +36,11 @@ class VTrace(Kind, frozen=True, tag="vtrace"):
     bootstrap_truncated: bool = True
     """The value after the last token of a truncated completion: the critic's, or 0."""
 
+    def __post_init__(self) -> None:
+        """An empty product is 1, and a cumulative trace begins with it."""
+        if self.trace == "cumulative" and self.c_bar < 1:
+            raise ValueError(f"c_bar ({self.c_bar}) must be at least 1 with trace = 'cumulative'")
+
 
 class SequenceLevel(Kind, frozen=True, tag="sequence"):
     """One advantage per response: final reward minus the critic's value of the prompt."""
@@ -80,6 +85,11 @@ GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, ReinforcePlusPlusBaseline)
 """Estimators that need the whole group of a prompt in one batch."""
 
 
+def _check_band(lo: float, hi: float) -> None:
+    if not lo < hi:
+        raise ValueError(f"lo ({lo}) must be below hi ({hi})")
+
+
 class NoCorrection(Kind, frozen=True, tag="off"):
     """No weight for off-policy data: a biased gradient when lag > 0."""
 
@@ -103,6 +113,10 @@ class Mask(Kind, frozen=True, tag="mask"):
     hi: PositiveFloat = 5.0
     """The largest ratio that is kept."""
 
+    def __post_init__(self) -> None:
+        """A band has two ends."""
+        _check_band(self.lo, self.hi)
+
 
 class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
     """MIS: token weights truncated, and responses that are outliers as a whole dropped."""
@@ -115,6 +129,10 @@ class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
     """The product over the response, or its geometric mean."""
     cap: PositiveFloat = 2.0
     """The largest weight of a token."""
+
+    def __post_init__(self) -> None:
+        """A band has two ends."""
+        _check_band(self.lo, self.hi)
 
 
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
@@ -133,6 +151,11 @@ class Clip(Kind, frozen=True, tag="clip"):
     """The ratio is clipped above at 1 + high."""
     dual: NonNegative = 0.0
     """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
+
+    def __post_init__(self) -> None:
+        """A bound of 1 or less would bind where nothing has moved."""
+        if 0 < self.dual <= 1:
+            raise ValueError(f"dual ({self.dual}) must be above 1, or 0 for off")
 
 
 class Cispo(Kind, frozen=True, tag="cispo"):
@@ -198,12 +221,12 @@ class Whiten(Section, frozen=True):
 
 
 class Critic(Section, frozen=True):
-    """The critic and its loss."""
+    """The critic and its loss. A value head learns in the policy's own steps; a second transformer makes its own."""
 
     model: str = "head"
-    """ "head" is a value head on the policy, "policy" a second transformer begun as a copy of it, else its path."""
+    """ "head" is a value head on the policy; else a transformer: "policy" (a copy), "scratch", or the path of one."""
     coefficient: NonNegative = 0.5
-    """Weight of the critic's loss beside the policy's."""
+    """Weight of the critic's loss; beside the policy's where both are one step."""
     clip: NonNegative = 0.2
     """The value may move this far from its proximal value before the gradient stops; 0 is unclipped."""
     loss: Literal["mse", "huber"] = "mse"
@@ -212,8 +235,23 @@ class Critic(Section, frozen=True):
     """Where Huber's loss becomes linear."""
     lr: NonNegative = 0.0
     """The critic's own learning rate; 0 takes the policy's."""
+    epochs: Count = 0
+    """A transformer's passes over one batch; 0 takes learner.epochs."""
+    minibatches: Count = 0
+    """A transformer's optimizer steps in one epoch; 0 takes learner.minibatches."""
+    max_grad_norm: NonNegative = 0.0
+    """A transformer's gradient is clipped to this; 0 takes learner.max_grad_norm."""
     warmup_updates: Count = 0
     """Updates in which only the critic learns."""
+
+    def __post_init__(self) -> None:
+        """What one step trains together has one schedule."""
+        for name in ("epochs", "minibatches", "max_grad_norm"):
+            if self.model == "head" and getattr(self, name):
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) is for a critic with a transformer of its own: a value head "
+                    f'learns in the policy\'s steps, and passes of its own would move the policy (model = "policy")'
+                )
 
 
 class Kl(Section, frozen=True):
@@ -235,6 +273,15 @@ class Kl(Section, frozen=True):
     """Trajectories over which the controller acts."""
     allow_both: bool = False
     """KL in reward and loss at once over-regularises: it has to be asked for."""
+    offload: bool = False
+    """The reference model waits in CPU memory and visits the GPU for its pass, layer by layer."""
+
+    def __post_init__(self) -> None:
+        """KL in two places, or a controller of nothing, are mistakes."""
+        if self.reward_beta and self.loss_beta and not self.allow_both:
+            raise ValueError("KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true")
+        if self.target and not self.reward_beta:
+            raise ValueError(f"target ({self.target}) steers reward_beta, which is 0")
 
     @property
     def on(self) -> bool:
@@ -255,6 +302,8 @@ class Algorithm(Section, frozen=True):
     """Scale of the advantages."""
     policy_loss: Clip | Cispo | Gspo | SequenceClip | Reinforce | ImportanceWeighted | DppoTv | Sapo = Clip()
     """The policy's loss."""
+    proximal: Literal["recompute", "loglinear"] = "recompute"
+    """Proximal log-probs: from a forward pass, or between behavior and current by age (A-3PO, arXiv:2512.06547)."""
     aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
     """How per-token losses become one number; "constant" divides by rollout.max_tokens."""
     critic: Critic = Critic()
@@ -265,3 +314,29 @@ class Algorithm(Section, frozen=True):
     """Distance from the first model."""
     target_kl: NonNegative = 0.0
     """Above 0, the rest of an update is skipped when KL(proximal || current) exceeds 1.5 times this."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are used, and so trained."""
+        return isinstance(self.advantage, CRITIC_BASED)
+
+    @property
+    def needs_proximal_first(self) -> str | None:
+        """Why the proximal log-probs of the whole batch must be known before its first step, if they must."""
+        if self.has_critic and self.critic.model == "head":
+            return "the value head, whose values come from the same pass"
+        if isinstance(self.advantage, VTrace):
+            return "V-trace, which weighs TD errors by them"
+        if isinstance(self.correction, SecondMoment):
+            return "the second-moment correction, whose threshold is over the whole batch"
+        return "the KL in the reward, which is theirs" if self.kl.reward_beta else None
+
+    def __post_init__(self) -> None:
+        """Choices that contradict each other."""
+        kind = self.advantage.__struct_config__.tag
+        if self.zero_variance != "keep" and not isinstance(self.advantage, GROUP_BASED):
+            raise ValueError("zero_variance is about groups: it needs an advantage that compares them")
+        if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates):
+            raise ValueError(f"advantage {kind!r} uses no critic: leave critic.model and critic.warmup_updates out")
+        if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
+            raise ValueError(f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}")

@@ -4,15 +4,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from streamppo.learner import manifest
+from streamppo.learner.update import Updater
 
 
-def save(folder: Path, version: int, policy: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
+def save(folder: Path, version: int, updater: Updater, keep: int) -> None:
     """Write version `version` under `folder` and drop all but the newest `keep`. A collective."""
     final = folder / f"{version:08d}"
     aside = folder / f"{final.name}.tmp"
@@ -23,7 +23,7 @@ def save(folder: Path, version: int, policy: torch.nn.Module, optimizer: torch.o
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_state(policy, optimizer), checkpoint_id=aside)
+    dcp.save(_state(updater), checkpoint_id=aside)
     if first:
         manifest.write(aside, version)
         aside.rename(final)
@@ -32,18 +32,21 @@ def save(folder: Path, version: int, policy: torch.nn.Module, optimizer: torch.o
             shutil.rmtree(old)
 
 
-def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load(path: Path, updater: Updater) -> int:
     """Verify and load one checkpoint in place; returns its version. A collective.
 
     Raises `CheckpointError` that names the damaged file.
     """
     version = manifest.verify(path)
-    state = _state(policy, optimizer)
+    state = _state(updater)
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(policy, optimizer, model_state_dict=state["policy"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        updater.policy, updater.optimizer, model_state_dict=state["policy"], optim_state_dict=state["optimizer"]
+    )
+    updater.load_state_dict(state["updater"])
     return version
 
 
-def _state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    return {"policy": model_state, "optimizer": optimizer_state}
+def _state(updater: Updater) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(updater.policy, updater.optimizer)
+    return {"policy": model_state, "optimizer": optimizer_state, "updater": updater.state_dict()}

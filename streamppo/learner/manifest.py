@@ -1,7 +1,7 @@
 """Which checkpoints are complete, and whether their files are what was written. Needs no torch.
 
 runs/NAME/checkpoints/00000050/        one folder for each version
-    *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer
+    *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer, controllers
     manifest.json                      the version, and the SHA-256 of every other file; written last
 """
 

@@ -15,11 +15,13 @@ from streamppo.algorithms.value_losses import explained_variance
 from streamppo.learner.model import Scored
 from streamppo.learner.packing import Packed
 
-LOSSES = ("policy_loss", "value_loss", "value_clip_fraction", "entropy")
+LOSSES = ("policy_loss", "entropy", "value_loss", "value_clip_fraction")
+VALUE_LOSSES = 2
+"""So many of them, at the end, are the critic's."""
 
 
 class Sums:
-    """Running sums over the micro-batches of one update; `means` adds them over ranks."""
+    """Running sums over the micro-batches of one update; `means` and `first_logprobs` add them over ranks."""
 
     def __init__(self, mask_BT: Tensor, group: dist.ProcessGroup) -> None:
         self.update = torch.zeros(6, dtype=torch.float64, device=mask_BT.device)
@@ -29,24 +31,26 @@ class Sums:
         self._losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=mask_BT.device)
         self._ratio_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
         self._seen_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
-        self._steps = 0
-        self._grad_norm = 0.0
+        self._first_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+        self._passed_B = torch.zeros(len(mask_BT), device=mask_BT.device)
+        self._norms: dict[bool, list[float]] = {True: [], False: []}
 
-    def add(
-        self,
-        rows: Tensor,
-        losses: dict[str, Tensor],
-        policy: TokenLoss,
-        logprobs_bT: Tensor,
-        proximal_bT: Tensor,
-        mask_bT: Tensor,
+    def add_losses(self, losses: dict[str, Tensor]) -> None:
+        """One micro-batch: its shares of the losses."""
+        zero = self._losses.new_zeros(())
+        self._losses += torch.stack([losses.get(name, zero).detach().double() for name in LOSSES])
+
+    def add_tokens(
+        self, rows: Tensor, policy: TokenLoss, logprobs_bT: Tensor, proximal_bT: Tensor, mask_bT: Tensor
     ) -> None:
-        """One micro-batch: its shares of the losses, and its token sums."""
-        width_T = mask_bT.shape[1]
-        self.update += update_sums(logprobs_bT.detach(), proximal_bT, mask_bT, policy.clipped)
-        self._losses += torch.stack([losses.get(name, mask_bT.new_zeros(())).detach().double() for name in LOSSES])
+        """One micro-batch of the policy: its token sums, and its log-probs if it is the first with these rows."""
+        width_T, logprobs_bT = mask_bT.shape[1], logprobs_bT.detach()
+        self.update += update_sums(logprobs_bT, proximal_bT, mask_bT, policy.clipped)
         self._ratio_BT[rows, :width_T] = policy.ratio.float()
         self._seen_BT[rows, :width_T] = mask_bT.float()
+        new_b = self._passed_B[rows] == 0
+        self._first_BT[rows[new_b], :width_T] = logprobs_bT[new_b].float()
+        self._passed_B[rows] = 1
 
     def kl_since(self, before: Tensor) -> float:
         """KL(proximal || current), k3 per token, of what was added since `update` was `before`. A collective."""
@@ -54,20 +58,27 @@ class Sums:
         dist.all_reduce(sums, group=self._group)
         return update_statistics_of(sums).k3
 
-    def add_step(self, grad_norm: float) -> None:
-        """One optimizer step."""
-        self._steps += 1
-        self._grad_norm += grad_norm
+    def add_step(self, grad_norm: float, *, critic: bool) -> None:
+        """One optimizer step, of the critic alone or not."""
+        self._norms[critic].append(grad_norm)
+
+    def first_logprobs(self) -> tuple[Tensor, Tensor]:
+        """[B, T] log-probs of every row's first pass, and [B] which rows had one. A collective."""
+        for tensor in (self._first_BT, self._passed_B):
+            dist.all_reduce(tensor, group=self._group)
+        return self._first_BT, self._passed_B > 0
 
     def means(self) -> dict[str, float]:
         """Losses per step, token sums per token. A collective."""
         for tensor in (self.update, self._losses, self._ratio_BT, self._seen_BT):
             dist.all_reduce(tensor, group=self._group)
-        steps = max(1, self._steps)
+        policy, critic = self._norms[False], self._norms[True]
+        steps = [max(1, len(policy))] * (len(LOSSES) - VALUE_LOSSES) + [max(1, len(critic or policy))] * VALUE_LOSSES
+        own = {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
         statistics = update_statistics_of(self.update)
         low, median, high = ratio_quantiles(self._ratio_BT, self._seen_BT > 0)
         return {
-            **{name: value / steps for name, value in zip(LOSSES, self._losses.tolist(), strict=True)},
+            **{name: value / n for name, value, n in zip(LOSSES, self._losses.tolist(), steps, strict=True)},
             "proximal_kl_k1": statistics.k1,
             "proximal_kl": statistics.k3,
             "clip_fraction_high": statistics.clip_fraction_high,
@@ -75,18 +86,25 @@ class Sums:
             "ratio_p01": low,
             "ratio_p50": median,
             "ratio_p99": high,
-            "grad_norm": self._grad_norm / steps,
-            "steps": float(self._steps),
+            "grad_norm": sum(policy) / max(1, len(policy)),
+            "steps": float(len(policy)),
             "bad_steps": float(self.bad_steps),
             "stopped_early": float(self.stopped_early),
+            **own,
         }
 
 
-def batch_metrics(batch: Packed, proximal: Scored, estimate: Estimate, trained_BT: Tensor) -> dict[str, float]:
-    """What the batch was like, before any of it was trained on; importance weights before any truncation."""
+def batch_metrics(
+    batch: Packed, learner: Scored, passed_B: Tensor, estimate: Estimate, trained_BT: Tensor
+) -> dict[str, float]:
+    """What the batch was like, before any of it was trained on; importance weights before any truncation.
+
+    `learner` is the proximal policy on the rows `passed_B`, or what came nearest to it: the first pass over each row.
+    """
     mask_BT = batch.mask_BT
     lag = batch.lag_BT[mask_BT].float()
-    found = off_policy(proximal.logprobs_BT, batch.behavior_logprobs_BT, mask_BT, batch.lag_BT)
+    compared_BT = mask_BT & passed_B[:, None]
+    found = off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
     by_lag = {}
     for bucket, divergence in found.by_lag.items():
         by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}
@@ -111,6 +129,6 @@ def batch_metrics(batch: Packed, proximal: Scored, estimate: Estimate, trained_B
         "log_ppl_engine": found.overall.log_ppl_engine,
         "log_ppl_learner": found.overall.log_ppl_learner,
         "mismatch": found.numerics.mean_abs_log_ratio if found.numerics else 0.0,
-        "explained_variance": float(explained_variance(proximal.values_BT, estimate.returns, mask_BT)),
+        "explained_variance": float(explained_variance(learner.values_BT, estimate.returns, mask_BT)),
         **by_lag,
     }

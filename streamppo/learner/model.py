@@ -5,19 +5,21 @@ B trajectories, L prompt + completion tokens, T completion tokens, D width, N co
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.tokens import chunked_logprobs_entropy
 from streamppo.config import Model
-from streamppo.errors import ModelError
+from streamppo.learner import pretrained
 from streamppo.learner.packing import Packed
 
+Part: TypeAlias = Literal["policy", "critic", "both"]
+"""What a pass computes: log-probs and entropies, values, or all of them."""
 HEAD_CHUNK = 4096
 """Tokens whose logits exist at one time."""
 SHARD_LAYERS_ABOVE = 16_000_000
@@ -25,7 +27,7 @@ SHARD_LAYERS_ABOVE = 16_000_000
 
 
 class Scored(NamedTuple):
-    """What the policy says about the tokens of some rows; entries beyond `length_B` are 0.
+    """What the policy says about the tokens of some rows; entries beyond `length_B`, or not asked for, are 0.
 
     `bootstrap_B` is the critic's value after the last token.
     """
@@ -42,72 +44,114 @@ class Policy(nn.Module):
     The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own.
     """
 
-    def __init__(self, lm: Any, temperature: float, critic: Any = None) -> None:
+    def __init__(self, lm: Any, temperature: float, critic: Any = None, *, float32_head: bool = True) -> None:
         super().__init__()
         self.lm = lm
         self.critic = critic
         self.temperature = temperature
+        self.float32_head = float32_head
         self.value_head = nn.Linear((lm if critic is None else critic).config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, rows: Packed) -> Scored:
+    def forward(self, rows: Packed, part: Part) -> Scored:
         """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
         width_T, device = rows.mask_BT.shape[1], rows.start_B.device
         width_L = rows.inputs_BL.shape[1]
         at_BT = (rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device)).clamp(max=width_L - 1)
-        hidden_BTD = self._hidden(self.lm.base_model, rows, at_BT)
-        critic_BTD = hidden_BTD if self.critic is None else self._hidden(self.critic, rows, at_BT)
-        values_BT = self.value_head(critic_BTD.float()).squeeze(-1)
         valid_BT = torch.arange(width_T, device=device) < rows.length_B[:, None]
-        targets_BT = rows.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=width_L - 1))
-        logprobs_N, entropy_N = chunked_logprobs_entropy(
-            hidden_BTD[:, :-1][valid_BT],
-            self.lm.get_output_embeddings().weight,
-            targets_BT[valid_BT],
-            temperature=self.temperature,
-            chunk=HEAD_CHUNK,
-        )
-        zeros_BT = logprobs_N.new_zeros(valid_BT.shape)
-        return Scored(
-            zeros_BT.masked_scatter(valid_BT, logprobs_N),
-            zeros_BT.masked_scatter(valid_BT, entropy_N),
-            values_BT[:, :-1].masked_fill(~valid_BT, 0.0),
-            values_BT[torch.arange(len(values_BT), device=device), rows.length_B],
-        )
+        scored, hidden_BTD = nothing(rows), None
+        if part != "critic":
+            hidden_BTD = self._hidden(self.lm.base_model, rows, at_BT)
+            targets_BT = rows.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=width_L - 1))
+            logprobs_N, entropy_N = chunked_logprobs_entropy(
+                hidden_BTD[:, :-1][valid_BT],
+                self.lm.get_output_embeddings().weight,
+                targets_BT[valid_BT],
+                temperature=self.temperature,
+                chunk=HEAD_CHUNK,
+                float32_matmul=self.float32_head,
+            )
+            scored = scored._replace(
+                logprobs_BT=scored.logprobs_BT.masked_scatter(valid_BT, logprobs_N),
+                entropy_BT=scored.entropy_BT.masked_scatter(valid_BT, entropy_N),
+            )
+        if part != "policy":
+            values_BT = self._values(rows, at_BT, hidden_BTD)
+            scored = scored._replace(
+                values_BT=values_BT[:, :-1].masked_fill(~valid_BT, 0.0),
+                bootstrap_B=values_BT[torch.arange(len(values_BT), device=device), rows.length_B],
+            )
+        return scored
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """The parameters that the policy does not use."""
         own = [] if self.critic is None else list(self.critic.parameters())
         return [*own, *self.value_head.parameters()]
 
+    def _values(self, rows: Packed, at_BT: Tensor, hidden_BTD: Tensor | None) -> Tensor:
+        if self.critic is not None or hidden_BTD is None:
+            hidden_BTD = self._hidden(self.lm.base_model if self.critic is None else self.critic, rows, at_BT)
+        weight_1D, bias_1 = self.value_head.weight.float(), self.value_head.bias.float()
+        return nn.functional.linear(hidden_BTD.float(), weight_1D, bias_1).squeeze(-1)
+
     def _hidden(self, transformer: Any, rows: Packed, at_BT: Tensor) -> Tensor:
         hidden_BLD = transformer(input_ids=rows.inputs_BL, use_cache=False).last_hidden_state
         return hidden_BLD.gather(1, at_BT[..., None].expand(-1, -1, hidden_BLD.shape[2]))
 
 
-def load(config: Model, path: str | Path, temperature: float, mesh: DeviceMesh, critic: str = "head") -> Policy:
+def nothing(rows: Packed) -> Scored:
+    """Zeros in the shape of `rows`, in float32."""
+    zeros_BT = torch.zeros(rows.mask_BT.shape, device=rows.mask_BT.device)
+    zeros_B = torch.zeros(rows.start_B.shape, device=rows.start_B.device)
+    return Scored(zeros_BT, zeros_BT.clone(), zeros_BT.clone(), zeros_B)
+
+
+def load(
+    config: Model,
+    path: str | Path,
+    temperature: float,
+    mesh: DeviceMesh,
+    critic: str = "head",
+    *,
+    offload: bool = False,
+) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`.
 
-    `critic` is "head", or the path of the critic's own transformer ("policy" for a copy of the policy's).
+    `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
+    gives the value head its weights as well. `offload` keeps the shards in CPU memory.
     Raises `ModelError` if one of them cannot be loaded.
     """
-    lm = _read(config, path, mesh.device_type)
-    own = None
-    if critic != "head":
-        own = _read(config, path if critic == "policy" else critic, mesh.device_type).base_model
-    policy = Policy(lm, temperature, own).to(mesh.device_type)
+    device = mesh.device_type
+    lm = pretrained.read(path, _attention(config, device))
+    own = None if critic == "head" else pretrained.critic(critic, path, _attention(config, device))
+    policy = Policy(lm, temperature, own and own.transformer, float32_head=config.float32_head)
+    if own is not None and own.head_1D is not None:
+        with torch.no_grad():
+            policy.value_head.weight.copy_(own.head_1D)
+    transformers = [lm.base_model, *([] if own is None else [own.transformer])]
     if config.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for transformer in transformers:
+            _checkpoint_activations(transformer)
+    if not offload:
+        policy = policy.to(device)
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
+    where = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
-        for transformer in [lm.base_model, *([] if own is None else [own])]:
+        for transformer in transformers:
             for layer in transformer.layers:
-                fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+                fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
     return policy
+
+
+def _checkpoint_activations(transformer: Any) -> None:
+    """A layer checkpoints only in training mode; what is inside it stays in evaluation mode, without dropout."""
+    transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in transformer.layers:
+        layer.training = True
 
 
 def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
@@ -123,17 +167,6 @@ def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
         # `to` returns the live parameter itself when nothing has to change, and training goes on under the push.
         whole[name] = full.to(device="cpu", dtype=target, copy=True)
     return whole
-
-
-def _read(config: Model, path: str | Path, device: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=torch.float32, attn_implementation=_attention(config, device)
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
 
 
 def _attention(config: Model, device: str) -> str:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from streamppo import config_algorithm as choices
-from streamppo.algorithms import advantages, corrections, groups, policy_losses, vtrace
+from streamppo.algorithms import advantages, corrections, groups, policy_losses, proximal, vtrace
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.policy_losses import TokenLoss
-from streamppo.learner.model import Scored
+from streamppo.config import Config
+from streamppo.learner.model import Part, Scored
 from streamppo.learner.packing import Packed
 
 Advantages: TypeAlias = Callable[[Packed, Scored, Tensor], Estimate]
@@ -25,21 +26,65 @@ Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Correction]
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
 
+Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, constants."""
+
+
+class Phase(NamedTuple):
+    """One loop of an update over its batch: what learns in it, in how many steps."""
+
+    part: Part
+    epochs: int
+    minibatches: int
+    max_grad_norm: float
+
 
 class Objective(NamedTuple):
-    """The functions of one run. `has_critic` says whether values are used at all."""
+    """The functions and the loops of one run.
+
+    `scored` is what must be known of the whole batch before its first step. Where that leaves the policy out, `anchor`
+    makes the proximal log-probs of a micro-batch from its current ones, and the policy passes over the batch only to
+    learn from it.
+    """
 
     advantages: Advantages
     correct: Correct
     policy_loss: PolicyLoss
-    has_critic: bool
+    anchor: Anchor | None
+    scored: Part | None
+    phases: tuple[Phase, ...]
 
 
-def build(config: choices.Algorithm) -> Objective:
+def build(config: Config) -> Objective:
     """The functions that `config` chooses."""
-    has_critic = isinstance(config.advantage, choices.CRITIC_BASED)
-    estimate = partial(_whitened, _advantages(config.advantage), config.whiten, has_critic)
-    return Objective(estimate, _correct(config), _policy_loss(config), has_critic)
+    choice = config.algorithm
+    estimate = partial(_whitened, _advantages(choice.advantage), choice.whiten, choice.has_critic)
+    anchor, phases = _anchor(config), _phases(config)
+    if anchor is None:
+        scored: Part | None = "both" if choice.has_critic else "policy"
+    else:
+        scored = "critic" if choice.has_critic else None
+    return Objective(estimate, _correct(choice), _policy_loss(choice), anchor, scored, phases)
+
+
+def _anchor(config: Config) -> Anchor | None:
+    """How proximal log-probs come out of the current ones, or None where a pass comes before the first step."""
+    if config.algorithm.proximal == "loglinear":
+        return proximal.loglinear
+    single = config.learner.epochs * config.learner.minibatches == 1
+    return proximal.single_step if single and not config.algorithm.needs_proximal_first else None
+
+
+def _phases(config: Config) -> tuple[Phase, ...]:
+    """A value head learns with the policy; a transformer of its own after it, by its own schedule."""
+    learner, critic = config.learner, config.algorithm.critic
+    steps = (learner.epochs, learner.minibatches, learner.max_grad_norm)
+    if not config.algorithm.has_critic:
+        return (Phase("policy", *steps),)
+    if critic.model == "head":
+        return (Phase("both", *steps),)
+    own = (critic.epochs or steps[0], critic.minibatches or steps[1], critic.max_grad_norm or steps[2])
+    return (Phase("policy", *steps), Phase("critic", *own))
 
 
 def _whitened(

@@ -86,14 +86,17 @@ def micro_batches(index: Tensor, tokens_B: Tensor, budget: int, ranks: int) -> l
     """Split the rows `index` into micro-batches of at most `budget` padded tokens; entry r is for rank r.
 
     Every rank gets the same number of micro-batches, because each of them is a collective: where rows run out, a
-    micro-batch is empty. Rows are sorted by length, so that padding is short and ranks carry equal loads. A row that is
-    longer than the budget gets a micro-batch of its own.
+    micro-batch is empty. Longest first, each row goes to the rank with the fewest tokens so far, so that padding is
+    short and loads are equal to within one row. A row that is longer than the budget gets a micro-batch of its own.
     """
     order = index[torch.argsort(tokens_B[index], descending=True, stable=True)]
-    shares: list[list[Tensor]] = []
-    for rank in range(ranks):
-        mine = order[rank::ranks]
-        shares.append(_split(mine, tokens_B[mine].tolist(), budget))
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for row, tokens in zip(order.tolist(), tokens_B[order].tolist(), strict=True):
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(row)
+        loads[lightest] += tokens
+    shares = [_split(mine := index.new_tensor(rows), tokens_B[mine].tolist(), budget) for rows in dealt]
     most = max(map(len, shares))
     return [share + [order[:0]] * (most - len(share)) for share in shares]
 

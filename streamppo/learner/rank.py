@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.config import Config
 from streamppo.config import Learner as LearnerConfig
-from streamppo.learner import checkpoint, model, objective, tiny
+from streamppo.learner import checkpoint, model, objective, optimizer, tiny
 from streamppo.learner.packing import Packed, pack
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, UpdateReport, decode, encode
@@ -69,19 +69,21 @@ class Rank:
         self.model_path = model_path
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
         self.policy = model.load(self.config.model, model_path, temperature, mesh, algorithm.critic.model)
-        reference = model.load(self.config.model, model_path, temperature, mesh) if algorithm.kl.on else None
-        self.optimizer = _optimizer(self.policy, self.config)
+        reference = None
+        if algorithm.kl.on:
+            reference = model.load(self.config.model, model_path, temperature, mesh, offload=algorithm.kl.offload)
+        self.optimizer = optimizer.adamw(self.policy, self.config)
         self.updater = Updater(
             self.policy,
             self.optimizer,
-            objective.build(algorithm),
+            objective.build(self.config),
             self.config,
             group=mesh.get_group(),
             reference=reference,
         )
         self.version = 0
         if resume_from is not None:
-            self.version = checkpoint.load(Path(resume_from), self.policy, self.optimizer)
+            self.version = checkpoint.load(Path(resume_from), self.updater)
         self.pusher = Pusher(self._publish, self.config.weights.bucket_bytes)
         self._push()
         self._prefetch(self.version)
@@ -109,7 +111,7 @@ class Rank:
 
     def save(self, folder: str) -> None:
         """Write a checkpoint of the present version under `folder`. A collective."""
-        checkpoint.save(Path(folder), self.version, self.policy, self.optimizer, self.config.checkpoint.keep)
+        checkpoint.save(Path(folder), self.version, self.updater, self.config.checkpoint.keep)
 
     def export(self, folder: str) -> str:
         """The present policy as a Hugging Face folder. A collective. Returns the digest of the last push."""
@@ -145,8 +147,6 @@ class Rank:
         actor, critic = self.optimizer.param_groups
         actor["lr"] = actor["full_lr"] * share
         critic["lr"] = critic["full_lr"] * share
-        if self.version < self.config.algorithm.critic.warmup_updates:
-            actor["lr"] = 0.0
 
 
 def lr_share(config: LearnerConfig, version: int, updates: int) -> float:
@@ -162,15 +162,6 @@ def lr_share(config: LearnerConfig, version: int, updates: int) -> float:
             return floor + (1 - floor) * (1 - progress)
         case "cosine":
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _optimizer(policy: model.Policy, config: Config) -> torch.optim.Optimizer:
-    learner = config.learner
-    groups = [
-        {"params": list(policy.lm.parameters()), "full_lr": learner.lr},
-        {"params": list(policy.critic_parameters()), "full_lr": config.algorithm.critic.lr or learner.lr},
-    ]
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay)
 
 
 def _export(whole: dict[str, torch.Tensor], start: str, folder: Path, dtype: str) -> None:

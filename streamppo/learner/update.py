@@ -7,41 +7,24 @@ computed on every rank from the whole gathered [B, T] batch, so no function of `
 
 import math
 import time
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from streamppo.algorithms.advantages import Estimate
-from streamppo.algorithms.aggregate import Denominators, aggregate, denominators
-from streamppo.algorithms.checks import check_logprobs
-from streamppo.algorithms.corrections import Correction
+from streamppo.algorithms.aggregate import denominators
+from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.groups import zero_variance
-from streamppo.algorithms.kl import kl, kl_loss, kl_reward, next_beta, stop_early
+from streamppo.algorithms.kl import kl, kl_reward, next_beta, stop_early
 from streamppo.algorithms.layout import on_last_token
-from streamppo.algorithms.value_losses import value_loss
 from streamppo.config import Config
 from streamppo.errors import UpdateError
+from streamppo.learner.clip import clip
+from streamppo.learner.loss import Loss, Targets
 from streamppo.learner.measure import Sums, batch_metrics
-from streamppo.learner.model import Policy, Scored
-from streamppo.learner.objective import Objective
+from streamppo.learner.model import Part, Policy, Scored, nothing
+from streamppo.learner.objective import Objective, Phase
 from streamppo.learner.packing import Packed, micro_batches
-
-
-class Targets(NamedTuple):
-    """What stays fixed while one batch is trained on, all [B, T] on every rank.
-
-    `trained_BT` are the tokens that enter the loss: sampled by the policy, young enough, of a group that teaches.
-    """
-
-    proximal: Scored
-    estimate: Estimate
-    correction: Correction
-    trained_BT: Tensor
-    reference_BT: Tensor | None
 
 
 class Updater:
@@ -71,29 +54,42 @@ class Updater:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._bad_steps = 0
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What one update hands to the next besides weights and optimizer. No update draws a random number."""
+        return {
+            "beta": torch.tensor(self.beta, dtype=torch.float64),
+            "bad_steps": torch.tensor(self._bad_steps),
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `state_dict`."""
+        self.beta, self._bad_steps = float(state["beta"]), int(state["bad_steps"])
+
     def update(self, batch: Packed) -> dict[str, float]:
         """Train on `batch` for all epochs and minibatches. Returns metrics that are equal on every rank.
 
         Raises `UpdateError` for data that must not be trained on, and for gradients that stay non-finite.
         """
-        config, start = self.config.learner, time.perf_counter()
+        start = time.perf_counter()
         plan = self._plan(batch, torch.arange(len(batch.reward_B)))
-        # Where nothing moves between the two passes, the graph of the first serves the second (DESIGN, contract 5).
-        single = config.epochs * config.minibatches == 1 and len(plan) == 1
-        with torch.set_grad_enabled(single):
-            scores = [self._score(self.policy, batch, rows) for rows in plan]
-        proximal = self._gather(batch, plan, scores)
+        scored, graph = self._before(batch, plan)
         try:
-            targets = self._targets(batch, proximal, self._reference(batch, plan))
+            targets = self._targets(batch, scored, self._reference(batch, plan))
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
         scored_s = time.perf_counter() - start
         sums = Sums(batch.mask_BT, self.group)
-        self._optimize(batch, targets, sums, scores[0] if single else None)
+        loss = Loss(self.objective, self.config, batch, targets, sums)
+        for phase in self.objective.phases:
+            self._optimize(phase, loss, None if phase.part == "critic" else graph)
+        passed_B = torch.ones_like(batch.truncated_B)
+        if self.objective.anchor is not None:
+            first_BT, passed_B = sums.first_logprobs()
+            scored = scored._replace(logprobs_BT=first_BT)
         return {
-            **batch_metrics(batch, proximal, targets.estimate, targets.trained_BT),
+            **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT),
             **sums.means(),
-            **self._kl_metrics(batch, targets),
+            **self._kl_metrics(batch, targets, scored, passed_B),
             "lr": self.optimizer.param_groups[0]["lr"],
             "score_s": scored_s,
             "train_s": time.perf_counter() - start - scored_s,
@@ -106,14 +102,23 @@ class Updater:
         tokens_B = (batch.start_B + batch.length_B).cpu()
         return micro_batches(rows, tokens_B, self.config.learner.micro_batch_tokens, self.ranks)[self.rank]
 
-    def _score(self, policy: Policy, batch: Packed, rows: Tensor) -> Scored:
+    def _before(self, batch: Packed, plan: list[Tensor]) -> tuple[Scored, Scored | None]:
+        """What must be known of the whole batch; and the graph of that pass, where nothing moves before its step."""
+        part, first = self.objective.scored, self.objective.phases[0]
+        if part is None:
+            return nothing(batch), None
+        single = part != "critic" and first.epochs * first.minibatches == 1 and len(plan) == 1
+        with torch.set_grad_enabled(single):
+            scores = [self._score(self.policy, batch, rows, part) for rows in plan]
+        return self._gather(batch, plan, scores), scores[0] if single else None
+
+    def _score(self, policy: Policy, batch: Packed, rows: Tensor, part: Part) -> Scored:
         """`policy` on some rows. An empty micro-batch still passes one row: the pass is a collective."""
-        return policy(batch.rows(rows if len(rows) else torch.tensor([0])))
+        return policy(batch.rows(rows if len(rows) else torch.tensor([0])), part)
 
     def _gather(self, batch: Packed, plan: list[Tensor], scores: list[Scored]) -> Scored:
         """The scores of every rank's rows, whole and detached, on every rank."""
-        zeros_BT, zeros_B = torch.zeros_like(batch.behavior_logprobs_BT), torch.zeros_like(batch.reward_B)
-        whole = Scored(zeros_BT, zeros_BT.clone(), zeros_BT.clone(), zeros_B)
+        whole = nothing(batch)
         for rows, scored in zip(plan, scores, strict=True):
             for into, part in zip(whole, scored, strict=True):
                 where = (rows, slice(part.shape[1])) if part.dim() == 2 else (rows,)
@@ -127,17 +132,20 @@ class Updater:
         if self.reference is None:
             return None
         with torch.no_grad():
-            scores = [self._score(self.reference, batch, rows) for rows in plan]
+            scores = [self._score(self.reference, batch, rows, "policy") for rows in plan]
         return self._gather(batch, plan, scores).logprobs_BT
 
-    def _targets(self, batch: Packed, proximal: Scored, reference_BT: Tensor | None) -> Targets:
+    def _targets(self, batch: Packed, scored: Scored, reference_BT: Tensor | None) -> Targets:
         config, mask_BT = self.config.algorithm, batch.mask_BT
-        check_logprobs(mask_BT, proximal=proximal.logprobs_BT, behavior=batch.behavior_logprobs_BT)
+        check_any(mask_BT)
+        check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
         rewards_BT = on_last_token(batch.reward_B, mask_BT)
-        if reference_BT is not None and self.beta:
+        check_finite(mask_BT, rewards=rewards_BT, values=scored.values_BT)
+        if reference_BT is not None and config.kl.reward_beta:
+            check_logprobs(mask_BT, reference=reference_BT)
             rewards_BT = kl_reward(
                 rewards_BT,
-                proximal.logprobs_BT,
+                scored.logprobs_BT,
                 reference_BT,
                 mask_BT,
                 beta=self.beta,
@@ -146,100 +154,55 @@ class Updater:
         trained_BT = batch.fresh_BT
         if config.zero_variance == "mask":
             trained_BT = trained_BT & ~zero_variance(batch.reward_B, batch.prompt_B)[:, None]
-        return Targets(
-            proximal,
-            self.objective.advantages(batch, proximal, rewards_BT),
-            self.objective.correct(proximal.logprobs_BT, batch.behavior_logprobs_BT, mask_BT),
-            trained_BT,
-            reference_BT,
-        )
+        estimate = self.objective.advantages(batch, scored, rewards_BT)
+        correction = None
+        if self.objective.anchor is None:
+            correction = self.objective.correct(scored.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
+        return Targets(scored, estimate, correction, trained_BT, reference_BT)
 
     # --- steps -----------------------------------------------------------------------------------------------
 
-    def _optimize(self, batch: Packed, targets: Targets, sums: Sums, scored: Scored | None) -> None:
-        """All epochs and minibatches, or as many as `target_kl` allows."""
+    def _optimize(self, phase: Phase, loss: Loss, graph: Scored | None) -> None:
+        """All epochs and minibatches of a phase, or as many as `target_kl` allows; a critic alone moves no policy."""
         target_kl = self.config.algorithm.target_kl or None
-        for epoch in range(self.config.learner.epochs):
-            for rows in self._minibatches(batch, epoch):
-                approximate_kl = self._backward(batch, rows, targets, sums, scored)
-                if stop_early(approximate_kl, target_kl):
-                    sums.stopped_early = 1
+        for epoch in range(phase.epochs):
+            for rows in self._minibatches(loss.batch, epoch, phase.minibatches):
+                before = loss.sums.update.clone()
+                self._backward(rows, phase, loss, graph)
+                if target_kl is not None and stop_early(loss.sums.kl_since(before), target_kl):
+                    loss.sums.stopped_early = 1
                     return
-                self._step(sums)
+                self._step(phase, loss)
 
-    def _minibatches(self, batch: Packed, epoch: int) -> tuple[Tensor, ...]:
+    def _minibatches(self, batch: Packed, epoch: int, count: int) -> tuple[Tensor, ...]:
         """A split of the rows that depends on seed, version and epoch alone; a whole batch keeps its order."""
-        if self.config.learner.minibatches == 1:
+        if count == 1:
             return (torch.arange(len(batch.reward_B)),)
         generator = torch.Generator().manual_seed(hash((self.config.seed, batch.version, epoch)) % 2**63)
-        order = torch.randperm(len(batch.reward_B), generator=generator)
-        return order.chunk(self.config.learner.minibatches)
+        return torch.randperm(len(batch.reward_B), generator=generator).chunk(count)
 
-    def _backward(self, batch: Packed, rows: Tensor, targets: Targets, sums: Sums, scored: Scored | None) -> float:
-        """Gradients of the minibatch `rows`. Returns KL(proximal || current) on it, if anybody looks at it."""
-        counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens)
+    def _backward(self, rows: Tensor, phase: Phase, loss: Loss, graph: Scored | None) -> None:
+        """The gradient of the minibatch `rows`, in place of the one before."""
+        counts = denominators(loss.batch.mask_BT[rows], constant=self.config.rollout.max_tokens)
         self.optimizer.zero_grad(set_to_none=True)
-        before = sums.update.clone()
-        for piece in self._plan(batch, rows):
-            current = scored if scored is not None else self._score(self.policy, batch, piece)
+        for piece in self._plan(loss.batch, rows):
+            current = graph if graph is not None else self._score(self.policy, loss.batch, piece, phase.part)
             # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
-            (self._loss(batch, piece, targets, current, counts, sums) * self.ranks).backward()
-        return sums.kl_since(before) if self.config.algorithm.target_kl else 0.0
+            (loss.of(piece, phase.part, current, counts) * self.ranks).backward()
 
-    def _loss(
-        self, batch: Packed, rows: Tensor, targets: Targets, current: Scored, counts: Denominators, sums: Sums
-    ) -> Tensor:
-        """This micro-batch's share of the minibatch's loss."""
-        if not len(rows):
-            # Every parameter takes part in the collective backward, with a gradient of exactly zero.
-            return sum(part.sum() * 0.0 for part in current)  # pyright: ignore[reportReturnType]
-        config, cut = self.config.algorithm, _cut(rows, current.logprobs_BT.shape[1])
-        trained_bT, lengths_b = cut(targets.trained_BT), cut(batch.mask_BT).sum(-1)
-        proximal_bT = cut(targets.proximal.logprobs_BT)
-
-        def average(loss_bT: Tensor) -> Tensor:
-            return aggregate(loss_bT, trained_bT, config.aggregation, counts, lengths_b)
-
-        policy = self.objective.policy_loss(
-            current.logprobs_BT, proximal_bT, cut(targets.estimate.advantages), trained_bT
-        )
-        losses = {
-            "policy_loss": average(policy.loss * cut(targets.correction.weights)),
-            "entropy": average(current.entropy_BT),
-        }
-        total = losses["policy_loss"] - config.entropy * losses["entropy"]
-        if self.objective.has_critic:
-            critic = value_loss(
-                current.values_BT,
-                cut(targets.proximal.values_BT),
-                cut(targets.estimate.returns),
-                trained_bT,
-                clip=config.critic.clip or None,
-                kind=config.critic.loss,
-                huber_delta=config.critic.huber_delta,
-            )
-            losses["value_loss"] = average(critic.loss)
-            losses["value_clip_fraction"] = average(critic.clipped.float())
-            total = total + config.critic.coefficient * losses["value_loss"]
-        if targets.reference_BT is not None and config.kl.loss_beta:
-            divergence_bT = kl_loss(
-                current.logprobs_BT,
-                cut(targets.reference_BT),
-                trained_bT,
-                kind=config.kl.loss_estimator,
-                straight_through=config.kl.straight_through,
-            )
-            total = total + config.kl.loss_beta * average(divergence_bT)
-        sums.add(rows, losses, policy, current.logprobs_BT, proximal_bT, trained_bT)
-        return total
-
-    def _step(self, sums: Sums) -> None:
+    def _step(self, phase: Phase, loss: Loss) -> None:
         """Clip and step; a gradient that is not finite is counted and left out."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.learner.max_grad_norm)
-        value = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        if math.isfinite(value):
+        sums = loss.sums
+        if loss.batch.version < self.config.algorithm.critic.warmup_updates:
+            # Without a gradient the policy stands still, and its moments do not learn from an untaught critic.
+            for parameter in self.policy.lm.parameters():
+                parameter.grad = None
+            if phase.part == "policy":
+                return
+        norm = clip(self.policy.parameters(), phase.max_grad_norm, self.config.learner.norm, self.group)
+        if math.isfinite(norm):
             self._bad_steps = 0
-            sums.add_step(value)
+            sums.add_step(norm, critic=phase.part == "critic")
             self.optimizer.step()
             return
         self._bad_steps += 1
@@ -247,19 +210,14 @@ class Updater:
         if self._bad_steps >= self.config.learner.max_bad_steps:
             raise UpdateError(f"the gradient was not finite in {self._bad_steps} optimizer steps in a row")
 
-    def _kl_metrics(self, batch: Packed, targets: Targets) -> dict[str, float]:
+    def _kl_metrics(self, batch: Packed, targets: Targets, learner: Scored, passed_B: Tensor) -> dict[str, float]:
         """How far the policy is from the reference; steers `beta` where a target is set."""
         if targets.reference_BT is None:
             return {}
-        config, mask_BT = self.config.algorithm.kl, batch.mask_BT
-        per_token_BT = kl(targets.proximal.logprobs_BT, targets.reference_BT, mask_BT, kind="k3")
-        per_response = (per_token_BT.sum() / len(mask_BT)).item()
+        config, mask_BT = self.config.algorithm.kl, batch.mask_BT & passed_B[:, None]
+        per_token_BT = kl(learner.logprobs_BT, targets.reference_BT, mask_BT, kind="k3")
+        per_response = (per_token_BT.sum() / passed_B.sum()).item()
         metrics = {"reference_kl": per_response, "kl_beta": self.beta}
         if config.target:
             self.beta = next_beta(self.beta, per_response, len(mask_BT), target=config.target, horizon=config.horizon)
         return metrics
-
-
-def _cut(rows: Tensor, width_T: int) -> Callable[[Tensor], Tensor]:
-    """[B, T] -> the rows of a micro-batch, as wide as its longest."""
-    return lambda whole_BT: whole_BT[rows, :width_T]

@@ -33,6 +33,7 @@ def engine(config: Config, actor: str, model_path: str, version: int, tensors: M
                 seed=crc32(f"{config.seed}/{actor}".encode()),
                 kv=kv,
                 dtype=getattr(torch, config.model.dtype),
+                float32_head=config.model.float32_head,
                 device="cuda" if config.rollout.gpus else "cpu",
             )
 

@@ -52,10 +52,13 @@ class Decoder:
     Raises `ModelError` for a model that it would not compute exactly.
     """
 
-    def __init__(self, config: Any, *, rows: int, max_tokens: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, config: Any, *, rows: int, max_tokens: int, dtype: torch.dtype, float32_head: bool, device: str
+    ) -> None:
         _refuse_unknown(config)
         self.config = config
         self.dtype, self.device = dtype, torch.device(device)
+        self.head_dtype = torch.promote_types(dtype, torch.float32) if float32_head else dtype
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -158,7 +161,8 @@ class Decoder:
 
     def _logits(self, hidden_BC: Tensor) -> Tensor:
         assert self.parameters is not None
-        return F.linear(hidden_BC, self.parameters.head).float()
+        head_VC = self.parameters.head
+        return F.linear(hidden_BC.to(head_VC.dtype), head_VC).float()
 
 
 # --- weights -------------------------------------------------------------------------------------------------
@@ -220,7 +224,7 @@ def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:
     )
     embedding = take("model.embed_tokens.weight")
     head = take("lm_head.weight") if "lm_head.weight" in tensors else embedding
-    return Parameters(embedding, layers, take("model.norm.weight"), head)
+    return Parameters(embedding, layers, take("model.norm.weight"), head.to(decoder.head_dtype))
 
 
 def _fuse_layer(prefix: str, take: Callable[[str], Tensor], names: Collection[str], head_width: int) -> Layer:

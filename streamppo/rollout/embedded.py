@@ -47,9 +47,12 @@ class EmbeddedEngine:
         seed: int,
         kv: Literal["keep", "recompute"] = "keep",
         dtype: torch.dtype = torch.float32,
+        float32_head: bool = True,
         device: str = "cpu",
     ) -> None:
-        self._decoder = Decoder(hf_config, rows=slots, max_tokens=max_total_tokens, dtype=dtype, device=device)
+        self._decoder = Decoder(
+            hf_config, rows=slots, max_tokens=max_total_tokens, dtype=dtype, float32_head=float32_head, device=device
+        )
         self._decoder.load(tensors)
         self._rows = Rows(self._decoder, eos_ids, torch.Generator(device).manual_seed(seed))
         self._version = version

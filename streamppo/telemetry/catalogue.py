@@ -33,7 +33,7 @@ UPDATE = {
     "ratio_p01": "1st percentile of current / proximal",
     "ratio_p50": "median of current / proximal",
     "ratio_p99": "99th percentile of current / proximal",
-    "grad_norm": "before clipping, mean over optimizer steps",
+    "grad_norm": "in learner.norm, before clipping, mean over optimizer steps",
     "steps": "optimizer steps made",
     "bad_steps": "optimizer steps left out because the gradient was not finite",
     "stopped_early": "1 if target_kl ended the update",
@@ -50,6 +50,8 @@ UPDATE = {
 SOMETIMES = {
     "reference_kl": "nats per response, k3 estimate of KL(policy || first model); with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
+    "critic_steps": "optimizer steps of a critic with a transformer of its own",
+    "critic_grad_norm": "before clipping, mean over its optimizer steps",
     "ess_lag_": "effective sample size of the tokens of one bucket of lags: 0, 1, 2, 3-4, 5-8, 9+",
     "behavior_kl_lag_": "KL(behavior || proximal) of the tokens of one bucket of lags",
 }

@@ -84,9 +84,10 @@ def group(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator
 def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     """The learner's updater on the model in `folder`, with a critic that is not zero."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    policy = model.load(config.model, folder, config.rollout.temperature, mesh, config.algorithm.critic.model)
-    reference = model.load(config.model, folder, config.rollout.temperature, mesh) if config.algorithm.kl.on else None
+    temperature, kl = config.rollout.temperature, config.algorithm.kl
     torch.manual_seed(9)
+    policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model)
+    reference = model.load(config.model, folder, temperature, mesh, offload=kl.offload) if kl.on else None
     fill = (torch.randn(1, 32) * 0.1).to(device)
     with torch.no_grad():
         policy.value_head.weight.copy_(
@@ -96,7 +97,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
         policy,
         # AdamW makes a full step of a gradient that is zero but for rounding; plain descent shows it as it is.
         torch.optim.SGD(policy.parameters(), lr=config.learner.lr * 100),
-        objective.build(config.algorithm),
+        objective.build(config),
         config,
         group=mesh.get_group(),
         reference=reference,
@@ -105,4 +106,5 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
 
 def whole(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter, critic included, unsharded."""
+    policy.reshard()  # pyright: ignore[reportCallIssue]
     return {name: parameter.detach().full_tensor().clone() for name, parameter in policy.named_parameters()}  # pyright: ignore

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from test_alg_layout import LAYOUTS, Layout, assert_rows, compact, logprob_rows,
 
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.kl import Estimator, kl, kl_loss, kl_reward, next_beta, stop_early
-from streamppo.algorithms.proximal import loglinear
+from streamppo.algorithms.proximal import loglinear, single_step
 from streamppo.algorithms.value_losses import ValueKind, explained_variance, value_loss
 
 
@@ -154,6 +155,33 @@ def test_the_interpolated_proximal_policy_is_behavior_at_lag_0_and_nears_the_cur
     assert not got.requires_grad
     with pytest.raises(ValueError, match="lag has shape"):
         loglinear(behavior, current, torch.zeros(1, 3), mask)
+
+
+def test_in_an_update_of_one_step_the_proximal_policy_is_the_current_one_as_a_constant() -> None:
+    behavior, current = torch.full((1, 3), -2.0), torch.tensor([[-1.0, -3.0, float("nan")]], requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    got = single_step(behavior, current, torch.tensor([[0, 4, 0]]), mask)
+    assert got.tolist() == [[-1.0, -3.0, 0.0]]
+    assert not got.requires_grad
+    with pytest.raises(ValueError, match="behavior_logprobs has shape"):
+        single_step(behavior[:, :2], current, torch.zeros(1, 3), mask)
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+@pytest.mark.parametrize("anchor", [loglinear, single_step])
+def test_the_proximal_policy_is_the_same_padded_and_packed(packed: bool, anchor: Callable[..., torch.Tensor]) -> None:
+    mask = ragged_mask(5)
+    behavior, current = logprob_rows(mask, 1), logprob_rows(mask, 2)
+    lag = [[float(t % 4) for t in range(len(row))] for row in mask]
+    lay = Layout(mask, packed)
+    got = anchor(lay.tensor(behavior), lay.tensor(current), lay.tensor(lag), lay.mask)
+
+    def between(b: float, c: float, age: float) -> float:
+        return c if anchor is single_step else b / (age + 1) + c * age / (age + 1)
+
+    rows = zip(*(compact(rows, mask) for rows in (behavior, current, lag)), strict=True)
+    assert_rows(lay.unmasked(got), [[between(*numbers) for numbers in zip(*row, strict=True)] for row in rows])
+    assert not got[~lay.mask].any()
 
 
 def test_nan_infinite_and_positive_logprobs_are_refused_where_they_would_be_used() -> None:

@@ -94,6 +94,19 @@ def test_log_probs_are_those_of_transformers_for_ragged_prompts_and_refilled_row
         assert stopped or len(done.tokens) == sampling.max_tokens
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-tied"])
+def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(name: str) -> None:
+    model, tokens_BP = make(name), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    logits = {}
+    for wide in (True, False):
+        decoder = engine(model, dtype=torch.bfloat16, float32_head=wide)._decoder
+        logits[wide] = decoder.prefill(tokens_BP, torch.tensor([3, 3]), torch.tensor([0, 1]))
+        assert decoder.parameters is not None and decoder.parameters.embedding.dtype == torch.bfloat16
+        rounded = torch.equal(logits[wide], logits[wide].bfloat16().float())
+        assert rounded is not wide
+    torch.testing.assert_close(logits[True].bfloat16().float(), logits[False], rtol=2**-7, atol=1e-6)
+
+
 def test_log_probs_are_at_the_sampling_temperature() -> None:
     model, requests = make(), prompts(6)
     completions = asyncio.run(all_of(engine(model), requests, [Sampling(8, temperature=0.5)] * 6))

@@ -68,6 +68,10 @@ CHOICES = [
     ["algorithm.advantage.adaptive_alpha=0.5"],
     ["algorithm.advantage.kind=grpo", "algorithm.zero_variance=mask"],
     ["algorithm.critic.model=policy", "algorithm.critic.loss=huber"],
+    ["algorithm.critic.model=scratch", "algorithm.critic.epochs=2", "algorithm.critic.minibatches=3"],
+    ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"],
+    ["algorithm.proximal=loglinear", "algorithm.critic.model=policy", "algorithm.correction.level=sequence"],
+    ["learner.norm=max-norm"],
     ["algorithm.kl.reward_beta=0.1"],
     ["algorithm.kl.loss_beta=0.1", "algorithm.kl.straight_through=true"],
     ["algorithm.policy_loss.dual=3.0", "algorithm.entropy=0.1", "model.gradient_checkpointing=true"],
@@ -107,8 +111,9 @@ def test_target_kl_ends_an_update_before_the_step_that_would_go_too_far(folder: 
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_stays(folder: Path) -> None:
-    updater = case.updater(case.config_of("learner.max_bad_steps=2"), folder)
+@pytest.mark.parametrize("norm", ["2-norm", "max-norm"])
+def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_stays(folder: Path, norm: str) -> None:
+    updater = case.updater(case.config_of("learner.max_bad_steps=2", f"learner.norm={norm}"), folder)
     before = case.whole(updater.policy)
     real = updater.objective.policy_loss
 
@@ -204,7 +209,7 @@ def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folde
     packed = pack(case.batch())
     with torch.no_grad():
         head_1D = updater.policy.value_head.weight.full_tensor()
-        scored = updater.policy(packed)
+        scored = updater.policy(packed, "both")
         lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for row in range(case.BATCH):
             start, length = int(packed.start_B[row]), int(packed.length_B[row])
@@ -221,12 +226,20 @@ def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folde
             torch.testing.assert_close(scored.bootstrap_B[row], values_L[0, -1], rtol=0, atol=1e-5)
 
 
+RANKED = [
+    [],
+    # Two trajectories in a minibatch: one rank has none.
+    ["algorithm.critic.model=scratch", "algorithm.critic.minibatches=6", "learner.norm=max-norm"],
+    ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=6"],
+]
+
+
 def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     with case.group(rank, ranks, store):
-        parameters, metrics = updated(folder, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40")
+        made = [updated(folder, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40", *more) for more in RANKED]
         if rank == 0:
-            torch.save({"parameters": parameters, "metrics": metrics}, out)
+            torch.save(made, out)
 
 
 def test_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> None:
@@ -234,16 +247,19 @@ def test_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> Non
     results = {}
     for ranks in (1, 3):
         out = tmp_path / f"{ranks}.pt"
-        store = tmp_path / f"store-{ranks}"
-        workers = [context.Process(target=_rank, args=(rank, ranks, store, folder, out)) for rank in range(ranks)]
+        workers = [
+            context.Process(target=_rank, args=(rank, ranks, tmp_path / f"store-{ranks}", folder, out))
+            for rank in range(ranks)
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
         results[ranks] = torch.load(out, weights_only=True)
-    assert_same(results[1]["parameters"], results[3]["parameters"])
-    for name in results[1]["metrics"].keys() - TIMES:
-        assert results[3]["metrics"][name] == pytest.approx(results[1]["metrics"][name], rel=1e-4, abs=1e-5), name
+    for (one, one_metrics), (three, three_metrics) in zip(results[1], results[3], strict=True):
+        assert_same(one, three)
+        for name in one_metrics.keys() - TIMES:
+            assert three_metrics[name] == pytest.approx(one_metrics[name], rel=1e-4, abs=1e-5), name
 
 
 # --- packing -------------------------------------------------------------------------------------------------
@@ -258,6 +274,16 @@ def test_micro_batches_hold_every_row_once_within_the_budget_and_equal_counts() 
         assert sorted(rows.tolist()) == list(range(8))
         for piece in (piece for share in shares for piece in share if len(piece) > 1):
             assert len(piece) * int(tokens_B[piece].max()) <= 24
+
+
+def test_the_heaviest_rank_is_ahead_of_the_lightest_by_its_shortest_row_at_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for ranks in (2, 3, 7):
+        tokens_B = (torch.rand(50, generator=generator) ** 4 * 1000).long() + 1
+        shares = micro_batches(torch.arange(50), tokens_B, 4000, ranks)
+        rows = [tokens_B[torch.cat(share)] for share in shares]
+        heaviest = max(rows, key=lambda tokens: int(tokens.sum()))
+        assert heaviest.sum() - min(int(tokens.sum()) for tokens in rows) <= heaviest.min()
 
 
 def test_packing_keeps_every_column_in_its_row() -> None:

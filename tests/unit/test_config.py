@@ -1,8 +1,12 @@
 """The configuration refuses what it does not know, and says what was meant."""
 
+import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -10,8 +14,12 @@ from conftest import MATH, REPOSITORY
 
 from streamppo import configfile
 from streamppo.config import Config
-from streamppo.config_algorithm import Clip, NoCorrection, Truncate
+from streamppo.config_algorithm import Algorithm, Clip, NoCorrection, Truncate
 from streamppo.errors import ConfigError
+
+RLOO = "algorithm.advantage.kind=rloo"
+OWN_CRITIC = "algorithm.critic.model=policy"
+LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
 
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
@@ -86,11 +94,70 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["algorithm.advantage.kind=rloo", "queue.samples_per_prompt=1"], "'rloo' compares the samples of a prompt"),
         (["algorithm.zero_variance=mask"], "needs an advantage that compares"),
         (["algorithm.kl.reward_beta=0.1", "algorithm.kl.loss_beta=0.1"], "allow_both"),
+        (["algorithm.kl.target=6"], r"target \(6.0\) steers reward_beta, which is 0"),
+        (["algorithm.critic.epochs=2"], r"epochs \(2\) is for a critic with a transformer"),
+        (["algorithm.critic.max_grad_norm=1"], r"max_grad_norm \(1.0\) is for a critic with a transformer"),
+        ([RLOO, "algorithm.critic.model=policy"], "advantage 'rloo' uses no critic"),
+        ([RLOO, "algorithm.critic.warmup_updates=5"], "advantage 'rloo' uses no critic"),
+        ([OWN_CRITIC, "algorithm.critic.minibatches=7"], r"\(512\) .* algorithm.critic.minibatches \(7\)"),
+        (["model.heads=7"], r"hidden_size \(64\) must be a multiple of heads \(7\)"),
+        (["algorithm.correction.kind=mask", "algorithm.correction.lo=6"], r"lo \(6.0\) must be below hi \(5.0\)"),
+        (["algorithm.correction={kind='truncate_and_mask', lo=2.0, hi=1.0}"], r"lo \(2.0\) must be below hi \(1.0\)"),
+        (["algorithm.policy_loss.dual=0.5"], r"dual \(0.5\) must be above 1"),
+        (["algorithm.advantage.kind=vtrace", "algorithm.advantage.c_bar=0.5"], r"c_bar \(0.5\) must be at least 1"),
+        ([*LOGLINEAR], "by the value head"),
+        ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
+        ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
+        ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "by the KL in the reward"),
+        ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),
     ],
 )
 def test_choices_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configfile.load(MATH, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*LOGLINEAR, RLOO],
+        [*LOGLINEAR, OWN_CRITIC],
+        [*LOGLINEAR, RLOO, "algorithm.kl.loss_beta=0.1"],
+        [OWN_CRITIC, "algorithm.critic.epochs=4", "algorithm.critic.minibatches=8", "algorithm.critic.max_grad_norm=2"],
+    ],
+)
+def test_choices_that_agree_are_taken(overrides: list[str]) -> None:
+    configfile.load(MATH, overrides)
+
+
+def test_the_benchmark_of_the_algorithms_leaves_no_kind_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY)
+    choices = importlib.import_module("benchmarks.algorithms").CHOICES
+    runs = [configfile.load(MATH, overrides).algorithm for overrides in choices.values()]
+    kinds = get_type_hints(Algorithm)
+    for field in ("policy_loss", "correction", "advantage"):
+        assert {type(getattr(run, field)) for run in runs} == set(get_args(kinds[field])), field
+    assert {run.proximal for run in runs} == set(get_args(kinds["proximal"]))
+
+
+def test_every_snippet_of_the_documentation_is_taken() -> None:
+    """The first column of the tables in docs/algorithms.md: a value under its field, or a whole assignment."""
+    several_steps = ["learner.minibatches=2", OWN_CRITIC]
+    taken, field = 0, None
+    for line in (REPOSITORY / "docs" / "algorithms.md").read_text().splitlines():
+        head = re.match(r"\| `(algorithm\.\w+) =` \|", line)
+        field = head[1] if head else field if line.startswith("|") else None
+        row = re.match(r"\| `(?:(learner|model) = )?([{\"][^`]+)`", line)
+        if head or not row or not (where := row[1] or field):
+            continue
+        written = row[2].replace("...", 'kind = "truncate"')
+        value = tomllib.loads(f"x = {written}")["x"]
+        overrides = [f"{where}={value}"]
+        if isinstance(value, dict):
+            overrides = [f"{where}.{name}={str(part).lower()}" for name, part in value.items()]
+        configfile.load(MATH, overrides + several_steps * ("loglinear" in line))
+        taken += 1
+    assert taken > 40
 
 
 def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:

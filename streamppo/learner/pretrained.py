@@ -1,0 +1,75 @@
+"""Where weights begin: Hugging Face folders or hub names, in float32."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.errors import ModelError
+
+
+class CriticStart(NamedTuple):
+    """A critic's transformer, and the weights of its value head where its model has a score head."""
+
+    transformer: Any
+    head_1D: Tensor | None
+
+
+def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM") -> Any:
+    """The model at `path`. Raises `ModelError` if it cannot be loaded."""
+    import transformers
+
+    try:
+        return getattr(transformers, kind).from_pretrained(
+            str(path), dtype=torch.float32, attn_implementation=attention
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
+
+
+def critic(choice: str, policy: str | Path, attention: str) -> CriticStart:
+    """ "policy" is a copy of the model at `policy`, "scratch" its architecture with random weights, else a path.
+
+    At a path may be a causal LM or a sequence classification model of one label, whose head becomes the value head.
+    Raises `ModelError` for a model that cannot be loaded, has other labels or another vocabulary.
+    """
+    match choice:
+        case "policy":
+            return CriticStart(read(policy, attention).base_model, None)
+        case "scratch":
+            return CriticStart(_scratch(policy, attention), None)
+        case path:
+            start = _at(path, attention)
+    own, wanted = start.transformer.config.vocab_size, _settings(policy).vocab_size
+    if own < wanted:
+        raise ModelError(f"the critic {path!r} knows {own} tokens, and the policy writes {wanted}")
+    return start
+
+
+def _at(path: str, attention: str) -> CriticStart:
+    names = _settings(path).architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in names):
+        return CriticStart(read(path, attention).base_model, None)
+    model = read(path, attention, "AutoModelForSequenceClassification")
+    if model.num_labels != 1:
+        raise ModelError(f"the critic {path!r} has {model.num_labels} labels: a value is one number")
+    if not hasattr(model, "score"):
+        raise ModelError(f"the critic {path!r} has no head named 'score', as decoder models have")
+    return CriticStart(model.base_model, model.score.weight.detach())
+
+
+def _scratch(policy: str | Path, attention: str) -> Any:
+    from transformers import AutoModel
+
+    made = AutoModel.from_config(_settings(policy), dtype=torch.float32, attn_implementation=attention)
+    return made.eval()
+
+
+def _settings(path: str | Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error

@@ -1,0 +1,185 @@
+"""Precision, memory and gradient norms of the learner's model; what a checkpoint brings back; what is refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import learner_case as case
+import pytest
+import torch
+
+from streamppo.errors import UpdateError
+from streamppo.learner import checkpoint, optimizer
+from streamppo.learner.packing import Packed, pack
+
+BF16 = "model.dtype=bfloat16"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    case.save_model(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    with case.group(0, 1, tmp_path / "store"):
+        yield
+
+
+# --- precision and memory ------------------------------------------------------------------------------------
+
+
+def test_bfloat16_trains_float32_master_weights(folder: Path) -> None:
+    before = case.whole(case.updater(case.config_of(BF16), folder).policy)
+    updater = case.updater(case.config_of(BF16, "learner.minibatches=2"), folder)
+    metrics = updater.update(pack(case.batch()))
+    assert metrics["steps"] == 2
+    assert metrics["value_loss"] > 0
+    for name, tensor in case.whole(updater.policy).items():
+        assert tensor.dtype == torch.float32
+        assert not torch.equal(tensor, tensor.bfloat16().float()) or name.endswith("bias"), name
+        assert not torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("float32_head", [True, False])
+def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(folder: Path, float32_head: bool) -> None:
+    updater = case.updater(case.config_of(BF16, f"model.float32_head={str(float32_head).lower()}"), folder)
+    hidden: list[torch.Tensor] = []
+    updater.policy.lm.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
+    packed = pack(case.batch())
+    with torch.no_grad():
+        scored = updater.policy(packed, "policy")
+        product_BLV = hidden[0].float() @ updater.policy.lm.get_output_embeddings().weight.float().T
+    assert hidden[0].dtype == torch.bfloat16
+    error = {True: 0.0, False: 0.0}
+    for wide, logits_BLV in {True: product_BLV, False: product_BLV.bfloat16().float()}.items():
+        logp_BLV = logits_BLV.log_softmax(-1)
+        for row in range(case.BATCH):
+            start, length = int(packed.start_B[row]), int(packed.length_B[row])
+            ids = packed.inputs_BL[row, start : start + length, None]
+            expected_T = logp_BLV[row, start - 1 : start + length - 1].gather(-1, ids).squeeze(-1)
+            error[wide] += (scored.logprobs_BT[row, :length] - expected_T).abs().sum().item()
+    assert error[float32_head] < 1e-2 * error[not float32_head]
+
+
+def test_gradient_checkpointing_computes_every_layer_again(folder: Path) -> None:
+    calls = {}
+    for choice in ("false", "true"):
+        options = (f"model.gradient_checkpointing={choice}", "learner.epochs=2", "algorithm.critic.model=policy")
+        updater = case.updater(case.config_of(*options, "learner.micro_batch_tokens=100000"), folder)
+        calls[choice] = []
+        for transformer in (updater.policy.lm.base_model, updater.policy.critic):
+            transformer.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=calls[choice]: seen.append(1))
+        updater.update(pack(case.batch()))
+    assert (len(calls["false"]), len(calls["true"])) == (2 + 4, 2 + 8)
+
+
+def test_an_offloaded_reference_stays_on_the_cpu_and_says_the_same(folder: Path) -> None:
+    kl = ("algorithm.kl.loss_beta=0.1", "learner.epochs=2", "learner.lr=0.01")
+    plain, offloaded = (
+        case.updater(case.config_of(*kl, f"algorithm.kl.offload={choice}"), folder) for choice in ("false", "true")
+    )
+    assert plain.update(pack(case.batch()))["reference_kl"] == offloaded.update(pack(case.batch()))["reference_kl"]
+    assert offloaded.reference is not None
+    assert {parameter.device.type for parameter in offloaded.reference.parameters()} == {"cpu"}
+
+
+# --- the gradient's norm -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("norm", "size"), [("2-norm", 2.0), ("max-norm", torch.inf)])
+def test_the_step_is_as_long_as_the_chosen_norm_allows(folder: Path, norm: str, size: float) -> None:
+    bound = 1e-3
+    config = case.config_of(f"learner.norm={norm}", f"learner.max_grad_norm={bound}")
+    updater = case.updater(config, folder)
+    before = case.whole(updater.policy)
+    assert updater.update(pack(case.batch()))["grad_norm"] > bound
+    moved = torch.cat([(after - before[name]).flatten() for name, after in case.whole(updater.policy).items()])
+    assert moved.norm(size).item() == pytest.approx(config.learner.lr * 100 * bound, rel=1e-2)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_brings_back_weights_and_the_controllers_beta(folder: Path, tmp_path: Path) -> None:
+    config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01")
+    one = case.updater(config, folder)
+    one.update(pack(case.batch()))
+    checkpoint.save(tmp_path, 1, one, keep=1)
+    two = case.updater(config, folder)
+    assert two.beta == 0.1 != one.beta
+    assert checkpoint.load(tmp_path / "00000001", two) == 1
+    assert two.beta == one.beta
+    one.update(pack(case.batch(seed=1)))
+    two.update(pack(case.batch(seed=1)))
+    assert two.beta == one.beta
+    expected = case.whole(one.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [[], ["algorithm.advantage.kind=rloo"], ["algorithm.critic.model=policy", "algorithm.critic.warmup_updates=9"]],
+    ids=["all learn", "no critic", "the policy stands still"],
+)
+def test_a_checkpoint_is_whole_whatever_has_not_learned_yet(folder: Path, tmp_path: Path, choices: list[str]) -> None:
+    one, two = (case.updater(case.config_of(*choices), folder) for _ in range(2))
+    for updater in (one, two):
+        updater.optimizer = optimizer.adamw(updater.policy, updater.config)
+    one.update(pack(case.batch()))
+    checkpoint.save(tmp_path, 1, one, keep=1)
+    checkpoint.load(tmp_path / "00000001", two)
+    for updater in (one, two):
+        updater.update(pack(case.batch(version=30, min_version=28)))
+    expected = case.whole(one.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+def test_moments_made_at_the_start_are_those_made_at_the_first_gradient(folder: Path) -> None:
+    one, two = (case.updater(case.config_of("learner.minibatches=3"), folder) for _ in range(2))
+    one.optimizer, learner = optimizer.adamw(one.policy, one.config), one.config.learner
+    two.optimizer = torch.optim.AdamW(two.policy.parameters(), learner.lr, learner.betas, weight_decay=0.0)
+    for updater in (one, two):
+        updater.update(pack(case.batch()))
+    expected = case.whole(two.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(one.policy).items())
+
+
+# --- what is refused -----------------------------------------------------------------------------------------
+
+
+def without_tokens(batch: Packed) -> Packed:
+    return batch._replace(mask_BT=torch.zeros_like(batch.mask_BT), fresh_BT=torch.zeros_like(batch.mask_BT))
+
+
+def with_behavior(value: float) -> Packed:
+    batch = pack(case.batch())
+    row, place = batch.mask_BT.nonzero()[0].tolist()
+    broken_BT = batch.behavior_logprobs_BT.clone()
+    broken_BT[row, place] = value
+    return batch._replace(behavior_logprobs_BT=broken_BT)
+
+
+BAD = {
+    "every token of the batch is masked": lambda: without_tokens(pack(case.batch())),
+    r"behavior\[0, 0\] = nan is not finite": lambda: with_behavior(torch.nan),
+    r"behavior\[0, 0\] = 0.5 is above 0": lambda: with_behavior(0.5),
+    r"rewards\[0, \d\] = nan is not finite": lambda: pack(case.batch())._replace(
+        reward_B=torch.full((case.BATCH,), torch.nan)
+    ),
+    "behavior has shape": lambda: (good := pack(case.batch()))._replace(
+        behavior_logprobs_BT=good.behavior_logprobs_BT[:, :-1]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+@pytest.mark.parametrize("advantage", ["gae", "rloo"])
+def test_data_that_must_not_be_trained_on_changes_no_weight(folder: Path, message: str, advantage: str) -> None:
+    updater = case.updater(case.config_of(f"algorithm.advantage.kind={advantage}"), folder)
+    before = case.whole(updater.policy)
+    with pytest.raises(UpdateError, match=f"batch 3 cannot be trained on: .*{message}"):
+        updater.update(BAD[message]())
+    after = case.whole(updater.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
