@@ -1,6 +1,6 @@
 """What tests share: the shipped configuration, and tiny trajectories."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,25 @@ MATH = REPOSITORY / "configs" / "math.toml"
 def math_config() -> Callable[..., Config]:
     """configs/math.toml with overrides."""
     return lambda *overrides: configfile.load(MATH, overrides)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The learner tests' model."""
+    import learner_case
+
+    path = tmp_path_factory.mktemp("model")
+    learner_case.save_model(path)
+    return path
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    import learner_case
+
+    with learner_case.group(0, 1, tmp_path / "store"):
+        yield
 
 
 def trajectory(

@@ -1,6 +1,5 @@
 """A critic with a transformer of its own: where it begins, and its own steps."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import learner_case as case
@@ -14,20 +13,9 @@ from streamppo.errors import ModelError
 from streamppo.learner import model
 from streamppo.learner.packing import pack
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 OWN = "algorithm.critic.model=policy"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    case.save_model(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    with case.group(0, 1, tmp_path / "store"):
-        yield
 
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

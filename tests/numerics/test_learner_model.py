@@ -1,6 +1,5 @@
 """Precision, memory and gradient norms of the learner's model; what a checkpoint brings back; what is refused."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import learner_case as case
@@ -11,20 +10,9 @@ from streamppo.errors import UpdateError
 from streamppo.learner import checkpoint, optimizer
 from streamppo.learner.packing import Packed, pack
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 BF16 = "model.dtype=bfloat16"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    case.save_model(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    with case.group(0, 1, tmp_path / "store"):
-        yield
 
 
 # --- precision and memory ------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Proximal log-probs: from a pass over the batch, in passing where an update is one step, or interpolated by age."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import learner_case as case
@@ -9,23 +8,12 @@ import torch
 
 from streamppo.learner.packing import pack
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 GROUPS = "algorithm.advantage.kind=rloo"
 LOGLINEAR = "algorithm.proximal=loglinear"
 WHOLE = "learner.micro_batch_tokens=100000"
 LEARNER_SEEN = ("ess", "behavior_kl", "behavior_kl_k1", "chi2_sequence", "mismatch", "log_ppl_learner")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    case.save_model(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    with case.group(0, 1, tmp_path / "store"):
-        yield
 
 
 def passes(folder: Path, *overrides: str) -> list[str]:

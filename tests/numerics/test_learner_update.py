@@ -1,7 +1,6 @@
 """Splitting an update differently (micro-batches, ranks, one pass or two) changes nothing beyond rounding."""
 
 import multiprocessing
-from collections.abc import Iterator
 from pathlib import Path
 
 import learner_case as case
@@ -10,19 +9,6 @@ import torch
 
 from streamppo.errors import UpdateError
 from streamppo.learner.packing import Packed, micro_batches, pack
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    case.save_model(path)
-    return path
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    with case.group(0, 1, tmp_path / "store"):
-        yield
 
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
