@@ -2,7 +2,8 @@
 
     python benchmarks/algorithms.py --max-lag 0 2 8 --json out.json --plot out.png
 
-One choice at a time is changed from configs/math.toml; the rest stays. All runs begin with the same warm-started model.
+One choice at a time is changed from configs/math.toml (and four minibatches where the ratio matters). All runs begin
+with the same warm-started model.
 Reported: mean reward of the last ten updates, held-out accuracy, and the updates until that reward reached --reach.
 The plot needs matplotlib (`pip install streamppo[plots]`).
 """
@@ -21,11 +22,13 @@ from benchmarks.runs import Run, machine, run
 
 CONFIG = Path("configs/math.toml")
 WINDOW = 10
+MINIBATCHES = "learner.minibatches=4"
+"""Where an update is a single step, current is proximal and most policy losses are one and the same."""
 CHOICES: dict[str, list[str]] = {
     "default": [],
     **{
-        f"loss {kind}": [f"algorithm.policy_loss.kind={kind}"]
-        for kind in ("cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo")
+        f"loss {kind}": [f"algorithm.policy_loss.kind={kind}", MINIBATCHES]
+        for kind in ("clip", "cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo")
     },
     "correction off": ["algorithm.correction.kind=off"],
     "correction mask": ["algorithm.correction.kind=mask"],
@@ -48,11 +51,7 @@ CHOICES: dict[str, list[str]] = {
     "critic policy": ["algorithm.critic.model=policy"],
     "critic policy, 4 epochs": ["algorithm.critic.model=policy", "algorithm.critic.epochs=4"],
     **{
-        f"2 minibatches, proximal {kind}": [
-            f"algorithm.proximal={kind}",
-            "algorithm.critic.model=policy",
-            "learner.minibatches=2",
-        ]
+        f"critic policy, proximal {kind}": [f"algorithm.proximal={kind}", "algorithm.critic.model=policy", MINIBATCHES]
         for kind in ("recompute", "loglinear")
     },
 }
@@ -86,8 +85,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 2, 8])
     parser.add_argument("--only", nargs="+", choices=list(CHOICES), metavar="CHOICE", help="for example 'loss cispo'")
-    parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("--reach", type=float, default=0.3, help="a reward to count the updates until")
+    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--reach", type=float, default=0.25, help="a reward to count the updates until")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()
