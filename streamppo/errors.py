@@ -8,6 +8,7 @@ StreamppoError
 ├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
 ├── WeightsError           a push that does not verify: the old version stays
 ├── CheckpointError        a checkpoint that is missing, damaged or of another run
+├── JournalError           a journal or an archive that is damaged or cannot be written: says the file
 ├── QueueError             a request that the queue's rules refuse
 └── RunError               a stage died or stalled; the message names the stage
     └── Interrupted        SIGINT or SIGTERM
@@ -44,6 +45,10 @@ class WeightsError(StreamppoError):
 
 class CheckpointError(StreamppoError):
     """A checkpoint that is missing, damaged, or belongs to another run."""
+
+
+class JournalError(StreamppoError):
+    """A journal or an archive that is missing, damaged, or cannot be written; the message names the file."""
 
 
 class QueueError(StreamppoError):
