@@ -47,7 +47,8 @@ class Targets(NamedTuple):
 class Updater:
     """Consumes a packed batch, produces metrics; `policy` and `optimizer` are changed in place.
 
-    Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward.
+    Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward;
+    `beta` and `bad_steps`, the optimizer steps in a row that were left out, are all that it remembers of past batches.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Updater:
         self.beta = config.algorithm.kl.reward_beta
         self.device = next(policy.parameters()).device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._bad_steps = 0
+        self.bad_steps = 0
 
     def update(self, batch: Packed) -> dict[str, float]:
         """Train on `batch` for all epochs and minibatches. Returns metrics that are equal on every rank.
@@ -238,14 +239,14 @@ class Updater:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.learner.max_grad_norm)
         value = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if math.isfinite(value):
-            self._bad_steps = 0
+            self.bad_steps = 0
             sums.add_step(value)
             self.optimizer.step()
             return
-        self._bad_steps += 1
+        self.bad_steps += 1
         sums.bad_steps += 1
-        if self._bad_steps >= self.config.learner.max_bad_steps:
-            raise UpdateError(f"the gradient was not finite in {self._bad_steps} optimizer steps in a row")
+        if self.bad_steps >= self.config.learner.max_bad_steps:
+            raise UpdateError(f"the gradient was not finite in {self.bad_steps} optimizer steps in a row")
 
     def _kl_metrics(self, batch: Packed, targets: Targets) -> dict[str, float]:
         """How far the policy is from the reference; steers `beta` where a target is set."""
