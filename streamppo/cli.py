@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamppo import __version__, configfile
-from streamppo.errors import StreamppoError
+from streamppo.errors import CheckpointError, StreamppoError
 from streamppo.interrupts import Interrupts
 
 STARTED = time.perf_counter()
@@ -41,6 +41,27 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint of runs/NAME")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are made (default: runs)")
     run.set_defaults(command=_run)
+    resume = commands.add_parser("resume", help="go on", description="Go on with a run as its configuration says.")
+    resume.add_argument("run", type=Path, help="the folder of a run, such as runs/math")
+    resume.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example updates=2000")
+    resume.set_defaults(command=_resume)
+    replay = commands.add_parser(
+        "replay",
+        help="train again from the archive",
+        description="Make the run's updates again from its archive, without any engine, and compare the weights. With "
+        "--set: what the same batches would have done under another configuration.",
+    )
+    replay.add_argument("run", type=Path, help="the folder of a run")
+    replay.add_argument("--to", type=int, metavar="VERSION", help="the last version to make (default: all)")
+    replay.add_argument("--set", nargs="+", default=[], dest="changes", metavar="section.field=value")
+    replay.set_defaults(command=_replay)
+    inspect = commands.add_parser(
+        "inspect", help="show what was trained on", description="Text, tokens, rewards, versions and lag."
+    )
+    inspect.add_argument("run", type=Path, help="the folder of a run")
+    inspect.add_argument("--update", type=int, help="the version that the batch made (default: the newest)")
+    inspect.add_argument("--n", type=int, default=4, help="trajectories to show (default: 4)")
+    inspect.set_defaults(command=_inspect)
     return parser
 
 
@@ -50,9 +71,48 @@ def _run(options: argparse.Namespace) -> int:
         print(configfile.show(config))
         return 0
     print(f"streamppo {__version__}: {options.config}, {config.updates} updates; starting Ray", flush=True)
-    # The hub client's progress bars and Ray's usage ping have no place in a training log.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _quiet()
+    interrupts = Interrupts()
+    from streamppo.run import new_folder, run
+
+    runs = options.runs.resolve()
+    folder = _existing(runs / config.name) if options.resume else new_folder(config, runs)
+    return run(config, folder, started=STARTED, interrupts=interrupts)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    folder = _existing(options.run.resolve())
+    config = configfile.load(folder / configfile.CONFIG, options.overrides)
+    _quiet()
     interrupts = Interrupts()
     from streamppo.run import run
 
-    return run(config, runs=options.runs, resume=options.resume, started=STARTED, interrupts=interrupts)
+    return run(config, folder, started=STARTED, interrupts=interrupts)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    folder = _existing(options.run.resolve())
+    _quiet()
+    from streamppo.rerun import rerun
+
+    return rerun(folder, options.to, options.changes)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    folder = _existing(options.run.resolve())
+    config = configfile.load(folder / configfile.CONFIG)
+    _quiet()
+    from streamppo.inspection import inspect
+
+    return inspect(config, folder, options.update, options.n)
+
+
+def _existing(folder: Path) -> Path:
+    if not (folder / configfile.CONFIG).is_file():
+        raise CheckpointError(f"{folder}: no run is there")
+    return folder
+
+
+def _quiet() -> None:
+    # The hub client's progress bars and Ray's usage ping have no place in a training log.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

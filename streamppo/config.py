@@ -6,6 +6,7 @@ object is built. Reading files and overrides is configfile.py; the mathematics i
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from streamppo.config_algorithm import GROUP_BASED, Algorithm
@@ -217,7 +218,9 @@ class Checkpoint(Section, frozen=True):
     every: Count = 50
     """Updates between two checkpoints; 0 writes only the last one."""
     keep: Positive = 2
-    """Checkpoints that stay on disk."""
+    """The newest checkpoints that stay on disk."""
+    keep_every: Count = 0
+    """Checkpoints of versions that this divides stay for good; 0 keeps none of them."""
 
 
 class Cluster(Section, frozen=True):
@@ -236,8 +239,14 @@ class Watchdog(Section, frozen=True):
 
     stall_s: Seconds = 300.0
     """With no update for so long the run stops and says what every stage waits for."""
-    shutdown_s: Seconds = 8.0
-    """Actors that have not stopped by then are killed."""
+    shutdown_s: Seconds = 6.0
+    """A run that is asked to stop writes a last checkpoint, unless that takes longer."""
+    heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
+    """A rollout actor that has not called the queue for so long (it does every 5 s) is replaced by another one."""
+    max_restarts: Count = 10
+    """Stages that are started again within restarts_s; one more death ends the run."""
+    restarts_s: Seconds = 600.0
+    """The time over which restarts are counted."""
 
 
 class Config(Section, frozen=True):
@@ -297,3 +306,18 @@ class Config(Section, frozen=True):
             )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
+
+
+def learning(config: Config) -> Config:
+    """`config` with everything blanked that the result of an update on a given batch does not depend on."""
+    return msgspec.structs.replace(
+        config,
+        name="-",
+        reward=Reward(function="-"),
+        rollout=Rollout(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
+        queue=Queue(batch_size=config.queue.batch_size, max_lag=config.queue.max_lag, too_old=config.queue.too_old),
+        evaluation=Evaluation(),
+        checkpoint=Checkpoint(),
+        cluster=Cluster(),
+        watchdog=Watchdog(),
+    )

@@ -1,6 +1,10 @@
-"""From a TOML file and dotted overrides to a `Config`, or to an error that says where and what instead."""
+"""From a TOML file and dotted overrides to a `Config`, or to an error that says where and what instead.
+
+A run keeps its configuration in its folder as config.json, which is read in the same way.
+"""
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -11,6 +15,8 @@ import msgspec
 
 from streamppo.config import Config
 from streamppo.errors import ConfigError
+
+CONFIG = "config.json"
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -23,16 +29,26 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not {path.suffix[1:].upper()}: {error}") from error
     overridden = {apply_override(tree, override) for override in overrides}
     for name in overridden:
         _name_default_kind(tree, name.rpartition(".")[0])
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), path, text, overridden)) from error
+        raise ConfigError(_explain(str(error), path, text, tree, overridden)) from error
+
+
+def change(config: Config, overrides: Sequence[str]) -> Config:
+    """`config` with `overrides`. Raises `ConfigError` that names what is wrong with them."""
+    tree = msgspec.to_builtins(config)
+    overridden = {apply_override(tree, override) for override in overrides}
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), Path(CONFIG), "", tree, overridden)) from error
 
 
 def show(config: Config) -> str:
@@ -101,7 +117,7 @@ def _toml(value: Any) -> str:
 # --- errors --------------------------------------------------------------------------------------------------
 
 
-def _explain(message: str, path: Path, text: str, overridden: set[str]) -> str:
+def _explain(message: str, path: Path, text: str, tree: Any, overridden: set[str]) -> str:
     """msgspec's message plus where in the file, and the nearest name for an unknown field."""
     body, _, at = message.partition(" - at ")
     where = at.strip("`").removeprefix("$").lstrip(".")
@@ -109,7 +125,7 @@ def _explain(message: str, path: Path, text: str, overridden: set[str]) -> str:
     name = ".".join(part for part in (where, unknown and unknown[1]) if part)
     hint = ""
     if unknown:
-        names = _known_fields(where, text)
+        names = _known_fields(where, tree)
         near = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.5)
         body = f"unknown field {unknown[1]!r}"
         hint = f": did you mean {near[0]!r}?" if near else f": known here are {', '.join(sorted(names))}"
@@ -121,9 +137,8 @@ def _explain(message: str, path: Path, text: str, overridden: set[str]) -> str:
     return f"{path}{f':{line}' if line else ''}: {f'{name}: ' if name else ''}{body}{hint}"
 
 
-def _known_fields(where: str, text: str) -> list[str]:
-    """The fields of the struct at the dotted path `where`; for a union, of the kind that the file chose."""
-    tree: Any = tomllib.loads(text)
+def _known_fields(where: str, tree: Any) -> list[str]:
+    """The fields of the struct at the dotted path `where`; for a union, of the kind that was chosen."""
     for part in where.split(".") if where else []:
         tree = tree.get(part, {}) if isinstance(tree, dict) else {}
     return [field.encode_name for field in _struct(_node(where), tree).fields]

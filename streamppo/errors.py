@@ -8,8 +8,11 @@ StreamppoError
 ├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
 ├── WeightsError           a push that does not verify: the old version stays
 ├── CheckpointError        a checkpoint that is missing, damaged or of another run
+├── JournalError           a journal or an archive that is damaged or cannot be written: says the file
+├── Diverged               a redone update made other weights than it did the first time
 ├── QueueError             a request that the queue's rules refuse
 └── RunError               a stage died or stalled; the message names the stage
+    ├── LearnerLost        a learner rank died; the supervisor starts all of them again
     └── Interrupted        SIGINT or SIGTERM
 """
 
@@ -46,12 +49,24 @@ class CheckpointError(StreamppoError):
     """A checkpoint that is missing, damaged, or belongs to another run."""
 
 
+class JournalError(StreamppoError):
+    """A journal or an archive that is missing, damaged, or cannot be written; the message names the file."""
+
+
+class Diverged(StreamppoError):
+    """An update that was redone from the archive made other weights than it did the first time."""
+
+
 class QueueError(StreamppoError):
     """A request that the queue's rules refuse."""
 
 
 class RunError(StreamppoError):
     """A stage died or stalled."""
+
+
+class LearnerLost(RunError):
+    """A learner rank died, and with it the group."""
 
 
 class Interrupted(RunError):

@@ -14,34 +14,40 @@ from typing import Any
 
 import msgspec
 
+from streamppo import durable
 from streamppo.config import Config
-from streamppo.errors import CheckpointError, StreamppoError
+from streamppo.configfile import CONFIG
+from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.interrupts import Interrupts
 from streamppo.learner import manifest
 from streamppo.stages import Stages
 from streamppo.telemetry.record import Record
-from streamppo.types import UpdateReport, decode
+from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
 
 AHEAD = 2
 """Updates in the learner's mailbox: the one that runs and the one after it."""
 
 
-def run(config: Config, *, runs: Path, resume: bool, started: float, interrupts: Interrupts) -> int:
-    """Make all updates; the exit code is 0 only then. `started` is when the command began (perf_counter)."""
-    folder = _folder(config, runs.resolve(), resume)
-    checkpoint = manifest.latest(folder / "checkpoints") if resume else None
-    version = manifest.version(checkpoint) if checkpoint else 0
+def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts) -> int:
+    """Make all updates; the exit code is 0 only then. `started` is when the command began (perf_counter).
+
+    A `folder` that holds a part of the run already is gone on with. That, to survive a learner's death and to replay
+    are the same: load a checkpoint, redo the archived batches, arrive at the same weights.
+    """
+    (folder / "checkpoints").mkdir(exist_ok=True)
     record = Record(folder, started, config.seed, config.updates)
-    record.say(f"run folder {folder}" + (f", from version {version}" if resume else ""))
+    record.say(f"run folder {folder}" + (f": {record.version} updates are there" if record.version else ""))
     outcome, reports = "finished", (None, [])
     try:
-        with Stages(config, folder, interrupts) as stages:
-            stages.start(checkpoint, version)
-            _loop(config, stages, record, version)
-            reports = stages.reports()
+        with Stages(config, folder, record.say, interrupts) as stages:
+            record.restarts = stages.restarts
+            reports = _train(config, stages, record)
     except StreamppoError as error:
         outcome = f"{type(error).__name__}: {error}"
         raise
+    except OSError as error:
+        outcome = f"RunError: {error}"
+        raise RunError(str(error)) from error
     except BaseException as error:
         outcome = repr(error)
         raise
@@ -51,28 +57,49 @@ def run(config: Config, *, runs: Path, resume: bool, started: float, interrupts:
     return 0
 
 
+def _train(config: Config, stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
+    """All updates, with as many groups of learner ranks as it takes."""
+    checkpoints = record.folder / "checkpoints"
+    checkpoint = manifest.newest(checkpoints, record.say)
+    newest = stages.start(_version(checkpoint))
+    durable.write(record.folder / CONFIG, json.dumps(msgspec.to_builtins(config), indent=2).encode())
+    _evaluate(stages, record, newest)
+    while True:
+        try:
+            stages.start_learner(checkpoint)
+            _loop(config, stages, record, _version(checkpoint))
+            return stages.reports()
+        except LearnerLost as lost:
+            stages.note("learner", str(lost))
+            checkpoint = manifest.newest(checkpoints, record.say)
+        except Interrupted:
+            stages.save(checkpoints)
+            raise
+
+
 def _loop(config: Config, stages: Stages, record: Record, version: int) -> None:
     """From `version` to `config.updates`, then the last evaluation, checkpoint and export."""
-    _evaluate(stages, record, version)
-    stages.generate()
     checkpoints = str(record.folder / "checkpoints")
-    updates: deque[list[Any]] = deque(stages.learner.update() for _ in range(min(AHEAD, config.updates - version)))
-    while updates:
+    updates: deque[list[Any]] = deque()
+    while version < config.updates:
+        while (asked := version + len(updates) + 1) <= config.updates and len(updates) < AHEAD:
+            updates.append(stages.learner.update())
+            if _due(config.checkpoint.every, asked) and asked < config.updates:
+                stages.watch_all(stages.learner.save(checkpoints), "checkpoint")
         report = decode(stages.wait(updates.popleft(), f"update {version + 1}")[0], UpdateReport)
         version = report.version
-        if version + len(updates) < config.updates:
-            updates.append(stages.learner.update())
-        record.update(report)
-        if _due(config.evaluation.every, version) and version < config.updates:
+        fresh = record.update(report)
+        if fresh and _due(config.evaluation.every, version) and version < config.updates:
             _evaluate(stages, record, version)
-        if _due(config.checkpoint.every, version) and version < config.updates:
-            for ref in stages.learner.save(checkpoints):
-                stages.watch(ref, "checkpoint", lambda _: None)
     stages.wait(stages.learner.save(checkpoints), "the last checkpoint")
     exported = stages.wait(stages.learner.export(str(record.folder / "final")), "exporting the model")
     record.checksum = exported[0]
     _evaluate(stages, record, version)
     stages.drain("evaluation")
+
+
+def _version(checkpoint: Path | None) -> int:
+    return int(checkpoint.name) if checkpoint else 0
 
 
 def _evaluate(stages: Stages, record: Record, version: int) -> None:
@@ -83,20 +110,13 @@ def _due(every: int, version: int) -> bool:
     return every > 0 and version % every == 0
 
 
-def _folder(config: Config, runs: Path, resume: bool) -> Path:
-    """runs/NAME: for a resume the one that is there, else a new one, numbered if the name is taken."""
-    folder = runs / config.name
-    if resume:
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder}: no run to resume")
-        return folder
-    number = 1
+def new_folder(config: Config, runs: Path) -> Path:
+    """runs/NAME, with a number if the name is taken."""
+    folder, number = runs / config.name, 1
     while folder.exists():
         number += 1
         folder = runs / f"{config.name}-{number}"
     folder.mkdir(parents=True)
-    text = json.dumps(msgspec.to_builtins(config), indent=2)
-    (folder / "config.json").write_text(text + "\n")
     return folder
 
 

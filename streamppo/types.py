@@ -12,6 +12,7 @@ Arrays travel as bytes columns (little-endian int32 / float32 / uint8), read wit
 a thousand tokens cost less than a microsecond to encode, against tens for a list.
 """
 
+import hashlib
 from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -157,6 +158,12 @@ class Push(Crossing, frozen=True):
     tensors: tuple[Tensor, ...]
     bucket_bytes: tuple[int, ...]
     checksums: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """One hash for a whole version: equal exactly when names, shapes, types and bytes are equal."""
+        places = [(place.name, place.dtype, place.shape) for place in self.tensors]
+        return hashlib.sha256(repr((places, self.checksums)).encode()).hexdigest()
 
 
 class QueueReport(Crossing, frozen=True):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamppo.config import Config
@@ -16,21 +16,29 @@ class LearnerGroup:
     The caller waits for all of them: where one rank fails, the others stand in a collective that never ends.
     """
 
-    def __init__(self, config: Config, config_bytes: bytes, queue: Any) -> None:
+    def __init__(self, config: Config, config_bytes: bytes, queue: Any, epoch: int = 0) -> None:
         learner = config.learner
         bundle = {"CPU": float(learner.threads)} | ({"GPU": learner.gpus} if learner.gpus else {})
-        group = placement_group([bundle] * learner.ranks, strategy="PACK")
+        self._placement = placement_group([bundle] * learner.ranks, strategy="PACK")
         actor: Any = ray.remote(Rank)
         self.ranks = [
             actor.options(
-                name=f"learner-{rank}",
+                name=f"learner-{rank}.{epoch}",
                 num_cpus=learner.threads,
                 num_gpus=learner.gpus,
                 max_concurrency=1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(config_bytes, rank, queue)
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement, placement_group_bundle_index=rank
+                ),
+            ).remote(config_bytes, rank, queue, epoch)
             for rank in range(learner.ranks)
         ]
+
+    def kill(self) -> None:
+        """End every rank and give the place back."""
+        for rank in self.ranks:
+            ray.kill(rank)
+        remove_placement_group(self._placement)
 
     def rendezvous(self) -> Any:
         """Where rank 0 can be met, as a reference to hand to `setup`."""
@@ -47,6 +55,14 @@ class LearnerGroup:
     def update(self) -> list[Any]:
         """Make the next version."""
         return [rank.update.remote() for rank in self.ranks]
+
+    def configure(self, config_bytes: bytes) -> list[Any]:
+        """Another configuration holds from the present version on."""
+        return [rank.configure.remote(config_bytes) for rank in self.ranks]
+
+    def settle(self) -> list[Any]:
+        """Wait until the last push is published."""
+        return [rank.settle.remote() for rank in self.ranks]
 
     def save(self, folder: str) -> list[Any]:
         """Write a checkpoint."""

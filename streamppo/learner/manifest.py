@@ -1,43 +1,95 @@
 """Which checkpoints are complete, and whether their files are what was written. Needs no torch.
 
 runs/NAME/checkpoints/00000050/        one folder for each version
-    *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer, controllers
-    manifest.json                      the version, and the SHA-256 of every other file; written last
+    *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer, RNG of every rank
+    manifest.json                      the rest of the state, and the SHA-256 of every other file; written last
+runs/NAME/checkpoints/00000050.damaged what was found damaged
 """
 
 import hashlib
 import json
-import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from streamppo import durable
 from streamppo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 
 
-def write(folder: Path, version: int) -> None:
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds besides tensors.
+
+    `version` is the queue's position too: batch number `version` is the next to be trained on. `digest` is that of the
+    weights as they were pushed, `beta` the adaptive weight of the KL in the reward.
+    """
+
+    version: int
+    digest: str
+    ranks: int
+    beta: float
+    bad_steps: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of manifest.json; `check` is the SHA-256 of the rest."""
+
+    state: State
+    sha256: dict[str, str]
+    check: str
+
+
+def write(folder: Path, state: State) -> None:
     """Checksum and flush every file of `folder`, then add and flush the manifest."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    checksums = {path.name: _sha256(path) for path in files}
-    (folder / MANIFEST).write_text(json.dumps({"version": version, "sha256": checksums}, indent=1))
-    for path in (*files, folder / MANIFEST, folder):
-        flush(path)
+    checksums = {path.name: durable.sha256(path) for path in files}
+    manifest = Manifest(state=state, sha256=checksums, check=_check(state, checksums))
+    for path in files:
+        durable.flush(path)
+    durable.write(folder / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1).encode())
 
 
-def verify(path: Path) -> int:
-    """The version of the checkpoint at `path`. Raises `CheckpointError` that names a missing or damaged file."""
-    checksums = _read(path)["sha256"]
-    for name, expected in checksums.items():
+def verify(path: Path) -> State:
+    """The state in the checkpoint at `path`. Raises `CheckpointError` that names a missing or damaged file."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: cannot be read: {error}") from error
+    if manifest.check != _check(manifest.state, manifest.sha256) or path.name != f"{manifest.state.version:08d}":
+        raise CheckpointError(f"{path / MANIFEST}: damaged: it does not match its own checksum")
+    for name, expected in manifest.sha256.items():
         file = path / name
-        if not file.is_file() or _sha256(file) != expected:
+        if not file.is_file() or durable.sha256(file) != expected:
             raise CheckpointError(f"{file}: missing or damaged (its SHA-256 is not the manifest's)")
-    return version(path)
+    return manifest.state
 
 
-def version(path: Path) -> int:
-    """The version of the checkpoint at `path`, unverified."""
-    return int(_read(path)["version"])
+def newest(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint under `folder` that is whole, or None. A damaged one is named and moved out of the way."""
+    for path in reversed(complete(folder)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            damaged = path.with_name(f"{path.name}.damaged")
+            say(f"{error}; moved to {damaged.name}, going on from the checkpoint before it")
+            shutil.rmtree(damaged, ignore_errors=True)
+            path.rename(damaged)
+        else:
+            return path
+    return None
+
+
+def drop(folder: Path, keep: int, keep_every: int) -> None:
+    """Remove all but the newest `keep` checkpoints and those whose version `keep_every` divides."""
+    for path in complete(folder)[:-keep]:
+        if not keep_every or int(path.name) % keep_every:
+            # First the name: half of a checkpoint must not look like a whole one.
+            path.rename(durable.aside(path))
+    for path in folder.glob(f"*{durable.ASIDE}"):
+        shutil.rmtree(path)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -45,31 +97,5 @@ def complete(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit())
 
 
-def latest(folder: Path) -> Path:
-    """The newest complete checkpoint under `folder`. Raises `CheckpointError` if there is none."""
-    found = complete(folder)
-    if not found:
-        raise CheckpointError(f"{folder}: no complete checkpoint to resume from")
-    return found[-1]
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        return {"version": int(manifest["version"]), "sha256": dict(manifest["sha256"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: cannot be read: {error}") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _check(state: State, checksums: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps([msgspec.to_builtins(state), checksums], sort_keys=True).encode()).hexdigest()

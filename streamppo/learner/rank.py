@@ -11,7 +11,8 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -23,23 +24,36 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamppo.config import Config
 from streamppo.config import Learner as LearnerConfig
 from streamppo.learner import checkpoint, model, objective, optimizer, tiny
+from streamppo.learner.manifest import State
 from streamppo.learner.packing import Packed, pack
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, UpdateReport, decode, encode
 from streamppo.weights.transport import Pusher
 
 
-class Rank:
-    """Calls come from the driver, one at a time; ranks get the same calls in the same order."""
+class Fetched(NamedTuple):
+    """A batch, its histogram of lags, and how long it took to come."""
 
-    def __init__(self, config: bytes, rank: int, queue: Any) -> None:
+    batch: Packed
+    lags: dict[int, int]
+    fetch_s: float
+
+
+class Rank:
+    """Calls come from the driver, one at a time; ranks get the same calls in the same order.
+
+    `epoch` counts the groups of ranks that this run has had.
+    """
+
+    def __init__(self, config: bytes, rank: int, queue: Any, epoch: int) -> None:
+        self.epoch = epoch
         self.config = msgspec.msgpack.decode(config, type=Config)
         self.rank = rank
         self.queue = queue
         torch.set_num_threads(self.config.learner.threads)
         transformers.utils.logging.disable_progress_bar()
         self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
-        self._next: Future[tuple[Packed, dict[int, int], float]] | None = None
+        self._next: Future[Fetched | None] | None = None
         self._started = time.perf_counter()
 
     def rendezvous(self) -> tuple[str, int]:
@@ -69,49 +83,71 @@ class Rank:
         self.model_path = model_path
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
         self.policy = model.load(self.config.model, model_path, temperature, mesh, algorithm.critic.model)
-        reference = None
+        self.reference = None
         if algorithm.kl.on:
-            reference = model.load(self.config.model, model_path, temperature, mesh, offload=algorithm.kl.offload)
+            self.reference = model.load(self.config.model, model_path, temperature, mesh, offload=algorithm.kl.offload)
         self.optimizer = optimizer.adamw(self.policy, self.config)
-        self.updater = Updater(
-            self.policy,
-            self.optimizer,
-            objective.build(self.config),
-            self.config,
-            group=mesh.get_group(),
-            reference=reference,
-        )
+        self.group = mesh.get_group()
+        self.updater = self._updater()
         self.version = 0
         if resume_from is not None:
-            self.version = checkpoint.load(Path(resume_from), self.updater)
+            state = checkpoint.load(Path(resume_from), self.policy, self.optimizer)
+            self.version = state.version
+            self.updater.beta, self.updater.bad_steps = state.beta, state.bad_steps
         self.pusher = Pusher(self._publish, self.config.weights.bucket_bytes)
+        if self.rank == 0:
+            life = ray.get(self.queue.another_life.remote(""))
+            Thread(target=self._follow_queue, args=(life,), name="follow queue", daemon=True).start()
         self._push()
         self._prefetch(self.version)
         return self.version
 
     def update(self) -> bytes:
-        """Make the next version. Returns an `UpdateReport`, equal on every rank but for times."""
+        """Make the next version. Returns an `UpdateReport`, equal on every rank but for times; nothing if stopped."""
         begin = time.perf_counter()
         assert self._next is not None, "setup comes first"
-        batch, lags, fetch_s = self._next.result()
+        fetched = self._next.result()
+        if fetched is None:
+            return b""
         wait_s = time.perf_counter() - begin
         if self.version + 1 < self.config.updates:
             self._prefetch(self.version + 1)
         self._schedule()
-        metrics = self.updater.update(batch.to(self.updater.device))
+        metrics = self.updater.update(fetched.batch.to(self.updater.device))
         self.version += 1
         push_ms = self._push()
         metrics |= {
             "wait_s": wait_s,
-            "fetch_s": fetch_s,
+            "fetch_s": fetched.fetch_s,
             "update_s": time.perf_counter() - begin,
             "push_ms": push_ms,
         }
-        return encode(UpdateReport(version=self.version, metrics=metrics, lag_histogram=lags))
+        return encode(UpdateReport(version=self.version, metrics=metrics, lag_histogram=fetched.lags))
+
+    def configure(self, config: bytes) -> None:
+        """`config` holds from the present version on: what a run that was resumed with changes did here."""
+        self.config = msgspec.msgpack.decode(config, type=Config)
+        before, self.updater = self.updater, self._updater()
+        self.updater.beta, self.updater.bad_steps = before.beta, before.bad_steps
+        for group, full_lr in zip(self.optimizer.param_groups, optimizer.full_lrs(self.config), strict=True):
+            group["full_lr"] = full_lr
+        self._prefetch(self.version)
+
+    def settle(self) -> None:
+        """Wait until the last push is published."""
+        self.pusher.wait()
 
     def save(self, folder: str) -> None:
-        """Write a checkpoint of the present version under `folder`. A collective."""
-        checkpoint.save(Path(folder), self.version, self.updater, self.config.checkpoint.keep)
+        """Write a checkpoint of the present version under `folder`, once it is published. A collective."""
+        self.pusher.wait()
+        state = State(
+            version=self.version,
+            digest=self.pusher.digest,
+            ranks=self.config.learner.ranks,
+            beta=self.updater.beta,
+            bad_steps=self.updater.bad_steps,
+        )
+        checkpoint.save(Path(folder), state, self.policy, self.optimizer, self.config.checkpoint)
 
     def export(self, folder: str) -> str:
         """The present policy as a Hugging Face folder. A collective. Returns the digest of the last push."""
@@ -123,16 +159,22 @@ class Rank:
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
+    def _updater(self) -> Updater:
+        chosen = objective.build(self.config)
+        return Updater(self.policy, self.optimizer, chosen, self.config, group=self.group, reference=self.reference)
+
     def _prefetch(self, version: int) -> None:
         self._next = self._fetcher.submit(self._fetch, version)
 
-    def _fetch(self, version: int) -> tuple[Packed, dict[int, int], float]:
+    def _fetch(self, version: int) -> Fetched | None:
         begin = time.perf_counter()
-        batch = decode(ray.get(self.queue.take.remote(version)), Batch)
-        packed = pack(batch)
+        data: Any = ray.get(self.queue.take.remote(version))
+        if not data:
+            return None
+        packed = pack(decode(data, Batch))
         lags, counts = packed.lag_BT[packed.mask_BT].unique(return_counts=True)
         histogram = dict(zip(lags.tolist(), counts.tolist(), strict=True))
-        return packed, histogram, time.perf_counter() - begin
+        return Fetched(packed, histogram, time.perf_counter() - begin)
 
     def _push(self) -> float:
         """Snapshot on every rank, carry from rank 0. Returns how long the push before it took, in ms."""
@@ -140,7 +182,13 @@ class Rank:
         return self.pusher.push(self.version, whole) if self.rank == 0 else 0.0
 
     def _publish(self, push: bytes, refs: list[Any]) -> None:
-        ray.get(self.queue.publish.remote(push, refs))
+        ray.get(self.queue.publish.remote(push, refs, self.epoch))
+
+    def _follow_queue(self, life: str) -> None:
+        """A queue that was started again has no weights to give: it gets the last ones once more."""
+        while True:
+            life = ray.get(self.queue.another_life.remote(life))
+            self.pusher.again()
 
     def _schedule(self) -> None:
         share = lr_share(self.config.learner, self.version, self.config.updates)

@@ -30,7 +30,8 @@ from streamppo.learner.packing import Packed, micro_batches
 class Updater:
     """Consumes a packed batch, produces metrics; `policy` and `optimizer` are changed in place.
 
-    Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward.
+    Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward;
+    `beta` and `bad_steps`, the optimizer steps in a row that were left out, are all that it remembers of past batches.
     """
 
     def __init__(
@@ -52,18 +53,7 @@ class Updater:
         self.beta = config.algorithm.kl.reward_beta
         self.device = next(policy.parameters()).device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._bad_steps = 0
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What one update hands to the next besides weights and optimizer. No update draws a random number."""
-        return {
-            "beta": torch.tensor(self.beta, dtype=torch.float64),
-            "bad_steps": torch.tensor(self._bad_steps),
-        }
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of `state_dict`."""
-        self.beta, self._bad_steps = float(state["beta"]), int(state["bad_steps"])
+        self.bad_steps = 0
 
     def update(self, batch: Packed) -> dict[str, float]:
         """Train on `batch` for all epochs and minibatches. Returns metrics that are equal on every rank.
@@ -201,14 +191,14 @@ class Updater:
                 return
         norm = clip(self.policy.parameters(), phase.max_grad_norm, self.config.learner.norm, self.group)
         if math.isfinite(norm):
-            self._bad_steps = 0
+            self.bad_steps = 0
             sums.add_step(norm, critic=phase.part == "critic")
             self.optimizer.step()
             return
-        self._bad_steps += 1
+        self.bad_steps += 1
         sums.bad_steps += 1
-        if self._bad_steps >= self.config.learner.max_bad_steps:
-            raise UpdateError(f"the gradient was not finite in {self._bad_steps} optimizer steps in a row")
+        if self.bad_steps >= self.config.learner.max_bad_steps:
+            raise UpdateError(f"the gradient was not finite in {self.bad_steps} optimizer steps in a row")
 
     def _kl_metrics(self, batch: Packed, targets: Targets, learner: Scored, passed_B: Tensor) -> dict[str, float]:
         """How far the policy is from the reference; steers `beta` where a target is set."""

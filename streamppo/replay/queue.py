@@ -7,8 +7,9 @@ Update u trains from version u to version u + 1 and leases batch u; the lag of a
     the take    first in, first out by age, whole units only; max_lag is enforced here, token by token.
     leases      asking for batch u again gives batch u again, until version u + 1 is published.
 
-The states of a slot are drawn in slot.py. Every change of state goes through `issue`, `put`, `fail`, `lost`, `take` and
-`publish`: the places where a journal belongs.
+    memory      what changes is noted, for memory.py to write down.
+
+The states of a slot are drawn in slot.py.
 """
 
 import heapq
@@ -16,6 +17,7 @@ from collections import Counter, deque
 from typing import Literal
 
 from streamppo.errors import QueueError, TooManyFailures
+from streamppo.replay.saved import DeadLetter
 from streamppo.replay.slot import Slot, Unit, count_older, defect
 from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, ints
 
@@ -25,6 +27,8 @@ JUDGED_FROM = 64
 """Slots before which no rate is judged."""
 DROPPED = ("too_old", "abandoned", "equal_group")
 """Why a slot's trajectory was not trained on."""
+NEVER: tuple[int, list[Slot]] = (-1, [])
+"""The last request, and its slots, of an actor that has made none."""
 QUOTED = 3
 """Different reasons that the error quotes."""
 
@@ -47,9 +51,8 @@ class ReplayQueue:
         max_attempts: int,
         max_failure_rate: float,
         resample_equal: bool = False,
-        version: int = 0,
     ) -> None:
-        self.version = version
+        self.version = 0
         self._task = task
         self._batch_size = batch_size
         self._samples = samples_per_prompt
@@ -59,7 +62,7 @@ class ReplayQueue:
         self._max_attempts = max_attempts
         self._max_failure_rate = max_failure_rate
         self._resample_equal = resample_equal
-        self._opened = version * batch_size
+        self._opened = 0
         self._abandoned = 0
         self._units: dict[int, Unit] = {}
         self._slots: dict[tuple[int, int], Slot] = {}
@@ -70,16 +73,35 @@ class ReplayQueue:
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._outcomes: deque[str | None] = deque(maxlen=WINDOW)
+        self._calls: dict[str, tuple[int, list[Slot]]] = {}
+        self._fenced: set[str] = set()
+        self._touched: dict[int, Slot] = {}
+        self._gone: list[int] = []
+        self._new_leases: list[int] = []
+        self._dead: list[DeadLetter] = []
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
-    def issue(self, actor: str, engine_version: int, limit: int) -> tuple[Ticket, ...]:
-        """Up to `limit` slots for `actor`: those to be sampled again first, oldest first, then new ones."""
-        tickets: list[Ticket] = []
-        while len(tickets) < limit and (slot := self._next_open(engine_version)):
-            slot.actor = actor
-            tickets.append(Ticket(identity=slot.identity, slot=slot.number))
-        return tuple(tickets)
+    def issue(self, actor: str, engine_version: int, limit: int, call: int) -> tuple[Ticket, ...]:
+        """Up to `limit` slots for `actor`: those to be sampled again first, oldest first, then new ones.
+
+        The same `call` again gives the same tickets. Raises `QueueError` for an actor that was given up for dead.
+        """
+        if actor in self._fenced:
+            raise QueueError(f"{actor} was given up for dead: it gets no tickets")
+        last, slots = self._calls.get(actor, NEVER)
+        if call < last:
+            return ()
+        if call > last:
+            slots = list[Slot]()
+            while len(slots) < limit and (slot := self._next_open(engine_version)):
+                slot.actor, slot.call = actor, call
+                self._touch(slot)
+                slots.append(slot)
+            if slots:
+                self._calls[actor] = (call, slots)
+        mine = [slot for slot in slots if (slot.actor, slot.call) == (actor, call)]
+        return tuple(Ticket(identity=slot.identity, slot=slot.number) for slot in mine)
 
     def put(self, trajectory: Trajectory) -> bool:
         """Store a finished trajectory. False if nobody waits for it: delivered twice, or by one given up for dead.
@@ -90,11 +112,13 @@ class ReplayQueue:
         if slot is None:
             return False
         if reason := defect(trajectory):
+            self._dead.append(DeadLetter(trajectory=trajectory, reason=reason))
             self.fail(Failure(identity=trajectory.identity, actor=trajectory.actor, stage="engine", reason=reason))
             return False
         if (newest := int(ints(trajectory.versions).max())) > self.version:
             raise QueueError(f"{trajectory.actor} sampled with version {newest}, which the ledger does not know")
         slot.trajectory, slot.actor = trajectory, None
+        self._touch(slot)
         slot.unit.missing -= 1
         self._counts["stored"] += 1
         self._note(slot, None)
@@ -117,7 +141,9 @@ class ReplayQueue:
         self._judge()
 
     def lost(self, actor: str) -> None:
-        """`actor` died: what it was sampling is sampled again; that is not a failure of the task."""
+        """`actor` is given up for dead, for ever: what it was sampling is sampled again. No failure of the task."""
+        self._fenced.add(actor)
+        self._calls.pop(actor, None)
         for slot in [slot for slot in self._slots.values() if slot.actor == actor]:
             self._counts["lost"] += 1
             self._reopen(slot)
@@ -144,6 +170,7 @@ class ReplayQueue:
         self._counts["masked_tokens"] += sum(count_older(trajectory, min_version)[0] for trajectory in chosen)
         batch = Batch(version=version, min_version=min_version, trajectories=chosen)
         self._leases[version] = (batch, units)
+        self._new_leases.append(version)
         return batch
 
     def publish(self, version: int) -> None:
@@ -157,6 +184,7 @@ class ReplayQueue:
             raise QueueError(f"version {version} was made without the batch of version {self.version}")
         self._counts["consumed"] += len(lease[0].trajectories)
         self._counts["consumed_tokens"] += sum(trajectory.num_tokens for trajectory in lease[0].trajectories)
+        self._gone += [slot.number for unit in lease[1] for slot in unit.slots]
         self.version = version
 
     # --- what people ask -------------------------------------------------------------------------------------
@@ -183,11 +211,13 @@ class ReplayQueue:
         """What the next batch waits for, in one sentence."""
         flying = Counter(slot.actor for slot in self._slots.values() if slot.actor is not None)
         where = ", ".join(f"{count} at {actor}" for actor, count in sorted(flying.items())) or "none"
+        landed = sum(slot.trajectory is not None for slot in self._slots.values())
         ready = self._ready_units * self._unit_size
-        leased = ", ".join(map(str, self._leases)) or "none"
+        leased = ", ".join(map(str, sorted(self._leases))) or "none"
         return (
             f"is at version {self.version} with {ready} of {self._batch_size} trajectories ready, "
-            f"{len(self._open)} to be sampled, in flight: {where}, batches leased: {leased}"
+            f"{len(self._slots) - sum(flying.values()) - landed} to be sampled, in flight: {where}, "
+            f"batches leased: {leased}"
         )
 
     # --- the pieces ------------------------------------------------------------------------------------------
@@ -210,6 +240,7 @@ class ReplayQueue:
             slot = Slot(number, Identity(task=self._task, prompt=prompt, sample=sample), unit)
             unit.slots.append(slot)
             self._slots[prompt, sample] = slot
+            self._touch(slot)
             heapq.heappush(self._open, slot)
         self._opened += self._unit_size
 
@@ -224,6 +255,7 @@ class ReplayQueue:
         if slot.trajectory is not None:
             slot.unit.missing += 1
         slot.reopen()
+        self._touch(slot)
         heapq.heappush(self._open, slot)
 
     def _complete(self, unit: Unit) -> None:
@@ -239,6 +271,9 @@ class ReplayQueue:
         self._abandoned += len(unit.slots)
         self._dropped[reason] += len(unit.slots)
         self._forget(unit)
+        for slot in unit.slots:
+            self._touched.pop(slot.number, None)
+            self._gone.append(slot.number)
 
     def _forget(self, unit: Unit) -> None:
         for slot in unit.slots:
@@ -276,6 +311,9 @@ class ReplayQueue:
             self._reopen(slot)
         return False
 
+    def _touch(self, slot: Slot) -> None:
+        self._touched[slot.number] = slot
+
     def _note(self, slot: Slot, reason: str | None) -> None:
         """A slot counts once, by its first attempt: prompts that always fail are tried again before others."""
         if slot.failures == 0:
@@ -283,7 +321,7 @@ class ReplayQueue:
 
     def _judge(self) -> None:
         reasons = [reason for reason in self._outcomes if reason is not None]
-        rate = len(reasons) / len(self._outcomes)
+        rate = len(reasons) / max(1, len(self._outcomes))
         if len(self._outcomes) >= JUDGED_FROM and rate > self._max_failure_rate:
             quoted = "; ".join(list(dict.fromkeys(reasons))[:QUOTED])
             raise TooManyFailures(

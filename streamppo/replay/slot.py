@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streamppo.replay.saved import SavedSlot
 from streamppo.types import Identity, Trajectory, flags, floats, ints
 
 LOGPROB_SLACK = 1e-4
@@ -19,14 +20,26 @@ LOGPROB_SLACK = 1e-4
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One trajectory to be. `number` is its age; `actor` is set while it is in flight."""
+    """One trajectory to be. `number` is its age; `actor` is set while it is in flight, by its request `call`."""
 
     number: int
     identity: Identity
     unit: "Unit"
     actor: str | None = None
+    call: int = 0
     failures: int = 0
     trajectory: Trajectory | None = None
+
+    def saved(self) -> SavedSlot:
+        """As the journal keeps it."""
+        return SavedSlot(
+            number=self.number,
+            identity=self.identity,
+            actor=self.actor,
+            call=self.call,
+            failures=self.failures,
+            trajectory=self.trajectory,
+        )
 
     def __lt__(self, other: "Slot") -> bool:
         return self.number < other.number

@@ -11,6 +11,7 @@ import time
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from ray.exceptions import ObjectLostError
 
 from streamppo.config import Config
 from streamppo.errors import ModelError, TaskError, WeightsError
@@ -30,11 +31,12 @@ from streamppo.types import (
     decode,
     encode,
 )
-from streamppo.weights.buckets import digest
 from streamppo.weights.transport import unpack
 
 PULLS = 3
 """A version is pulled so often at most."""
+RETRY_S = 0.5
+"""Between two attempts to get weights whose owner has died."""
 
 
 class Answer(NamedTuple):
@@ -58,6 +60,7 @@ class RolloutActor:
         self._finished: list[Trajectory | Failure] = []
         self._delivery_due = asyncio.Event()
         self._free = asyncio.Semaphore(0)
+        self._started = asyncio.Event()
         self._swapped = asyncio.Condition()
         self._trajectories = 0
         self._push_ms = 0.0
@@ -71,7 +74,8 @@ class RolloutActor:
         self.reward = rewards.load(self.config.reward.function)
         push, tensors = await self._pull(-1)
         self.engine: Engine = build.engine(self.config, self.name, model_path, push.version, tensors)
-        self._digest = digest(push)
+        self._digest = push.digest
+        self._started.set()
         return push.version
 
     async def run(self) -> None:
@@ -83,6 +87,7 @@ class RolloutActor:
 
     async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
         """Greedy answers to held-out prompts first, first + step, ..., once the engine is at `min_version`."""
+        await self._started.wait()
         async with self._swapped:
             await self._swapped.wait_for(lambda: self.engine.version >= min_version)
         prompts = self.task.held_out(self.config.evaluation.prompts)[first::step]
@@ -99,6 +104,7 @@ class RolloutActor:
 
     async def report(self) -> bytes:
         """Counters since the start."""
+        await self._started.wait()
         usage = self.engine.usage()
         report = EngineReport(
             actor=self.name,
@@ -118,13 +124,16 @@ class RolloutActor:
 
     async def _fill(self, group: asyncio.TaskGroup) -> None:
         """One request for as many tickets as there is room for; while it is on its way, more room appears."""
-        room = self.config.rollout.in_flight
+        room, call = self.config.rollout.in_flight, 0
         while True:
             while room == 0 or not self._free.locked():
                 await self._free.acquire()
                 room += 1
-            answer = await self.queue.issue.remote(self.name, self.engine.version, room)
-            for ticket in decode(answer, tuple[Ticket, ...]):
+            answer = await self.queue.issue.remote(self.name, self.engine.version, room, call)
+            tickets = decode(answer, tuple[Ticket, ...])
+            # The next request only after an answer: what was given out to this one comes again until it has arrived.
+            call += bool(tickets)
+            for ticket in tickets:
                 room -= 1
                 group.create_task(self._sample(ticket))
 
@@ -198,16 +207,22 @@ class RolloutActor:
                 continue
             refusals = 0
             self._push_ms += (time.perf_counter() - start) * 1e3
-            self._digest = digest(push)
+            self._digest = push.digest
             await self.queue.swapped.remote(self.name, push.version)
             async with self._swapped:
                 self._swapped.notify_all()
 
     async def _pull(self, version: int) -> Any:
-        while (found := await self.queue.weights_after.remote(version)) is None:
-            pass
-        push, refs = found
-        return await asyncio.to_thread(unpack, push, await asyncio.gather(*refs))
+        while True:
+            found = await self.queue.weights_after.remote(self.name, version)
+            if found is None:
+                continue
+            push, refs = found
+            try:
+                return await asyncio.to_thread(unpack, push, await asyncio.gather(*refs))
+            except ObjectLostError:
+                # The learner died with its weights; the one after it brings them again.
+                await asyncio.sleep(RETRY_S)
 
     async def _answer(self, prompt: Prompt) -> Answer:
         completion = await self.engine.generate(self.tokenizer.encode(prompt.text), self._greedy)

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ WINDOW = 10
 
 
 class Record:
-    """One run's numbers. `started` is the `time.perf_counter()` at which the command began."""
+    """One run's numbers. `started` is the `time.perf_counter()` at which the command began.
+
+    In the folder of an earlier part of the run it goes on after `version`, the last update that is written down there.
+    """
 
     def __init__(self, folder: Path, started: float, seed: int, updates: int) -> None:
         self.folder = folder
@@ -33,6 +36,9 @@ class Record:
         self.lags: Counter[int] = Counter()
         self.first_update_s: float | None = None
         self.checksum = ""
+        self.redone = 0
+        self.restarts: Mapping[str, int] = {}
+        self.version = _last_update(folder / "metrics.jsonl")
         self._file = (folder / "metrics.jsonl").open("a", buffering=1)
         self._live = sys.stdout.isatty()
         self._printed = 0.0
@@ -46,8 +52,12 @@ class Record:
         """One lasting line on the terminal."""
         print(f"\r\033[K{text}" if self._live else text, flush=True)
 
-    def update(self, report: UpdateReport) -> None:
-        """One update was made."""
+    def update(self, report: UpdateReport) -> bool:
+        """One update was made. False if it was only made again, and is written down already."""
+        if report.version <= self.version:
+            self.redone += 1
+            return False
+        self.version = report.version
         if self.first_update_s is None:
             self.first_update_s = self.wall_s
         self.reports.append(report)
@@ -58,6 +68,7 @@ class Record:
         elif self.wall_s - self._printed > 10 or report.version == self.updates:
             self._printed = self.wall_s
             print(self._line(report), flush=True)
+        return True
 
     def evaluation(self, asked: int, parts: Sequence[EvaluationReport]) -> None:
         """All actors have answered the evaluation that was asked for after update `asked`."""
@@ -107,7 +118,9 @@ class Record:
             "eval_accuracy": _ends([accuracy for _, accuracy in self.evaluations], 1),
             "evaluations": self.evaluations,
             "reward": _ends(rewards, WINDOW),
-            "updates": self.reports[-1].version if self.reports else 0,
+            "updates": self.version,
+            "redone": self.redone,
+            "restarts": dict(self.restarts),
             "wall_s": wall_s,
             "first_update_s": self.first_update_s,
             "trajectories": queue.consumed if queue else None,
@@ -118,7 +131,7 @@ class Record:
             "learner_idle_share": self._total("wait_s") / max(self._total("update_s"), 1e-9),
             "engine_s": busy_s + idle_s,
             "engine_idle_share": idle_s / max(busy_s + idle_s, 1e-9),
-            "pushes": self.reports[-1].version if self.reports else 0,
+            "pushes": self.version,
             "push_ms": self._total("push_ms") / max(1, len(self.reports) - 1),
             "swaps": swaps,
             "swap_ms": sum(engine.swap_s for engine in engines) * 1e3 / max(swaps, 1),
@@ -135,6 +148,17 @@ class Record:
 
     def _total(self, name: str) -> float:
         return sum(report.metrics[name] for report in self.reports)
+
+
+def _last_update(path: Path) -> int:
+    """The last update in a file of metrics; a line that was cut by a kill is removed."""
+    if not path.exists():
+        return 0
+    whole = path.read_bytes()
+    lines = whole[: whole.rfind(b"\n") + 1]
+    if lines != whole:
+        path.write_bytes(lines)
+    return max((row["update"] for row in map(json.loads, lines.splitlines()) if "update" in row), default=0)
 
 
 def lag_summary(histogram: Counter[int]) -> dict[str, Any]:

@@ -51,12 +51,6 @@ def checksum(bucket: NDArray[np.uint8]) -> str:
     return hashlib.sha256(bucket.data).hexdigest()
 
 
-def digest(push: Push) -> str:
-    """One hash for a whole version: equal exactly when names, shapes, types and bytes are equal."""
-    places = [(place.name, place.dtype, place.shape) for place in push.tensors]
-    return hashlib.sha256(repr((places, push.checksums)).encode()).hexdigest()
-
-
 def _plan(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     layout: list[Tensor] = []
     sizes: list[int] = []

@@ -23,10 +23,14 @@ class Ledger:
         self._first: int | None = None
 
     def publish(self, push: Push, handle: Any) -> None:
-        """Add the next version; the same one again is a no-op. Raises `WeightsError` on a gap or a conflict."""
+        """Add the next version; the same one again brings its bytes from elsewhere.
+
+        Raises `WeightsError` on a gap or a conflict.
+        """
         newest = self.newest
         if newest is not None:
-            if push.version == newest and push == self._entries[newest].push:
+            if push.version == newest and push.digest == self._entries[newest].push.digest:
+                self._entries[newest] = Entry(push, handle)
                 return
             if push.version != newest + 1:
                 raise WeightsError(f"version {push.version} was published after version {newest}")

@@ -29,6 +29,7 @@ class Pusher:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
         self._under_way: Future[float] | None = None
         self._base: int | None = None
+        self._last: tuple[bytes, list[Any]] | None = None
         self.digest = ""
 
     def push(self, version: int, snapshot: Mapping[str, torch.Tensor]) -> float:
@@ -45,11 +46,17 @@ class Pusher:
         under_way, self._under_way = self._under_way, None
         return under_way.result() if under_way else 0.0
 
+    def again(self) -> None:
+        """The ledger has forgotten everything: publish the last version once more, after what is under way."""
+        if self._last is not None:
+            self._thread.submit(lambda: self._last and self._publish(*self._last))
+
     def _carry(self, version: int, snapshot: Mapping[str, torch.Tensor]) -> float:
         start = time.perf_counter()
         push, arrays = buckets.flatten(version, self._base, snapshot, self._bucket_bytes)
-        self._publish(encode(push), [ray.put(array) for array in arrays])
-        self._base, self.digest = version, buckets.digest(push)
+        self._last = encode(push), [ray.put(array) for array in arrays]
+        self._publish(*self._last)
+        self._base, self.digest = version, push.digest
         return (time.perf_counter() - start) * 1e3
 
 

@@ -8,7 +8,9 @@ import torch
 
 from streamppo.errors import UpdateError
 from streamppo.learner import checkpoint, optimizer
+from streamppo.learner.manifest import State
 from streamppo.learner.packing import Packed, pack
+from streamppo.learner.update import Updater
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -90,15 +92,22 @@ def test_the_step_is_as_long_as_the_chosen_norm_allows(folder: Path, norm: str, 
 # --- checkpoints ---------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_brings_back_weights_and_the_controllers_beta(folder: Path, tmp_path: Path) -> None:
+def carried_over(one: Updater, two: Updater, folder: Path) -> State:
+    """Save `one` as version 1 and load it into `two`."""
+    state = State(version=1, digest="", ranks=1, beta=one.beta, bad_steps=one.bad_steps)
+    checkpoint.save(folder, state, one.policy, one.optimizer, one.config.checkpoint)
+    return checkpoint.load(folder / "00000001", two.policy, two.optimizer)
+
+
+def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(folder: Path, tmp_path: Path) -> None:
     config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01")
-    one = case.updater(config, folder)
+    one, two = (case.updater(config, folder) for _ in range(2))
     one.update(pack(case.batch()))
-    checkpoint.save(tmp_path, 1, one, keep=1)
-    two = case.updater(config, folder)
-    assert two.beta == 0.1 != one.beta
-    assert checkpoint.load(tmp_path / "00000001", two) == 1
-    assert two.beta == one.beta
+    one.bad_steps = 2
+    state = carried_over(one, two, tmp_path)
+    assert (state.version, state.beta, state.bad_steps) == (1, one.beta, 2)
+    assert one.beta != 0.1
+    two.beta = state.beta
     one.update(pack(case.batch(seed=1)))
     two.update(pack(case.batch(seed=1)))
     assert two.beta == one.beta
@@ -116,8 +125,7 @@ def test_a_checkpoint_is_whole_whatever_has_not_learned_yet(folder: Path, tmp_pa
     for updater in (one, two):
         updater.optimizer = optimizer.adamw(updater.policy, updater.config)
     one.update(pack(case.batch()))
-    checkpoint.save(tmp_path, 1, one, keep=1)
-    checkpoint.load(tmp_path / "00000001", two)
+    carried_over(one, two, tmp_path)
     for updater in (one, two):
         updater.update(pack(case.batch(version=30, min_version=28)))
     expected = case.whole(one.policy)

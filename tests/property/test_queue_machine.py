@@ -1,6 +1,7 @@
 """Whatever happens in whatever order, against a model that only remembers what it saw.
 
-Engines of different versions, failures, actors that die, zombies that deliver late, deliveries twice, prefetch.
+Engines of different versions, failures, actors that die, zombies that deliver late, deliveries twice, prefetch,
+requests whose answer is lost, and a queue that dies between any two calls and is rebuilt from what it had written down.
 """
 
 from typing import Any
@@ -10,10 +11,34 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamppo.replay.queue import ReplayQueue
-from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, ints
+from streamppo.errors import QueueError
+from streamppo.replay.memory import DurableQueue
+from streamppo.replay.saved import Changes, Lease, Saved, SavedSlot
+from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, decode, encode, ints
 
 ACTORS = ["a", "b", "c"]
+
+
+class Disk:
+    """The journal as a dictionary: rows as bytes, changes applied in the journal's order."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, bytes] = {}
+        self.leases: dict[int, bytes] = {}
+
+    def write(self, changes: Changes) -> None:
+        self.counters = changes.counters
+        self.slots |= {slot.number: encode(slot) for slot in changes.slots}
+        self.leases |= {lease.version: encode(lease) for lease in changes.leases}
+        for number in changes.gone:
+            self.slots.pop(number, None)
+        for version in [version for version in self.leases if version < self.counters.version]:
+            del self.leases[version]
+
+    def read(self) -> Saved:
+        slots = tuple(decode(self.slots[number], SavedSlot) for number in sorted(self.slots))
+        leases = tuple(decode(self.leases[version], Lease) for version in sorted(self.leases))
+        return Saved(self.counters, slots, leases)
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -28,16 +53,10 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int) -> None:
         self.max_lag, self.whole_groups, self.too_old = max_lag, whole_groups, too_old
         self.max_attempts = max_attempts
-        self.queue = ReplayQueue(
-            task="t",
-            batch_size=4,
-            samples_per_prompt=2,
-            max_lag=max_lag,
-            whole_groups=whole_groups,
-            too_old=too_old,
-            max_attempts=max_attempts,
-            max_failure_rate=1.0,
-        )
+        self.queue = self._new_queue()
+        self.disk = Disk()
+        self.lives = dict.fromkeys(ACTORS, 0)
+        self.calls = dict.fromkeys(ACTORS, 0)
         self.engines = dict.fromkeys(ACTORS, 0)
         self.flying: dict[Identity, tuple[str, Ticket, list[int]]] = {}
         self.delivered: list[Trajectory] = []
@@ -51,10 +70,61 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(actor=st.sampled_from(ACTORS), limit=st.integers(1, 6))
     def issue(self, actor: str, limit: int) -> None:
-        for ticket in self.queue.issue(actor, self.engines[actor], limit):
+        tickets = self._ask(actor, limit)
+        assert self._ask(actor, limit) == tickets or not tickets, "the same request got other tickets"
+        self.calls[actor] += bool(tickets)
+        for ticket in tickets:
             assert ticket.identity not in self.seen, "an identity was issued twice"
             self.seen.add(ticket.identity)
             self.flying[ticket.identity] = (actor, ticket, [])
+
+    @rule(actor=st.sampled_from(ACTORS), limit=st.integers(1, 6))
+    def answer_is_lost(self, actor: str, limit: int) -> None:
+        """The actor does not count up, and gets the same tickets when it asks again, also from a new queue."""
+        tickets = self._ask(actor, limit)
+        self.crash()
+        assert not tickets or self._ask(actor, limit) == tickets, "tickets were lost with their answer"
+        self.issue(actor, limit)
+
+    def _ask(self, actor: str, limit: int) -> tuple[Ticket, ...]:
+        return self.queue.issue(self._name(actor), self.engines[actor], limit, self.calls[actor])
+
+    def _name(self, actor: str) -> str:
+        return f"{actor}.{self.lives[actor]}"
+
+    def _new_queue(self) -> DurableQueue:
+        return DurableQueue(
+            task="t",
+            batch_size=4,
+            samples_per_prompt=2,
+            max_lag=self.max_lag,
+            whole_groups=self.whole_groups,
+            too_old=self.too_old,
+            max_attempts=self.max_attempts,
+            max_failure_rate=1.0,
+        )
+
+    @rule()
+    def crash(self) -> None:
+        """The queue dies; another one is rebuilt from what was acknowledged."""
+        self.disk.write(self.queue.drain())
+        before, self.queue = self.queue, self._new_queue()
+        self.queue.restore(self.disk.read())
+        assert self.queue.report() == before.report()
+        assert self.queue.waiting_for() == before.waiting_for()
+
+    @rule()
+    def write(self) -> None:
+        """Some of what happened is in one transaction, some in the next."""
+        self.disk.write(self.queue.drain())
+
+    @rule()
+    def driver_dies(self) -> None:
+        """Everybody dies; a new driver reopens what was in flight."""
+        for actor in ACTORS:
+            self._bury(actor)
+        self.crash()
+        self.queue.lost_all()
 
     @rule(data=st.data())
     def sample_tokens(self, data: st.DataObject) -> None:
@@ -94,10 +164,21 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(actor=st.sampled_from(ACTORS))
     def die(self, actor: str) -> None:
         """The actor dies; what it had finished but not delivered may arrive after all."""
+        dead = self._name(actor)
+        self._bury(actor)
+        self.queue.lost(dead)
+        try:
+            self.queue.issue(dead, self.queue.version, 1, 1_000_000)
+            raise AssertionError("a zombie got a ticket")
+        except QueueError:
+            pass
+
+    def _bury(self, actor: str) -> None:
         for identity in [identity for identity, (owner, _, _) in self.flying.items() if owner == actor]:
             _, _, versions = self.flying.pop(identity)
             self.zombies.append(self._trajectory(identity, versions or [self.engines[actor]]))
-        self.queue.lost(actor)
+        self.lives[actor] += 1
+        self.calls[actor] = 0
         self.engines[actor] = self.queue.version
 
     @rule(actor=st.sampled_from(ACTORS))
@@ -113,7 +194,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _take(self, version: int) -> bool:
         batch = self.queue.take(version)
         if version in self.leases:
-            assert batch is self.leases[version], "a lease gave another batch"
+            assert batch == self.leases[version], "a lease gave another batch"
             return True
         if batch is None:
             return False

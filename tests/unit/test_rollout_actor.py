@@ -29,7 +29,7 @@ class Queue:
         self.weights_after = Remote(self._weights_after)
         self.swapped = Remote(self._swapped)
 
-    async def _weights_after(self, version: int) -> Any:
+    async def _weights_after(self, name: str, version: int) -> Any:
         if version >= 1:
             await asyncio.Event().wait()
         self.pulls += 1

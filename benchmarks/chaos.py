@@ -1,0 +1,220 @@
+"""kill -9 at random instants of rollout actors, queue, learner ranks and driver; then an account of every trajectory.
+
+    python benchmarks/chaos.py --trials 100 --json out.json
+
+Each trial is a real run of `--config`, shortened, with `--kills` kills at random instants; a driver that was killed is
+resumed. When the run has ended, every slot that the queue ever opened must be consumed once or still wait (lost: those
+that are neither; twice: those that are in the archive more than once), and `streamppo replay` must arrive at the very
+weights. Seconds to recover are those from the kill to the next update that is new.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.runs import machine
+from streamppo.replay import archive
+from streamppo.replay.journal import Journal
+
+MARK = "STREAMPPO_CHAOS"
+REPOSITORY = Path(__file__).parent.parent
+KINDS = {"rollout": "ray::RolloutActor", "replay": "ray::ReplayActor", "learner": "ray::Rank", "driver": "-m streamppo"}
+SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
+STUCK_S = 120.0
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+class Kill(NamedTuple):
+    """One kill, and the seconds until the next new update; None where the run had made its last one."""
+
+    kind: str
+    recovery_s: float | None
+
+
+class Trial(NamedTuple):
+    """What a run looked like after its kills."""
+
+    kills: list[Kill]
+    opened: int
+    consumed: int
+    lost: int
+    twice: int
+    replayed: bool
+    restarts: dict[str, int]
+
+
+class Victim:
+    """A run in a process of its own whose parts can be killed. A mark in their environment finds its processes."""
+
+    def __init__(self, config: Path, folder: Path, overrides: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.run = folder / "chaos"
+        self.log = folder / "log"
+        self._environment = {**ENVIRONMENT, MARK: str(folder)}
+        self._begin("run", str(config), "--runs", str(folder), *overrides)
+
+    def _begin(self, *arguments: str) -> None:
+        with self.log.open("a") as log:
+            command = [sys.executable, "-m", "streamppo", *arguments]
+            self.driver = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def kill(self, kind: str) -> bool:
+        """kill -9 a process of `kind`, and resume a driver when nothing is left of it. False if there is none."""
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                if KINDS[kind] in " ".join(process.cmdline()):
+                    process.kill()
+                    break
+        else:
+            return False
+        if kind == "driver":
+            self.driver.wait()
+            self.end()
+            self._begin("resume", str(self.run))
+        return True
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process of the run."""
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def updates(self) -> int:
+        """The last update that is written down."""
+        with contextlib.suppress(OSError, ValueError):
+            lines = (self.run / "metrics.jsonl").read_text().splitlines()
+            return max((row["update"] for row in map(json.loads, lines) if "update" in row), default=0)
+        return 0
+
+    def wait_for(self, update: int) -> bool:
+        """Until `update` is made. False if the run ended; raises `RuntimeError` if it does neither."""
+        deadline = time.monotonic() + STUCK_S
+        while self.updates() < update:
+            if self.driver.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no update {update} within {STUCK_S:g} s:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        return True
+
+    def end(self) -> None:
+        """Until no process is left; whoever will not go by himself is killed."""
+        deadline = time.monotonic() + 10
+        while left := self.family():
+            if time.monotonic() > deadline:
+                for process in left:
+                    process.kill()
+            time.sleep(0.1)
+
+
+def trial(config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[str], seed: int) -> Trial:
+    """One run with one kill of each of `kinds`, in that order."""
+    generator, kills = random.Random(seed), []
+    victim = Victim(config, folder, (*SHORT, *overrides))
+    try:
+        victim.wait_for(1)
+        for kind in kinds:
+            time.sleep(generator.expovariate(1.0))
+            before, start = victim.updates(), time.monotonic()
+            if victim.driver.poll() is None and victim.kill(kind):
+                recovered = victim.wait_for(before + 1)
+                kills.append(Kill(kind, time.monotonic() - start if recovered else None))
+        if victim.driver.wait(STUCK_S * 3):
+            raise RuntimeError(f"the run ended with {victim.driver.returncode}:\n{victim.log.read_text()[-3000:]}")
+        return account(victim.run, kills)
+    finally:
+        if victim.driver.poll() is None:
+            victim.driver.send_signal(signal.SIGKILL)
+        victim.end()
+
+
+def account(run: Path, kills: list[Kill]) -> Trial:
+    """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
+    journal = Journal(run / "journal.sqlite")
+    saved = journal.read()
+    journal.close()
+    assert saved is not None
+    _, samples, _ = saved.counters.shape
+    found = archive.open(run)
+    consumed: Counter[int] = Counter()
+    for version in found.versions():
+        columns = found.columns(version)
+        consumed.update((columns["prompt"] * samples + columns["sample"]).tolist())
+    known = set(consumed) | {slot.number for slot in saved.slots}
+    command = [sys.executable, "-m", "streamppo", "replay", str(run)]
+    replay = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    return Trial(
+        kills=kills,
+        opened=saved.counters.opened,
+        consumed=sum(consumed.values()),
+        lost=saved.counters.opened - saved.counters.abandoned - len(known),
+        twice=sum(count - 1 for count in consumed.values()),
+        replayed=replay.returncode == 0,
+        restarts=json.loads((run / "summary.json").read_text())["restarts"],
+    )
+
+
+def table(trials: list[Trial]) -> dict[str, Any]:
+    """The campaign in numbers."""
+    kills = [kill for one in trials for kill in one.kills]
+    rows: dict[str, Any] = {}
+    for kind in KINDS:
+        seconds = [kill.recovery_s for kill in kills if kill.kind == kind and kill.recovery_s is not None]
+        rows[kind] = {
+            "kills": sum(kill.kind == kind for kill in kills),
+            "recovery_s": {"median": statistics.median(seconds), "worst": max(seconds)} if seconds else None,
+        }
+    return {
+        "trials": len(trials),
+        "kills": len(kills),
+        "by_kind": rows,
+        "trajectories": sum(one.consumed for one in trials),
+        "lost": sum(one.lost for one in trials),
+        "twice": sum(one.twice for one in trials),
+        "replayed_bit_for_bit": sum(one.replayed for one in trials),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=4, help="kills of one trial")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="*", default=["updates=60"], metavar="section.field=value")
+    parser.add_argument("--json", type=Path, help="write the table here too")
+    options = parser.parse_args()
+    generator, trials = random.Random(options.seed), []
+    for number in range(options.trials):
+        kinds = [generator.choice(list(KINDS)) for _ in range(options.kills)]
+        with tempfile.TemporaryDirectory() as folder:
+            trials.append(trial(options.config, Path(folder), tuple(options.set), kinds, generator.randrange(2**31)))
+        print(json.dumps({"trial": number, **trials[-1]._asdict()}), flush=True)
+    result = {"machine": machine(), "config": str(options.config), "overrides": options.set, **table(trials)}
+    print(json.dumps(result, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if result["lost"] or result["twice"] or result["replayed_bit_for_bit"] < len(trials):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

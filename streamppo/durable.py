@@ -1,0 +1,44 @@
+"""How a file becomes durable: written beside its final name, flushed with its folder, renamed.
+
+Whoever dies in between leaves a name that ends in `.tmp`, which nobody reads and the next writer replaces.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+ASIDE = ".tmp"
+"""How a name ends that does not count yet, or no longer."""
+
+
+def aside(path: Path) -> Path:
+    """Where `path` is written before it has its name."""
+    return path.with_name(f"{path.name}{ASIDE}")
+
+
+def settle(path: Path) -> None:
+    """Give what lies at `aside(path)`, a file or a flushed folder, its name; both survive a power cut from here on."""
+    flush(aside(path))
+    os.replace(aside(path), path)
+    flush(path.parent)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a whole file."""
+    aside(path).write_bytes(data)
+    settle(path)
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

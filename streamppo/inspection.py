@@ -1,0 +1,50 @@
+"""What an update was trained on, for people."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from streamppo.config import Config
+from streamppo.errors import JournalError
+from streamppo.replay import archive
+from streamppo.stages import model_path
+from streamppo.tasks.tokens import Tokenizer
+from streamppo.types import Batch, Ints, Trajectory, flags, floats, ints
+
+
+def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
+    """Print `count` trajectories of the batch that made version `update`, by default the newest."""
+    found = archive.open(run)
+    versions = found.versions()
+    if not versions:
+        raise JournalError(f"{run}: no update was archived yet")
+    batch = found.batch(versions[-1] if update is None else update - 1)
+    tokenizer = Tokenizer(model_path(config, run))
+    rewards = [row.reward for row in batch.trajectories]
+    print(
+        f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
+        f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
+    )
+    for row in batch.trajectories[:count]:
+        print("\n".join(_lines(batch, row, tokenizer)))
+    return 0
+
+
+def _lines(batch: Batch, row: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
+    identity, versions = row.identity, ints(row.versions)
+    yield (
+        f"\n{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}, "
+        f"by {row.actor}: reward {row.reward:g}, {row.finish}, {row.num_tokens} tokens"
+    )
+    yield f"  prompt      {tokenizer.decode(ints(row.prompt_tokens))!r}"
+    yield f"  completion  {tokenizer.decode(ints(row.tokens))!r}"
+    yield f"  tokens      {' '.join(map(str, ints(row.tokens).tolist()))}"
+    yield f"  log-probs   {' '.join(f'{value:.3f}' for value in floats(row.logprobs).tolist())}"
+    yield f"  versions    {_runs(versions)}; oldest token {batch.version - row.oldest_version} versions old"
+    if not flags(row.mask).all():
+        yield f"  not sampled by the policy: {int((~flags(row.mask)).sum())} tokens"
+
+
+def _runs(versions: Ints) -> str:
+    """[3, 3, 4] -> "2 x 3, 1 x 4"."""
+    return ", ".join(f"{len(list(same))} x {version}" for version, same in groupby(versions.tolist()))

@@ -1,0 +1,223 @@
+"""kill -9, damage and full disks against the real command: nothing lost, nothing twice, the same weights."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MATH, REPOSITORY
+from integration.test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
+
+from streamppo.replay import archive
+from streamppo.replay.journal import Journal
+
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks import chaos
+
+RPC_FAILURES = {
+    "CoreWorkerService.grpc_client.PushTask": {
+        "num_failures": 20,
+        "req_failure_prob": 3,
+        "resp_failure_prob": 3,
+        "in_flight_failure_prob": 3,
+    }
+}
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """One command of streamppo, to its end."""
+    words = [sys.executable, "-m", "streamppo", *arguments]
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+
+
+def resumed(folder: Path, *overrides: str) -> str:
+    done = command("resume", str(folder / "math"), *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def replayed(folder: Path) -> str:
+    done = command("replay", str(folder / "math"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def digests(folder: Path) -> dict[int, str]:
+    journal = Journal(folder / "math" / "journal.sqlite")
+    made = journal.versions()
+    journal.close()
+    return {version: one.digest for version, one in made.items()}
+
+
+def all_accounted(run: Path) -> chaos.Trial:
+    trial = chaos.account(run, [])
+    assert (trial.lost, trial.twice) == (0, 0)
+    assert trial.replayed
+    return trial
+
+
+# --- kills ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("kinds", "overrides"),
+    [
+        (["replay", "rollout", "learner", "rollout", "replay", "driver"], ("rollout.actors=2",)),
+        (["learner", "driver", "replay", "learner", "driver", "rollout"], ("learner.ranks=2", "queue.max_lag=0")),
+    ],
+    ids=["two-actors", "two-ranks"],
+)
+def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
+    tmp_path: Path, kinds: list[str], overrides: tuple[str, ...]
+) -> None:
+    trial = chaos.trial(MATH, tmp_path, ("updates=60", *overrides), kinds, seed=4)
+    assert [kill.kind for kill in trial.kills] == kinds
+    assert (trial.lost, trial.twice) == (0, 0)
+    assert trial.consumed == 60 * 64
+    assert trial.replayed, "the weights are not those that the archive gives"
+
+
+def test_a_rollout_actor_that_hangs_is_replaced_and_leaves_no_process(tmp_path: Path) -> None:
+    with started(tmp_path, *SHORT, "updates=100000", "watchdog.heartbeat_s=10") as process:
+        wait_for_updates(tmp_path, 2)
+        named(tmp_path, "ray::RolloutActor").send_signal(signal.SIGSTOP)
+        time.sleep(20)
+        before = len(updates(tmp_path))
+        wait_for_updates(tmp_path, before + 5)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=10)
+        assert "rollout-0: silent for more than 10 s; starting rollout again" in output
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
+    assert summary(tmp_path)["restarts"]["rollout"] == 1
+
+
+def test_calls_that_ray_repeats_or_loses_train_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_testing_rpc_failure", json.dumps(RPC_FAILURES))
+    finished(tmp_path, *SHORT, "watchdog.max_restarts=100")
+    monkeypatch.delenv("RAY_testing_rpc_failure")
+    trial = all_accounted(tmp_path / "math")
+    assert trial.consumed == 12 * 64
+
+
+# --- stopping and going on -----------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_stopped_goes_on_from_that_very_version(tmp_path: Path) -> None:
+    with started(tmp_path, *SHORT, "updates=40") as process:
+        wait_for_updates(tmp_path, 6)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=10)
+    stopped_at = max(digests(tmp_path))
+    assert (tmp_path / "math" / "checkpoints" / f"{stopped_at:08d}" / "manifest.json").is_file()
+    resumed(tmp_path)
+    assert summary(tmp_path)["updates"] == 40
+    assert [row["update"] for row in updates(tmp_path)] == list(range(1, 41))
+    assert all_accounted(tmp_path / "math").consumed == 40 * 64
+
+
+def test_a_second_signal_stops_at_once_and_leaves_no_process(tmp_path: Path) -> None:
+    """A rank that hangs keeps the last checkpoint from being written; nobody has to wait for it."""
+    with started(tmp_path, *SHORT, "updates=100000", "watchdog.shutdown_s=60") as process:
+        wait_for_updates(tmp_path, 2)
+        named(tmp_path, "ray::Rank").send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=5)
+        assert process.returncode == -signal.SIGINT
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
+
+
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, damaged: str) -> None:
+    finished(tmp_path, *SHORT)
+    before, newest = digests(tmp_path), tmp_path / "math" / "checkpoints" / "00000012"
+    data = bytearray((newest / damaged).read_bytes())
+    data[random.Random(1).randrange(len(data))] ^= 1
+    (newest / damaged).write_bytes(data)
+    output = resumed(tmp_path)
+    assert f"{newest / damaged}: " in output
+    assert "moved to 00000012.damaged, going on from the checkpoint before it" in output
+    assert summary(tmp_path)["redone"] == 4, "from version 8 to 12"
+    assert digests(tmp_path) == before
+
+
+def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_path: Path) -> None:
+    with started(tmp_path, *SHORT, "updates=40", "checkpoint.every=0") as process:
+        wait_for_updates(tmp_path, 6)
+        process.kill()
+        assert gone(tmp_path)
+    before = digests(tmp_path)
+    refused = command("resume", str(tmp_path / "math"), "learner.lr=1e-5")
+    assert refused.returncode == 1
+    assert f"versions 1 to {max(before)} must be redone as they were made" in refused.stderr
+    resumed(tmp_path)
+    assert summary(tmp_path)["redone"] > 0
+    after = digests(tmp_path)
+    assert {version: after[version] for version in before} == before
+    all_accounted(tmp_path / "math")
+
+
+def test_an_archive_that_cannot_be_written_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path: Path) -> None:
+    folder = tmp_path / "math" / "archive"
+    with started(tmp_path, *SHORT, "updates=60") as process:
+        wait_for_updates(tmp_path, 4)
+        folder.rename(tmp_path / "kept")
+        folder.write_text("in the way")
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "cannot be written" in output
+        assert gone(tmp_path)
+    folder.unlink()
+    (tmp_path / "kept").rename(folder)
+    resumed(tmp_path)
+    assert all_accounted(tmp_path / "math").consumed == 60 * 64
+
+
+def test_damage_in_the_archive_is_named_by_whoever_needs_it(tmp_path: Path) -> None:
+    finished(tmp_path, *SHORT)
+    path = archive.open(tmp_path / "math").path(5)
+    path.write_bytes(path.read_bytes()[:-1])
+    done = command("replay", str(tmp_path / "math"))
+    assert done.returncode == 1
+    assert f"{path}: damaged" in done.stderr
+
+
+# --- what people look at -------------------------------------------------------------------------------------
+
+
+def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_report(tmp_path: Path) -> None:
+    finished(tmp_path, *SHORT)
+    resumed(tmp_path, "updates=16")
+    assert "17 versions, all of them bit for bit as they were" in replayed(tmp_path)
+    run = tmp_path / "math"
+    done = command("replay", str(run), "--to", "6", "--set", "learner.lr=1e-5")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((run / "replays" / "2.json").read_text())
+    assert report["set"] == ["learner.lr=1e-5"]
+    assert report["same"] == [0], "other weights from the first update on"
+    assert [row["version"] for row in report["updates"]] == list(range(1, 7))
+    last: dict[str, Any] = report["updates"][-1]
+    assert last["recorded"]["tokens"] == last["replayed"]["tokens"]
+    assert last["recorded"]["behavior_kl"] != last["replayed"]["behavior_kl"]
+    shown = command("inspect", str(run), "--update", "3", "--n", "2").stdout
+    assert "update 2 -> 3: 64 trajectories" in shown
+    assert shown.count("completion  ") == 2
+
+
+def test_a_slow_learner_keeps_the_queue_bounded_and_nothing_is_dropped(tmp_path: Path) -> None:
+    finished(tmp_path, *SHORT, "learner.epochs=24", "queue.max_lag=2")
+    found = summary(tmp_path)
+    assert found["dropped"] == {"too_old": 0, "abandoned": 0, "equal_group": 0, "lost": 0}
+    assert found["engine_idle_share"] > 0.3, "rollouts are blocked, not the learner"
+    trial = all_accounted(tmp_path / "math")
+    assert trial.opened <= (12 + 2 + 1) * 64

@@ -1,0 +1,175 @@
+"""Run one durable operation again and again, and let it die at its first, second, third, ... file-system call.
+
+    python crashes.py archive|checkpoint FOLDER        prints how many crashes were survived
+
+A write that is hit leaves half of its bytes, and whoever is dead gets nothing more to the disk, however he cleans up.
+After every crash the last good state must load, and the operation must succeed when it is done once more.
+"""
+
+import builtins
+import io
+import itertools
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from conftest import trajectory
+
+from streamppo.config import Checkpoint
+from streamppo.learner import checkpoint, manifest
+from streamppo.learner.manifest import State
+from streamppo.replay.archive import Archive
+from streamppo.types import Batch
+
+CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open")
+
+
+class Crash(BaseException):
+    """The process is dead."""
+
+
+class Shim:
+    """Counts file-system calls; number `at` and all after it raise `Crash`."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __enter__(self) -> "Shim":
+        self._kept = {name: getattr(os, name) for name in CALLS}, io.open
+        for name, function in self._kept[0].items():
+            setattr(os, name, self._counted(function))
+        opened = io.open
+        io.open = builtins.open = lambda *arguments, **words: File(opened(*arguments, **words), self)  # pyright: ignore
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, function in self._kept[0].items():
+            setattr(os, name, function)
+        io.open = builtins.open = self._kept[1]
+
+    def hit(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **words: Any) -> Any:
+            if self.hit():
+                raise Crash
+            return function(*arguments, **words)
+
+        return call
+
+
+class File:
+    """A file whose writes can be cut in half."""
+
+    def __init__(self, file: Any, shim: Shim) -> None:
+        self._file, self._shim = file, shim
+
+    def write(self, data: Any) -> Any:
+        if self._shim.hit():
+            if self._shim.left == 0:
+                self._file.write(data[: len(data) // 2])
+                self._file.flush()
+            raise Crash
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> "File":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Any:
+        return iter(self._file)
+
+
+def batch(version: int) -> Batch:
+    return Batch(version=version, min_version=0, trajectories=(trajectory([1, 2, version]),))
+
+
+def write_archive(folder: Path) -> None:
+    Archive(folder, {}).write(batch(2))
+
+
+def check_archive(folder: Path, known: dict[int, str]) -> None:
+    found = Archive(folder, known)
+    assert found.batch(1) == batch(1)
+    found.write(batch(2))
+    assert found.batch(2) == batch(2)
+
+
+def model_of(version: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(version)
+    model = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state(version: int) -> State:
+    return State(version=version, digest="", ranks=1, beta=0.25, bad_steps=0)
+
+
+def save_checkpoint(folder: Path, version: int = 2) -> None:
+    checkpoint.save(folder, state(version), *model_of(version), Checkpoint(keep=1))
+
+
+def check_checkpoint(folder: Path) -> None:
+    newest = manifest.newest(folder, lambda _: None)
+    assert newest is not None, "no checkpoint is left"
+    model, optimizer = model_of(9)
+    found = checkpoint.load(newest, model, optimizer)
+    assert found == state(int(newest.name))
+    expected = model_of(found.version)[0].state_dict()
+    assert all(bool((value == expected[name]).all()) for name, value in model.state_dict().items())
+    save_checkpoint(folder)
+    assert manifest.complete(folder)[-1].name == "00000002"
+
+
+def survived(write: Callable[[Path], None], check: Callable[[Path], None], base: Path) -> int:
+    """How many crashes of `write` it takes until it comes to its end; `check` looks at what each of them left."""
+    for at in itertools.count(1):
+        folder = base / str(at)
+        shutil.copytree(base / "good", folder)
+        with Shim(at) as shim:
+            try:
+                write(folder)
+            except BaseException:
+                assert shim.left <= 0, f"call {at} was not reached"
+                traceback.print_exc()
+        check(folder)
+        shutil.rmtree(folder)
+        if shim.left > 0:
+            return at - 1
+    raise AssertionError
+
+
+def main(what: str, base: Path) -> int:
+    good = base / "good"
+    good.mkdir()
+    if what == "archive":
+        known = {1: Archive(good, {}).write(batch(1))}
+        return survived(write_archive, lambda folder: check_archive(folder, known), base)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    save_checkpoint(good, 1)
+    return survived(save_checkpoint, check_checkpoint, base)
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], Path(sys.argv[2])))
