@@ -60,7 +60,8 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts)
 def _train(config: Config, stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
     """All updates, with as many groups of learner ranks as it takes."""
     checkpoints = record.folder / "checkpoints"
-    checkpoint = manifest.newest(checkpoints, record.say)
+    # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap.
+    checkpoint = manifest.newest(checkpoints, record.say, at_most=record.version)
     newest = stages.start(_version(checkpoint))
     durable.write(record.folder / CONFIG, json.dumps(msgspec.to_builtins(config), indent=2).encode())
     _evaluate(stages, record, newest)
@@ -71,31 +72,41 @@ def _train(config: Config, stages: Stages, record: Record) -> tuple[QueueReport,
             return stages.reports()
         except LearnerLost as lost:
             stages.note("learner", str(lost))
-            checkpoint = manifest.newest(checkpoints, record.say)
-        except Interrupted:
-            stages.save(checkpoints)
-            raise
+            checkpoint = manifest.newest(checkpoints, record.say, at_most=record.version)
 
 
 def _loop(config: Config, stages: Stages, record: Record, version: int) -> None:
     """From `version` to `config.updates`, then the last evaluation, checkpoint and export."""
     checkpoints = str(record.folder / "checkpoints")
     updates: deque[list[Any]] = deque()
+    try:
+        _update(config, stages, record, version, updates)
+    except Interrupted:
+        stages.save(checkpoints)
+        for report in stages.finished(updates):
+            record.update(report)
+        raise
+    stages.wait(stages.learner.save(checkpoints), "the last checkpoint")
+    exported = stages.wait(stages.learner.export(str(record.folder / "final")), "exporting the model")
+    record.checksum = exported[0]
+    _evaluate(stages, record, config.updates)
+    stages.drain("evaluation")
+
+
+def _update(config: Config, stages: Stages, record: Record, version: int, updates: deque[list[Any]]) -> None:
+    """From `version` to `config.updates`; `updates` are those in the learner's mailbox."""
+    checkpoints = str(record.folder / "checkpoints")
     while version < config.updates:
         while (asked := version + len(updates) + 1) <= config.updates and len(updates) < AHEAD:
             updates.append(stages.learner.update())
             if _due(config.checkpoint.every, asked) and asked < config.updates:
                 stages.watch_all(stages.learner.save(checkpoints), "checkpoint")
-        report = decode(stages.wait(updates.popleft(), f"update {version + 1}")[0], UpdateReport)
+        report = decode(stages.wait(updates[0], f"update {version + 1}")[0], UpdateReport)
+        updates.popleft()
         version = report.version
         fresh = record.update(report)
         if fresh and _due(config.evaluation.every, version) and version < config.updates:
             _evaluate(stages, record, version)
-    stages.wait(stages.learner.save(checkpoints), "the last checkpoint")
-    exported = stages.wait(stages.learner.export(str(record.folder / "final")), "exporting the model")
-    record.checksum = exported[0]
-    _evaluate(stages, record, version)
-    stages.drain("evaluation")
 
 
 def _version(checkpoint: Path | None) -> int:
@@ -122,8 +133,10 @@ def new_folder(config: Config, runs: Path) -> Path:
 
 def _farewell(record: Record, summary: dict[str, Any]) -> None:
     accuracy, lag = summary["eval_accuracy"], summary["lag"]
+    made = ", all of them made before"
+    if record.reports:
+        made = f", mean lag {lag['mean']:.2f} (max {lag['max']}), learner idle {summary['learner_idle_share']:.0%}"
     record.say(
         f"{summary['updates']} updates in {summary['wall_s']:.0f} s: accuracy {accuracy['start']:.3f} -> "
-        f"{accuracy['final']:.3f}, mean lag {lag['mean']:.2f} (max {lag['max']}), "
-        f"learner idle {summary['learner_idle_share']:.0%}\nmodel: {record.folder / 'final'}"
+        f"{accuracy['final']:.3f}{made}\nmodel: {record.folder / 'final'}"
     )

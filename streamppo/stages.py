@@ -27,7 +27,7 @@ from streamppo.interrupts import Interrupts
 from streamppo.learner.group import LearnerGroup
 from streamppo.replay.actor import ReplayActor
 from streamppo.rollout.actor import RolloutActor
-from streamppo.types import EngineReport, EvaluationReport, QueueReport, decode
+from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport, decode
 
 TICK_S = 0.5
 """How often the driver looks up while it waits."""
@@ -59,7 +59,7 @@ class Stages:
     """Queue, learner and rollout actors of one run. As a context manager it leaves no process behind."""
 
     queue: Any
-    learner: Any = None
+    learner: LearnerGroup
 
     def __init__(self, config: Config, folder: Path, say: Callable[[str], None], interrupts: Interrupts) -> None:
         self.config = config
@@ -73,7 +73,7 @@ class Stages:
         self._watched: dict[Any, Watched] = {}
         self._progress = self._asked = time.monotonic()
         self._encoded = msgspec.msgpack.encode(config)
-        self._flowing = False
+        self._flowing = self._fresh = False
         self._model_path = model_path(config, folder)
 
     # --- life ------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Stages:
         return self
 
     def start(self, version: int) -> int:
-        """Create queue and rollout actors, which import beside the learner. Its ranks will start from `version`.
+        """Create every actor at once, so that they import side by side. The ranks will start from `version`.
 
         Returns the newest version of the run, up to which they have to redo updates.
         """
@@ -93,16 +93,18 @@ class Stages:
         options = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
         self.queue = replay.options(name="replay", num_cpus=0, **options).remote(self._encoded, str(self.folder))
         self._seats = [self._seat(f"rollout-{number}") for number in range(self.config.rollout.actors)]
+        self.learner, self._fresh = self._group(), True
         (newest,) = self.wait([self.queue.begin.remote(version)], "opening the journal")
         self._follow_queue("")
         return newest
 
     def start_learner(self, checkpoint: Path | None) -> None:
-        """A group of ranks, from `checkpoint`, instead of the one before; model, weights, and then the flow."""
-        if self.learner is not None:
+        """Model, weights, and then the flow, by a group of ranks that starts from `checkpoint` and was never used."""
+        if not self._fresh:
             self.learner.kill()
-        self._watched = {ref: watched for ref, watched in self._watched.items() if watched.name != "checkpoint"}
-        self.learner = LearnerGroup(self.config, self._encoded, self.queue, self.restarts["learner"])
+            self.learner = self._group()
+            self._watched = {ref: watched for ref, watched in self._watched.items() if watched.name != "checkpoint"}
+        self._fresh = False
         if self.config.model.path == BUILTIN:
             self.wait(self.learner.make_model(self._model_path), "making builtin:tiny")
         path = str(checkpoint) if checkpoint else None
@@ -116,6 +118,9 @@ class Stages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ray.shutdown()
+
+    def _group(self) -> LearnerGroup:
+        return LearnerGroup(self.config, self._encoded, self.queue, self.restarts["learner"])
 
     def _seat(self, name: str) -> Seat:
         rollout: Any = ray.remote(RolloutActor)
@@ -207,7 +212,7 @@ class Stages:
 
     def _dead(self, name: str, error: RayActorError) -> None:
         """Replace a rollout actor. Raises `LearnerLost` for a rank, `RunError` for a queue that cannot be rebuilt."""
-        if self.learner and error.actor_id in {rank._actor_id.hex() for rank in self.learner.ranks}:
+        if error.actor_id in {rank._actor_id.hex() for rank in self.learner.ranks}:
             raise LearnerLost(f"{name}: {describe(error)}") from error
         if error.actor_id == self.queue._actor_id.hex():
             raise RunError(f"replay: {describe(error)}") from error
@@ -293,12 +298,10 @@ class Stages:
         (queue,) = self.wait([self.queue.report.remote()], "reports")
         return decode(queue, QueueReport), sorted(engines, key=lambda engine: engine.actor)
 
-    def save(self, checkpoints: Path) -> None:
+    def save(self, checkpoints: str) -> None:
         """A last checkpoint of whatever version the learner has, if `watchdog.shutdown_s` is enough for it."""
-        if self.learner is None:
-            return
         self.queue.stop.remote()
-        refs = self.learner.save(str(checkpoints))
+        refs = self.learner.save(checkpoints)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=self.config.watchdog.shutdown_s)
         if len(ready) < len(refs):
             self.say("no checkpoint in time; the journal and the archive have everything since the last one")
@@ -307,6 +310,16 @@ class Stages:
             ray.get(refs)
         except RayError as error:
             self.say(f"no last checkpoint: {describe(error)}")
+
+    def finished(self, updates: Sequence[list[Any]]) -> list[UpdateReport]:
+        """The reports of those of `updates` that were made before the learner stopped."""
+        ready, _ = ray.wait([refs[0] for refs in updates], num_returns=len(updates), timeout=0)
+        try:
+            reports = [decode(answer, UpdateReport) for answer in ray.get(ready) if answer]
+        except RayError as error:
+            self.say(f"the last updates were not made: {describe(error)}")
+            return []
+        return sorted(reports, key=lambda report: report.version)
 
 
 def _death(refs: Sequence[Any]) -> RayActorError | None:

@@ -8,6 +8,7 @@ runs/NAME/checkpoints/00000050.damaged what was found damaged
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -67,9 +68,12 @@ def verify(path: Path) -> State:
     return manifest.state
 
 
-def newest(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint under `folder` that is whole, or None. A damaged one is named and moved out of the way."""
-    for path in reversed(complete(folder)):
+def newest(folder: Path, say: Callable[[str], None], at_most: float = math.inf) -> Path | None:
+    """The newest checkpoint under `folder` that is whole, or None, of versions up to `at_most`.
+
+    A damaged one is named and moved out of the way.
+    """
+    for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
         try:
             verify(path)
         except CheckpointError as error:

@@ -111,17 +111,17 @@ def test_calls_that_ray_repeats_or_loses_train_nothing_twice(tmp_path: Path, mon
 # --- stopping and going on -----------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_stopped_goes_on_from_that_very_version(tmp_path: Path) -> None:
-    with started(tmp_path, *SHORT, "updates=40") as process:
+def test_a_run_that_was_stopped_goes_on_from_that_very_version_even_with_changes(tmp_path: Path) -> None:
+    with started(tmp_path, *SHORT, "updates=100000") as process:
         wait_for_updates(tmp_path, 6)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=10)
     stopped_at = max(digests(tmp_path))
     assert (tmp_path / "math" / "checkpoints" / f"{stopped_at:08d}" / "manifest.json").is_file()
-    resumed(tmp_path)
-    assert summary(tmp_path)["updates"] == 40
-    assert [row["update"] for row in updates(tmp_path)] == list(range(1, 41))
-    assert all_accounted(tmp_path / "math").consumed == 40 * 64
+    resumed(tmp_path, f"updates={stopped_at + 8}")
+    assert summary(tmp_path)["updates"] == stopped_at + 8
+    assert [row["update"] for row in updates(tmp_path)] == list(range(1, stopped_at + 9))
+    assert all_accounted(tmp_path / "math").consumed == (stopped_at + 8) * 64
 
 
 def test_a_second_signal_stops_at_once_and_leaves_no_process(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
 
 
 def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_path: Path) -> None:
-    with started(tmp_path, *SHORT, "updates=40", "checkpoint.every=0") as process:
+    with started(tmp_path, *SHORT, "updates=300", "checkpoint.every=0") as process:
         wait_for_updates(tmp_path, 6)
         process.kill()
         assert gone(tmp_path)
@@ -169,7 +169,7 @@ def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_p
 
 def test_an_archive_that_cannot_be_written_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path: Path) -> None:
     folder = tmp_path / "math" / "archive"
-    with started(tmp_path, *SHORT, "updates=60") as process:
+    with started(tmp_path, *SHORT, "updates=300") as process:
         wait_for_updates(tmp_path, 4)
         folder.rename(tmp_path / "kept")
         folder.write_text("in the way")
@@ -180,7 +180,7 @@ def test_an_archive_that_cannot_be_written_stops_the_run_with_the_reason_and_it_
     folder.unlink()
     (tmp_path / "kept").rename(folder)
     resumed(tmp_path)
-    assert all_accounted(tmp_path / "math").consumed == 60 * 64
+    assert all_accounted(tmp_path / "math").consumed == 300 * 64
 
 
 def test_damage_in_the_archive_is_named_by_whoever_needs_it(tmp_path: Path) -> None:

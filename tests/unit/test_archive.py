@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zarr
@@ -15,7 +16,7 @@ from streamppo.replay import archive
 from streamppo.replay.archive import Archive
 from streamppo.replay.journal import Journal
 from streamppo.replay.saved import Changes, Made
-from streamppo.types import Batch, ints
+from streamppo.types import Batch, Identity, ints
 
 
 def batch(version: int = 3) -> Batch:
@@ -28,7 +29,11 @@ def batch(version: int = 3) -> Batch:
                 [5, 6, 7], versions=[2, 2, 3], reward=0.1 + 0.2, logprobs=[-1e-30, float("nan"), -0.0], number=2
             ),
             trajectory([9], prompt=[1, 2**31 - 1], finish="length", mask=[True], number=2, sample=1),
-            trajectory([1, 2], mask=[False, True], reward=-1e300, number=2**40),
+            msgspec.structs.replace(
+                trajectory([1, 2], mask=[False, True], reward=-1e300),
+                identity=Identity(task="other", prompt=2**40, sample=3, attempt=2),
+                actor="rollout-1.4",
+            ),
         ),
     )
 
