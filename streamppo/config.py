@@ -1,7 +1,8 @@
 """The one configuration tree. Frozen; unknown fields are errors; required means that it has no default.
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` where the
-object is built. Reading files and overrides is configfile.py; the mathematics is config_algorithm.py.
+object is built. Reading files and overrides is configfile.py; the mathematics is in config_algorithm.py, data in
+config_task.py.
 """
 
 from typing import Annotated, Literal
@@ -10,6 +11,7 @@ from msgspec import Meta
 
 from streamppo.config_algorithm import GROUP_BASED, Algorithm
 from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Seconds, Section
+from streamppo.config_task import Task
 
 # --- the model -----------------------------------------------------------------------------------------------
 
@@ -50,35 +52,7 @@ class Model(Section, frozen=True):
     """Warm start of builtin:tiny."""
 
 
-# --- the task ------------------------------------------------------------------------------------------------
-
-
-class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
-    """Procedural addition: "12+34=" asks for "46"."""
-
-    first: tuple[Count, Count] = (10, 99)
-    """Smallest and largest first number."""
-    second: tuple[Count, Count] = (10, 99)
-    """Smallest and largest second number."""
-    held_out: Fraction = 0.1
-    """Share of the problems kept for evaluation and never trained on."""
-
-
-class FilesTask(Kind, frozen=True, tag="files"):
-    """Rows of jsonl or parquet files with a `prompt` and an `answer` column; other columns reach the reward."""
-
-    train: str
-    """Path of the training file."""
-    evaluation: str | None = None
-    """Path of the evaluation file; without it a share of the training rows is held out."""
-    held_out: Fraction = 0.05
-    """Share of the training rows held out when there is no evaluation file."""
-    prompt: str = "prompt"
-    """Column of the prompt."""
-    answer: str = "answer"
-    """Column of the answer."""
-    max_prompt_tokens: Positive = 1024
-    """Longer prompts are an error."""
+# --- the reward ---------------------------------------------------------------------------------------------
 
 
 class Reward(Section, frozen=True):
@@ -240,7 +214,7 @@ class Config(Section, frozen=True):
     """Updates to make."""
     model: Model
     """The policy."""
-    task: ArithmeticTask | FilesTask
+    task: Task
     """Where prompts come from."""
     reward: Reward
     """Where scores come from."""

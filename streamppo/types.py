@@ -12,7 +12,7 @@ Arrays travel as bytes columns (little-endian int32 / float32 / uint8), read wit
 a thousand tokens cost less than a microsecond to encode, against tens for a list.
 """
 
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -53,11 +53,25 @@ def flags(column: bytes) -> Flags:
     return np.frombuffer(column, dtype=np.bool_)
 
 
+class Message(Crossing, frozen=True):
+    """One turn of a chat. `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
 class Prompt(Crossing, frozen=True):
-    """One instance of a task. `columns` is the rest of its data row, handed to the reward by name."""
+    """One instance of a task: `messages` for the chat template, or else `text`.
+
+    `columns` is its data row, handed to rewards by name; `source` is the data set that it comes from. Of its tokens
+    the last `max_tokens` are used.
+    """
 
     text: str
-    columns: dict[str, str | int | float | bool | None]
+    columns: dict[str, Any]
+    messages: tuple[Message, ...] = ()
+    source: str = ""
+    max_tokens: int | None = None
 
 
 class ScoredText(Crossing, frozen=True):

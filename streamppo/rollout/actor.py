@@ -64,7 +64,9 @@ class RolloutActor:
     async def start(self, model_path: str) -> int:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
         self.tokenizer = Tokenizer(model_path)
-        self.task = tasks.build(self.config.task, self.config.seed)
+        self.task = tasks.build(self.config.task, self.config.seed, self.tokenizer)
+        for what, count in self.task.lengths().items():
+            print(f"{self.name}: {count} prompts are too long: {what}", flush=True)
         self.reward = rewards.load(self.config.reward.function)
         push, tensors = await self._pull(-1)
         self.engine: Engine = build.engine(self.config, self.name, model_path, push.version, tensors)
@@ -128,7 +130,7 @@ class RolloutActor:
     async def _sample(self, ticket: Ticket) -> None:
         try:
             prompt = self.task.prompt(ticket.identity.prompt)
-            tokens = self.tokenizer.encode(prompt.text)
+            tokens = self.tokenizer.encode(prompt)
             completion = await self.engine.generate(tokens, self._sampling)
             reward = await self._score(prompt, completion)
             self._finish(
@@ -199,7 +201,7 @@ class RolloutActor:
         return await asyncio.to_thread(unpack, push, await asyncio.gather(*refs))
 
     async def _answer(self, prompt: Prompt) -> Answer:
-        completion = await self.engine.generate(self.tokenizer.encode(prompt.text), self._greedy)
+        completion = await self.engine.generate(self.tokenizer.encode(prompt), self._greedy)
         try:
             correct = await self._score(prompt, completion) >= self.config.reward.correct_at
         except rewards.RewardFailed:

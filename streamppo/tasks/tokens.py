@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from streamppo.errors import TaskError
-from streamppo.types import Ints
+from streamppo.types import Ints, Prompt
 
 
 class Tokenizer:
@@ -18,12 +18,30 @@ class Tokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
         self.eos_id: int | None = self._tokenizer.eos_token_id
 
-    def encode(self, text: str) -> Ints:
-        """Token ids [P] of a prompt. Raises `TaskError` if there are none."""
-        ids = self._tokenizer(text)["input_ids"]
+    def render(self, prompt: Prompt) -> str:
+        """The text of a prompt: its messages in the chat template, with the opening of the answer; or its text.
+
+        Raises `TaskError` if it has messages and the tokenizer no template.
+        """
+        if not prompt.messages:
+            return prompt.text
+        if not self._tokenizer.chat_template:
+            raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
+        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """All token ids of a prompt. Raises `TaskError` if there are none."""
+        # The template writes its special tokens itself.
+        ids = self._tokenizer(self.render(prompt), add_special_tokens=not prompt.messages)["input_ids"]
         if not ids:
-            raise TaskError(f"the prompt {text!r} has no tokens")
-        return np.asarray(ids, dtype=np.int32)
+            raise TaskError(f"the prompt {prompt.text!r} has no tokens")
+        return ids
+
+    def encode(self, prompt: Prompt) -> Ints:
+        """Token ids [P] of a prompt, cut to its `max_tokens`."""
+        ids = self.ids(prompt)
+        return np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
 
     def decode(self, tokens: Ints) -> str:
         """The text of `tokens` [T], special tokens left out."""

@@ -58,7 +58,7 @@ def test_an_unknown_field_inside_a_chosen_kind_knows_the_fields_of_that_kind() -
 
 
 def test_an_unknown_kind_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="kinds are arithmetic, files"):
+    with pytest.raises(ConfigError, match="kinds are arithmetic, data"):
         configfile.load(MATH, ["task.kind=algebra"])
 
 
@@ -113,7 +113,7 @@ def test_the_tree_survives_its_own_encoding() -> None:
 
 
 def test_every_field_has_a_sentence_under_it() -> None:
-    files = ("config.py", "config_algorithm.py")
+    files = ("config.py", "config_algorithm.py", "config_task.py")
     lines = [line for name in files for line in (REPOSITORY / "streamppo" / name).read_text().splitlines()]
     fields = [
         n
