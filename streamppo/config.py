@@ -2,7 +2,7 @@
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` where the
 object is built. Reading files and overrides is configfile.py; the mathematics is in config_algorithm.py, data in
-config_task.py.
+config_task.py, rewards in config_reward.py.
 """
 
 from typing import Annotated, Literal
@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from streamppo.config_algorithm import GROUP_BASED, Algorithm
 from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Seconds, Section
+from streamppo.config_reward import Reward
 from streamppo.config_task import Task
 
 # --- the model -----------------------------------------------------------------------------------------------
@@ -50,20 +51,6 @@ class Model(Section, frozen=True):
     """Attention heads of builtin:tiny."""
     warm_start: WarmStart = WarmStart()
     """Warm start of builtin:tiny."""
-
-
-# --- the reward ---------------------------------------------------------------------------------------------
-
-
-class Reward(Section, frozen=True):
-    """Where scores come from."""
-
-    function: str
-    """`package.module:name` of an `async def score(prompt, completion, answer, **columns) -> float`."""
-    timeout_s: Seconds = 30.0
-    """A reward that takes longer fails its trajectory."""
-    correct_at: float = 1.0
-    """Evaluation counts a completion as correct when its score reaches this."""
 
 
 # --- rollout -------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 StreamppoError
 ├── ConfigError            the configuration is wrong: says the file, the line and the nearest name
 ├── TaskError              a data set or a reward cannot be loaded or used
+│   ├── RewardFailed       one trajectory has no reward: failed, never 0
+│   ├── Retryable          raised by a reward: the same call may work a little later
 │   └── TooManyFailures    rewards or engines failed more often than the config allows
 ├── ModelError             a model folder that no engine of ours can run
 ├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
@@ -24,6 +26,19 @@ class ConfigError(StreamppoError):
 
 class TaskError(StreamppoError):
     """A data set or a reward cannot be loaded or used."""
+
+
+class RewardFailed(TaskError):
+    """This trajectory has no reward; the message is the reason."""
+
+
+class Retryable(TaskError):
+    """For rewards to raise: the call failed, and may work when it is tried again a little later.
+
+    Any exception with a true attribute `retryable` is understood in the same way.
+    """
+
+    retryable = True
 
 
 class TooManyFailures(TaskError):

@@ -113,4 +113,5 @@ def batch_metrics(batch: Packed, proximal: Scored, estimate: Estimate, trained_B
         "mismatch": found.numerics.mean_abs_log_ratio if found.numerics else 0.0,
         "explained_variance": float(explained_variance(proximal.values_BT, estimate.returns, mask_BT)),
         **by_lag,
+        **{f"reward_{name}": mean for name, mean in batch.components.items()},
     }

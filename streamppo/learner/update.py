@@ -21,7 +21,6 @@ from streamppo.algorithms.checks import check_logprobs
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, kl_loss, kl_reward, next_beta, stop_early
-from streamppo.algorithms.layout import on_last_token
 from streamppo.algorithms.value_losses import value_loss
 from streamppo.config import Config
 from streamppo.errors import UpdateError
@@ -133,7 +132,7 @@ class Updater:
     def _targets(self, batch: Packed, proximal: Scored, reference_BT: Tensor | None) -> Targets:
         config, mask_BT = self.config.algorithm, batch.mask_BT
         check_logprobs(mask_BT, proximal=proximal.logprobs_BT, behavior=batch.behavior_logprobs_BT)
-        rewards_BT = on_last_token(batch.reward_B, mask_BT)
+        rewards_BT = batch.rewards_BT
         if reference_BT is not None and self.beta:
             rewards_BT = kl_reward(
                 rewards_BT,

@@ -11,19 +11,22 @@ import time
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from streamppo.config import Config
-from streamppo.errors import ModelError, TaskError, WeightsError
+from streamppo.errors import ModelError, RewardFailed, TaskError, WeightsError
 from streamppo.rollout import build
+from streamppo.rollout.credit import place
 from streamppo.rollout.engine import Completion, Engine, Sampling
-from streamppo.tasks import rewards
 from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.tokens import Tokenizer
 from streamppo.types import (
     EngineReport,
     EvaluationReport,
     Failure,
     Prompt,
+    Reward,
     ScoredText,
     Ticket,
     Trajectory,
@@ -66,8 +69,9 @@ class RolloutActor:
         self.tokenizer = Tokenizer(model_path)
         self.task = tasks.build(self.config.task, self.config.seed, self.tokenizer)
         for what, count in self.task.lengths().items():
-            print(f"{self.name}: {count} prompts are too long: {what}", flush=True)
-        self.reward = rewards.load(self.config.reward.function)
+            self._say(f"{count} prompts are too long: {what}")
+        self.rewards = Rewards(self.config.reward, self._say)
+        await self.rewards.start(self.task.sources())
         push, tensors = await self._pull(-1)
         self.engine: Engine = build.engine(self.config, self.name, model_path, push.version, tensors)
         self._digest = digest(push)
@@ -110,8 +114,13 @@ class RolloutActor:
             swap_s=usage.swap_s,
             push_ms=self._push_ms,
             checksum=self._digest,
+            scorers=self.rewards.report(),
+            too_long=self.task.lengths(),
         )
         return encode(report)
+
+    def _say(self, text: str) -> None:
+        print(f"{self.name}: {text}", flush=True)
 
     # --- the life of a trajectory ----------------------------------------------------------------------------
 
@@ -133,6 +142,7 @@ class RolloutActor:
             tokens = self.tokenizer.encode(prompt)
             completion = await self.engine.generate(tokens, self._sampling)
             reward = await self._score(prompt, completion)
+            mask = np.ones(len(completion.tokens), dtype=np.bool_)
             self._finish(
                 Trajectory(
                     identity=ticket.identity,
@@ -141,9 +151,11 @@ class RolloutActor:
                     tokens=completion.tokens.tobytes(),
                     logprobs=completion.logprobs.tobytes(),
                     versions=completion.versions.tobytes(),
-                    mask=b"\x01" * len(completion.tokens),
+                    mask=mask.tobytes(),
                     finish=completion.finish,
-                    reward=reward,
+                    reward=reward.total,
+                    token_rewards=place(reward, mask, [len(mask) - 1]),
+                    components=reward.components,
                 )
             )
         except (TaskError, ModelError) as error:
@@ -151,14 +163,17 @@ class RolloutActor:
             self._finish(failed)
         self._free.release()
 
-    async def _score(self, prompt: Prompt, completion: Completion) -> float:
+    async def _score(self, prompt: Prompt, completion: Completion) -> Reward:
         text = ScoredText(
             prompt=prompt.text,
             completion=self.tokenizer.decode(completion.tokens),
             finish=completion.finish,
             num_tokens=len(completion.tokens),
+            tokens=completion.tokens.tobytes(),
+            messages=prompt.messages,
+            source=prompt.source,
         )
-        return await rewards.score(self.reward, text, prompt.columns, self.config.reward.timeout_s)
+        return await self.rewards.score(prompt, text)
 
     def _finish(self, result: Trajectory | Failure) -> None:
         self._trajectories += isinstance(result, Trajectory)
@@ -186,7 +201,7 @@ class RolloutActor:
                 start = time.perf_counter()
                 await self.engine.update_weights(push.version, tensors)
             except WeightsError as error:
-                print(f"{self.name} keeps version {self.engine.version}: {error}", flush=True)
+                self._say(f"keeps version {self.engine.version}: {error}")
                 continue
             self._push_ms += (time.perf_counter() - start) * 1e3
             self._digest = digest(push)
@@ -203,15 +218,15 @@ class RolloutActor:
     async def _answer(self, prompt: Prompt) -> Answer:
         completion = await self.engine.generate(self.tokenizer.encode(prompt), self._greedy)
         try:
-            correct = await self._score(prompt, completion) >= self.config.reward.correct_at
-        except rewards.RewardFailed:
+            correct = (await self._score(prompt, completion)).total >= self.config.reward.correct_at
+        except RewardFailed:
             correct = None
         return Answer(correct, int(completion.versions.min()), int(completion.versions.max()))
 
 
 def _stage(error: Exception) -> Literal["engine", "reward", "task"]:
     match error:
-        case rewards.RewardFailed():
+        case RewardFailed():
             return "reward"
         case TaskError():
             return "task"

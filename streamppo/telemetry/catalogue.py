@@ -50,7 +50,8 @@ UPDATE = {
 SOMETIMES = {
     "reference_kl": "nats per response, k3 estimate of KL(policy || first model); with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
+    "reward_": "mean of one scorer or of one component of a reward, over the trajectories that have it",
     "ess_lag_": "effective sample size of the tokens of one bucket of lags: 0, 1, 2, 3-4, 5-8, 9+",
     "behavior_kl_lag_": "KL(behavior || proximal) of the tokens of one bucket of lags",
 }
-"""In lines to which they apply; a name that ends in _ is followed by the bucket."""
+"""In lines to which they apply; a name that ends in _ is followed by the bucket or the name."""

@@ -25,7 +25,8 @@ MARK = "STREAMPPO_TEST_RUN"
 def started(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """`streamppo run` in a process of its own, its descendants marked so that none can hide."""
     command = [sys.executable, "-m", "streamppo", "run", str(MATH), *flags, "--runs", str(folder), *overrides]
-    environment = {**os.environ, MARK: str(folder), "PYTHONPATH": str(REPOSITORY / "tests")}
+    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
+    environment = {**os.environ, MARK: str(folder), "PYTHONPATH": path}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
     )
@@ -216,3 +217,14 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_sampled_again(tmp_path:
     found = summary(tmp_path)
     assert found["failed"]["reward"] > 0
     assert found["trajectories"] == 12 * 64
+
+
+def test_a_reward_of_every_fault_is_survived_and_its_reasons_are_in_log_and_report(tmp_path: Path) -> None:
+    output = finished(tmp_path, *SHORT, "reward.function=integration.bad_rewards:of_every_kind", "reward.timeout_s=0.5")
+    found = summary(tmp_path)
+    assert found["trajectories"] == 12 * 64
+    (scorer,) = found["scorers"]
+    assert scorer["respawns"] > 0
+    for reason in ("ValueError: no such answer", "its process died: exit code 3", "returned nan, not a finite number"):
+        assert scorer["reasons"][reason] > 0
+        assert f"reward failed: {reason}" in output

@@ -1,8 +1,6 @@
-"""Prompts are a function of seed and number; rewards that fail are failed, never 0."""
+"""Prompts are a function of seed and number; files become prompts."""
 
-import asyncio
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +10,9 @@ import pytest
 
 from streamppo.config_task import ArithmeticTask, DataTask
 from streamppo.errors import TaskError
-from streamppo.tasks import arithmetic, rewards, task
+from streamppo.tasks import arithmetic, task
 from streamppo.tasks.tokens import Tokenizer, character_tokenizer
-from streamppo.types import Prompt, ScoredText
-
-
-def scored(completion: str, finish: str = "stop") -> ScoredText:
-    return ScoredText(prompt="1+2=", completion=completion, finish=finish, num_tokens=len(completion))  # pyright: ignore
-
+from streamppo.types import Prompt
 
 # --- prompts -------------------------------------------------------------------------------------------------
 
@@ -103,65 +96,6 @@ def test_an_unusable_file_is_named_with_its_row(tmp_path: Path, name: str, conte
     (tmp_path / name).write_text(content)
     with pytest.raises(TaskError, match=message):
         task.build(DataTask(data=str(tmp_path / name)), 1)
-
-
-# --- rewards -------------------------------------------------------------------------------------------------
-
-
-async def raises(trajectory: ScoredText, answer: str) -> float:
-    raise ValueError("no such answer")
-
-
-async def hangs(trajectory: ScoredText, answer: str) -> float:
-    await asyncio.sleep(60)
-    return 1.0
-
-
-async def returns_nan(trajectory: ScoredText, answer: str) -> float:
-    return math.nan
-
-
-async def returns_text(trajectory: ScoredText, answer: str) -> str:
-    return "1.0"
-
-
-def not_async(trajectory: ScoredText, answer: str) -> float:
-    return 1.0
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (raises, "ValueError: no such answer"),
-        (hangs, "no score after 0.05 s"),
-        (returns_nan, "returned nan"),
-        (returns_text, "returned '1.0'"),
-    ],
-)
-def test_a_reward_that_fails_says_why_and_is_never_zero(function: rewards.Score, reason: str) -> None:
-    with pytest.raises(rewards.RewardFailed, match=reason):
-        asyncio.run(rewards.score(function, scored("3"), {"answer": "3"}, 0.05))
-
-
-def test_the_builtin_reward_is_loaded_by_name_and_wants_the_exact_answer_and_its_end() -> None:
-    function = rewards.load("streamppo.tasks.arithmetic:score")
-    assert function is arithmetic.score
-    for text, expected in ((scored("3"), 1.0), (scored("33"), 0.0), (scored("3", "length"), 0.0), (scored(""), 0.0)):
-        assert asyncio.run(rewards.score(function, text, {"answer": "3"}, 1.0)) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_colon", "not of the form"),
-        ("streamppo.nothing:score", "importing streamppo.nothing failed"),
-        ("streamppo.tasks.arithmetic:scores", "has no 'scores'"),
-        (f"{__name__}:not_async", "must be an `async def`"),
-    ],
-)
-def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> None:
-    with pytest.raises(TaskError, match=message):
-        rewards.load(name)
 
 
 # --- tokens --------------------------------------------------------------------------------------------------
