@@ -40,6 +40,18 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint of runs/NAME")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are made (default: runs)")
     run.set_defaults(command=_run)
+    trial = commands.add_parser("reward-test", help="try a reward", description="Score a few completions and say how.")
+    trial.add_argument("config", type=Path, help="a TOML file, such as configs/math.toml")
+    trial.add_argument("overrides", nargs="*", metavar="section.field=value")
+    trial.add_argument("--n", type=int, default=16, help="completions to sample from the model (default: 16)")
+    trial.add_argument("--completions", type=Path, help="a jsonl file of them instead: completion, prompt, columns")
+    trial.set_defaults(command=_trial)
+    data = commands.add_parser("data", help="prepare a data set", description="Original files to one parquet file.")
+    data.add_argument("name", choices=["gsm8k", "math", "hellaswag", "full_hh_rlhf"])
+    data.add_argument("--from", dest="folder", type=Path, required=True, help="the folder of the original files")
+    data.add_argument("--to", type=Path, required=True, help="the parquet file to write")
+    data.add_argument("--split", default="train", help="which split (default: train)")
+    data.set_defaults(command=_data)
     return parser
 
 
@@ -54,3 +66,18 @@ def _run(options: argparse.Namespace) -> int:
     from streamppo.run import run
 
     return run(config, runs=options.runs, resume=options.resume, started=STARTED)
+
+
+def _trial(options: argparse.Namespace) -> int:
+    config = configfile.load(options.config, options.overrides)
+    from streamppo.trial import run
+
+    return run(config, options.n, options.completions)
+
+
+def _data(options: argparse.Namespace) -> int:
+    from streamppo.tasks.prepare import prepare
+
+    count = prepare(options.name, options.folder, options.to, options.split)
+    print(f"{options.to}: {count} rows")
+    return 0

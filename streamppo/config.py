@@ -12,7 +12,7 @@ from msgspec import Meta
 from streamppo.config_algorithm import GROUP_BASED, Algorithm
 from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Seconds, Section
 from streamppo.config_reward import Reward
-from streamppo.config_task import Task
+from streamppo.config_task import Environment, Task
 
 # --- the model -----------------------------------------------------------------------------------------------
 
@@ -211,6 +211,8 @@ class Config(Section, frozen=True):
     """The mathematics of one update."""
     learner: Learner
     """The ranks that train."""
+    environment: Environment | None = None
+    """Several turns, if there is one; its rewards are added to those of [reward], which may then be empty."""
     seed: int = 1
     """Everything random is derived from it."""
     rollout: Rollout = Rollout()
@@ -249,5 +251,7 @@ class Config(Section, frozen=True):
             raise ValueError("zero_variance is about groups: it needs an advantage that compares them")
         if algorithm.kl.reward_beta and algorithm.kl.loss_beta and not algorithm.kl.allow_both:
             raise ValueError("KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true")
+        if self.environment is None and not self.reward.named():
+            raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")

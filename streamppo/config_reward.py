@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from streamppo.config_base import NonNegative, Positive, Seconds, Section
+from streamppo.config_base import Count, NonNegative, Positive, PositiveFloat, Seconds, Section
 
 Argument = str | int | float | bool
 
@@ -53,7 +53,54 @@ class FunctionScorer(Function, frozen=True, tag_field="kind", tag="function"):
     """One of several: a function."""
 
 
-Scorer = FunctionScorer
+class ModelScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="model"):
+    """A Hugging Face sequence classification model, in a Ray actor of its own that all rollout actors share."""
+
+    path: str
+    """A local folder or hub name."""
+    label: Count = 0
+    """Which of its outputs is the score."""
+    batch_size: Positive = 16
+    """Trajectories in one forward."""
+    max_tokens: Positive = 4096
+    """A longer text fails its trajectory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameters and activations."""
+    threads: Positive = 1
+    """CPU threads."""
+    gpus: NonNegative = 0
+    """GPUs."""
+
+
+class ServiceScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="service"):
+    """A scorer behind HTTP: gets prompt, completion and columns as JSON, answers {"score": number}."""
+
+    url: str
+    """Where to POST to."""
+    key_env: str = ""
+    """The environment variable that holds a bearer token."""
+
+
+class JudgeScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="judge"):
+    """A language model behind an OpenAI-compatible /chat/completions, asked for a number."""
+
+    url: str
+    """The address up to /chat/completions, such as http://localhost:8000/v1."""
+    model: str
+    """The model's name there."""
+    question: str
+    """What it is asked; {prompt}, {completion} and the names of columns in braces are filled in."""
+    pattern: str = r"(-?\d+(?:\.\d+)?)\s*$"
+    """Where the number stands in its answer, as a regular expression with one group."""
+    scale: PositiveFloat = 1.0
+    """The number is divided by this."""
+    max_tokens: Positive = 1024
+    """Tokens of its answer at most."""
+    key_env: str = ""
+    """The environment variable that holds a bearer token."""
+
+
+Scorer = FunctionScorer | ModelScorer | ServiceScorer | JudgeScorer
 
 
 class Reward(Function, frozen=True):
@@ -61,12 +108,14 @@ class Reward(Function, frozen=True):
 
     scorers: dict[str, Scorer] = msgspec.field(default_factory=dict[str, Scorer])
     """Several scorers, `[reward.scorers.NAME]`; their scores are logged as reward_NAME."""
+    combine: Literal["sum", "model_first"] = "sum"
+    """The weighted sum of all scores; or, where a model or judge scores a trajectory, of its scores alone."""
     correct_at: float = 1.0
     """Evaluation counts a completion as correct when its reward reaches this."""
 
     def __post_init__(self) -> None:
         """One function or several scorers, not both."""
-        if bool(self.function) == bool(self.scorers):
+        if self.function and self.scorers:
             raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables")
         changed = [
             field.name
@@ -75,10 +124,14 @@ class Reward(Function, frozen=True):
         ]
         if self.scorers and changed:
             raise ValueError(f"with `[reward.scorers.NAME]` tables, `{changed[0]}` belongs into those tables")
-        if empty := [name for name, scorer in self.scorers.items() if not scorer.function]:
+        if empty := [
+            name for name, scorer in self.scorers.items() if isinstance(scorer, FunctionScorer) and not scorer.function
+        ]:
             raise ValueError(f"reward.scorers.{empty[0]} has no `function`")
 
     def named(self) -> dict[str, Scorer]:
-        """The scorers by name; a single function is called "reward"."""
+        """The scorers by name; a single function is called "reward". None, if an environment gives all rewards."""
+        if not self.function:
+            return self.scorers
         fields = [field.name for field in msgspec.structs.fields(FunctionScorer)]
-        return self.scorers or {"reward": FunctionScorer(**{name: getattr(self, name) for name in fields})}
+        return {"reward": FunctionScorer(**{name: getattr(self, name) for name in fields})}

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from streamppo.config_base import Count, Fraction, Kind, Positive, PositiveFloat, Section
+from streamppo.config_base import Count, Fraction, Kind, Positive, PositiveFloat, Seconds, Section
 
 
 class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
@@ -71,4 +71,45 @@ class DataTask(Source, frozen=True, tag_field="kind", tag="data"):
             raise ValueError(f"task.sources.{missing[0]} has no `data`")
 
 
-Task = ArithmeticTask | DataTask
+class GymTask(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
+    """A procedural data set of reasoning-gym (extra `gym`); its scorer is `streamppo.tasks.gym:score`."""
+
+    dataset: str
+    """Its name there, such as "chain_sum"."""
+    parameters: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Its parameters, such as max_digits."""
+    size: Positive = 10_000
+    """Problems to make."""
+    held_out: Fraction = 0.05
+    """Share of the problems kept for evaluation and never trained on."""
+    suffix: str = ""
+    """Put after every question."""
+
+
+class CalculatorTask(Kind, frozen=True, tag="calculator"):
+    """Addition with a calculator at hand, for the environment `streamppo.tasks.calculator:Calculator`."""
+
+    first: tuple[Count, Count] = (10, 99)
+    """Smallest and largest first number."""
+    second: tuple[Count, Count] = (10, 99)
+    """Smallest and largest second number."""
+    held_out: Fraction = 0.1
+    """Share of the problems kept for evaluation and never trained on."""
+
+
+Task = ArithmeticTask | DataTask | GymTask | CalculatorTask
+
+
+class Environment(Section, frozen=True, kw_only=True):
+    """Several turns: what the policy says is answered by an environment, until it is done."""
+
+    name: str
+    """`package.module:Class` or `path/file.py:Class`; one instance for each trajectory."""
+    arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Keyword arguments of the class's constructor."""
+    max_turns: Positive = 8
+    """Turns of the policy at most."""
+    max_tokens: Positive = 4096
+    """Tokens of all turns and observations together at most; rollout.max_tokens bounds one turn."""
+    timeout_s: Seconds = 30.0
+    """A reset or step that takes longer fails its trajectory."""

@@ -4,6 +4,7 @@ StreamppoError
 ├── ConfigError            the configuration is wrong: says the file, the line and the nearest name
 ├── TaskError              a data set or a reward cannot be loaded or used
 │   ├── RewardFailed       one trajectory has no reward: failed, never 0
+│   ├── EnvironmentFailed  an environment raised or took too long: the trajectory is failed
 │   ├── Retryable          raised by a reward: the same call may work a little later
 │   └── TooManyFailures    rewards or engines failed more often than the config allows
 ├── ModelError             a model folder that no engine of ours can run
@@ -30,6 +31,10 @@ class TaskError(StreamppoError):
 
 class RewardFailed(TaskError):
     """This trajectory has no reward; the message is the reason."""
+
+
+class EnvironmentFailed(TaskError):
+    """The environment of this trajectory raised, took too long, or gave no usable answer."""
 
 
 class Retryable(TaskError):

@@ -171,7 +171,7 @@ class Failure(Crossing, frozen=True):
 
     identity: Identity
     actor: str
-    stage: Literal["engine", "reward", "task"]
+    stage: Literal["engine", "environment", "reward", "task"]
     reason: str
 
 

@@ -11,13 +11,13 @@ import time
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from streamppo.config import Config
-from streamppo.errors import ModelError, RewardFailed, TaskError, WeightsError
+from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, WeightsError
 from streamppo.rollout import build
 from streamppo.rollout.credit import place
-from streamppo.rollout.engine import Completion, Engine, Sampling
+from streamppo.rollout.engine import Engine, Sampling
+from streamppo.rollout.episode import Episode, Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.tokens import Tokenizer
@@ -27,7 +27,6 @@ from streamppo.types import (
     Failure,
     Prompt,
     Reward,
-    ScoredText,
     Ticket,
     Trajectory,
     decode,
@@ -74,6 +73,7 @@ class RolloutActor:
         await self.rewards.start(self.task.sources())
         push, tensors = await self._pull(-1)
         self.engine: Engine = build.engine(self.config, self.name, model_path, push.version, tensors)
+        self.player = Player(self.engine, self.tokenizer, self.config.environment)
         self._digest = digest(push)
         return push.version
 
@@ -139,22 +139,20 @@ class RolloutActor:
     async def _sample(self, ticket: Ticket) -> None:
         try:
             prompt = self.task.prompt(ticket.identity.prompt)
-            tokens = self.tokenizer.encode(prompt)
-            completion = await self.engine.generate(tokens, self._sampling)
-            reward = await self._score(prompt, completion)
-            mask = np.ones(len(completion.tokens), dtype=np.bool_)
+            episode = await self.player.play(prompt, self._sampling)
+            reward = await self._score(prompt, episode)
             self._finish(
                 Trajectory(
                     identity=ticket.identity,
                     actor=self.name,
-                    prompt_tokens=tokens.tobytes(),
-                    tokens=completion.tokens.tobytes(),
-                    logprobs=completion.logprobs.tobytes(),
-                    versions=completion.versions.tobytes(),
-                    mask=mask.tobytes(),
-                    finish=completion.finish,
+                    prompt_tokens=episode.prompt_tokens.tobytes(),
+                    tokens=episode.tokens.tobytes(),
+                    logprobs=episode.logprobs.tobytes(),
+                    versions=episode.versions.tobytes(),
+                    mask=episode.mask.tobytes(),
+                    finish=episode.finish,
                     reward=reward.total,
-                    token_rewards=place(reward, mask, [len(mask) - 1]),
+                    token_rewards=place(reward, episode.mask, episode.turn_ends),
                     components=reward.components,
                 )
             )
@@ -163,17 +161,8 @@ class RolloutActor:
             self._finish(failed)
         self._free.release()
 
-    async def _score(self, prompt: Prompt, completion: Completion) -> Reward:
-        text = ScoredText(
-            prompt=prompt.text,
-            completion=self.tokenizer.decode(completion.tokens),
-            finish=completion.finish,
-            num_tokens=len(completion.tokens),
-            tokens=completion.tokens.tobytes(),
-            messages=prompt.messages,
-            source=prompt.source,
-        )
-        return await self.rewards.score(prompt, text)
+    async def _score(self, prompt: Prompt, episode: Episode) -> Reward:
+        return episode.reward(await self.rewards.score(prompt, episode.text(prompt, self.tokenizer)))
 
     def _finish(self, result: Trajectory | Failure) -> None:
         self._trajectories += isinstance(result, Trajectory)
@@ -216,18 +205,23 @@ class RolloutActor:
         return await asyncio.to_thread(unpack, push, await asyncio.gather(*refs))
 
     async def _answer(self, prompt: Prompt) -> Answer:
-        completion = await self.engine.generate(self.tokenizer.encode(prompt), self._greedy)
         try:
-            correct = (await self._score(prompt, completion)).total >= self.config.reward.correct_at
+            episode = await self.player.play(prompt, self._greedy)
+        except EnvironmentFailed:
+            return Answer(None, self.engine.version, self.engine.version)
+        try:
+            correct = (await self._score(prompt, episode)).total >= self.config.reward.correct_at
         except RewardFailed:
             correct = None
-        return Answer(correct, int(completion.versions.min()), int(completion.versions.max()))
+        return Answer(correct, int(episode.versions.min()), int(episode.versions.max()))
 
 
-def _stage(error: Exception) -> Literal["engine", "reward", "task"]:
+def _stage(error: Exception) -> Literal["engine", "environment", "reward", "task"]:
     match error:
         case RewardFailed():
             return "reward"
+        case EnvironmentFailed():
+            return "environment"
         case TaskError():
             return "task"
         case _:

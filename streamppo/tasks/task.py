@@ -6,10 +6,12 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
-from streamppo.config_task import ArithmeticTask, DataTask, Source
+from streamppo.config_task import ArithmeticTask, CalculatorTask, DataTask, GymTask, Source
 from streamppo.config_task import Task as TaskConfig
 from streamppo.tasks.arithmetic import Arithmetic, difficulty
+from streamppo.tasks.calculator import demonstrations
 from streamppo.tasks.data import Data
+from streamppo.tasks.gym import Gym
 from streamppo.tasks.order import Mixture, Ramped, Shuffled
 from streamppo.tasks.tokens import Tokenizer
 from streamppo.types import Prompt
@@ -46,8 +48,9 @@ class Task:
     have had.
     """
 
-    def __init__(self, streams: Sequence[Stream], seed: int) -> None:
+    def __init__(self, streams: Sequence[Stream], seed: int, demonstrations: Sequence[Prompt] = ()) -> None:
         self._streams = streams
+        self._demonstrations = demonstrations
         self._mixture = Mixture({stream.name: stream.weight for stream in streams}, seed) if len(streams) > 1 else None
 
     def prompt(self, number: int) -> Prompt:
@@ -62,6 +65,11 @@ class Task:
         if len(self._streams) == 1:
             return self._streams[0].rows.training
         return list(chain.from_iterable(stream.rows.training for stream in self._streams))
+
+    @property
+    def demonstrations(self) -> Sequence[Prompt]:
+        """Prompts with answers that a warm start learns from: the training prompts, if the task has no others."""
+        return self._demonstrations or self.training
 
     def held_out(self, limit: int) -> Sequence[Prompt]:
         """The first `limit` held-out prompts, sources in turn: the same ones in every evaluation."""
@@ -94,6 +102,13 @@ def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None) -> 
             named = sources or {"data": config}
             streams = [_data(name, source, seed, tokenizer, len(named)) for name, source in named.items()]
             return Task(streams, seed)
+        case GymTask(dataset=name):
+            rows = Gym(config, seed)
+            return Task([Stream(name, rows, Shuffled(len(rows.training), seed))], seed)
+        case CalculatorTask(first=first, second=second, held_out=held_out):
+            rows = Arithmetic(first, second, held_out, seed)
+            stream = Stream("arithmetic", rows, Shuffled(len(rows.training), seed))
+            return Task([stream], seed, demonstrations(rows.training))
 
 
 def _arithmetic(config: ArithmeticTask, seed: int) -> Stream:

@@ -219,6 +219,35 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_sampled_again(tmp_path:
     assert found["trajectories"] == 12 * 64
 
 
+CALCULATOR = (
+    "task.kind=calculator",
+    "environment.name=streamppo.tasks.calculator:Calculator",
+    "environment.max_turns=3",
+    "environment.max_tokens=24",
+    "reward.function=",
+)
+
+
+def test_the_policy_learns_to_use_a_tool(tmp_path: Path) -> None:
+    """From one call of the calculator in five to nearly always; by turns, with observations that are not trained on."""
+    finished(
+        tmp_path,
+        *CALCULATOR,
+        "updates=40",
+        "queue.batch_size=128",
+        "evaluation.prompts=64",
+        "evaluation.every=0",
+        "checkpoint.every=0",
+        "model.warm_start.target_accuracy=0.45",
+    )
+    rows = updates(tmp_path)
+    first, last = rows[0], rows[-5:]
+    assert first["reward_tool"] < 0.5
+    assert sum(row["reward_tool"] for row in last) / len(last) > 0.75
+    assert sum(row["reward"] for row in last) / len(last) > first["reward"] + 0.3
+    assert_documented(rows)
+
+
 def test_a_reward_of_every_fault_is_survived_and_its_reasons_are_in_log_and_report(tmp_path: Path) -> None:
     output = finished(tmp_path, *SHORT, "reward.function=integration.bad_rewards:of_every_kind", "reward.timeout_s=0.5")
     found = summary(tmp_path)

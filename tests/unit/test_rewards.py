@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from streamppo.config import Config
 from streamppo.config_reward import FunctionScorer, Limits, Reward
-from streamppo.errors import RewardFailed, TaskError
+from streamppo.errors import ConfigError, RewardFailed, TaskError
 from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.rewards import Rewards
@@ -313,10 +314,11 @@ def test_one_failing_scorer_fails_the_trajectory_and_is_named() -> None:
     asyncio.run(story())
 
 
-def test_one_function_or_several_scorers() -> None:
-    for wrong in ({}, {"function": "a:b", "scorers": {"x": FunctionScorer(function="a:b")}}):
-        with pytest.raises(ValueError, match="either `function` or"):
-            Reward(**wrong)
+def test_one_function_or_several_scorers(math_config: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match="either `function` or"):
+        Reward(function="a:b", scorers={"x": FunctionScorer(function="a:b")})
+    with pytest.raises(ConfigError, match=r"either `function` or .*, if no \[environment\]"):
+        math_config("reward.function=")
     with pytest.raises(ValueError, match="`timeout_s` belongs into those tables"):
         Reward(timeout_s=1.0, scorers={"x": FunctionScorer(function="a:b")})
     with pytest.raises(ValueError, match=r"reward.scorers.x has no `function`"):

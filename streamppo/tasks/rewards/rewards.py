@@ -7,11 +7,12 @@ from typing import Any
 from streamppo import config_reward as choices
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks import plugins
-from streamppo.tasks.rewards import signature
+from streamppo.tasks.rewards import model, signature
 from streamppo.tasks.rewards.batcher import Batcher, Many
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.pool import Pool
+from streamppo.tasks.rewards.service import Service
 from streamppo.tasks.rewards.signature import Columns, Loaded, Texts
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
@@ -22,21 +23,28 @@ class Rewards:
     def __init__(self, config: choices.Reward, say: Callable[[str], None]) -> None:
         self._scorers = config.named()
         self._several = len(self._scorers) > 1
+        self._combine_as = config.combine
         self._say = say
         self._guards: dict[str, Guard] = {}
         self._pools: dict[str, Pool] = {}
+        self._services: dict[str, Service] = {}
 
     async def start(self, sources: set[str]) -> None:
         """Load every scorer. Raises `TaskError` if one cannot be loaded, or if a data source has none."""
         for source in sources:
-            if not self._for(source):
+            if self._scorers and not self._for(source):
                 raise TaskError(f"no scorer of [reward.scorers] is for the data source {source!r}")
         for name, scorer in self._scorers.items():
             self._guards[name] = await self._build(name, scorer)
 
     async def score(self, prompt: Prompt, text: ScoredText) -> Reward:
-        """The weighted sum of all scores that apply. Raises `RewardFailed` if one fails, or if none applies."""
+        """The weighted sum of all scores that apply. Without scorers, where an environment gives all rewards, nothing.
+
+        Raises `RewardFailed` if one fails, or if none applies.
+        """
         names = self._for(prompt.source)
+        if not names:
+            return Reward()
         if len(names) == 1:
             outcomes = [await self._guards[names[0]].score(text, prompt.columns)]
         else:
@@ -60,17 +68,25 @@ class Rewards:
         """End every process."""
         for pool in self._pools.values():
             await pool.close()
+        for service in self._services.values():
+            await service.close()
 
     # --- combining -------------------------------------------------------------------------------------------
 
     def _for(self, source: str) -> list[str]:
         return [name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources]
 
+    def _weights(self, names: list[str]) -> list[float]:
+        """0 for functions where a model's score takes precedence."""
+        scorers = [self._scorers[name] for name in names]
+        models_only = self._combine_as == "model_first" and any(map(_of_a_model, scorers))
+        return [scorer.weight if _of_a_model(scorer) or not models_only else 0.0 for scorer in scorers]
+
     def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
         """Weights, sums and names: with several scorers each one's own total is a component."""
-        if not self._several and self._scorers[scored[0][0]].weight == 1.0:
+        weights = self._weights([name for name, _ in scored])
+        if not self._several and weights == [1.0]:
             return scored[0][1]
-        weights = [self._scorers[name].weight for name, _ in scored]
         components: dict[str, float] = {}
         for name, reward in scored:
             prefix = f"{name}/" if self._several else ""
@@ -96,8 +112,18 @@ class Rewards:
         match scorer:
             case choices.FunctionScorer():
                 call, size, places = await self._function(name, scorer)
+            case choices.ModelScorer():
+                self._say(f"{name} is the reward model {scorer.path}")
+                call, size, places = await model.start(name, scorer), scorer.batch_size, 2
+            case choices.ServiceScorer() | choices.JudgeScorer():
+                self._say(f"{name} is {scorer.url}")
+                call, size, places = self._remote(name, scorer), 1, scorer.concurrency
         one = Batcher(call, size, places) if size > 1 else _one(call)
         return Guard(name, scorer, one, self._say)
+
+    def _remote(self, name: str, scorer: choices.ServiceScorer | choices.JudgeScorer) -> Many:
+        service = self._services[name] = Service(scorer)
+        return service.call
 
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[Many, int, int]:
         """(the call, trajectories in one call, calls at once)."""
@@ -120,6 +146,10 @@ class Rewards:
         await pool.start()
         self._pools[name] = pool
         return pool.call, size, scorer.concurrency if how.is_async else scorer.processes
+
+
+def _of_a_model(scorer: choices.Scorer) -> bool:
+    return not isinstance(scorer, choices.FunctionScorer)
 
 
 def _in_actor(reward: Loaded, timeout_s: float) -> Many:
