@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.runs import machine, run
 
-WARM_UP = 8
+WARM_UP = 20
 LATENCY = "STREAMPPO_BENCHMARK_LATENCY_S"
 
 

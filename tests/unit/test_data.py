@@ -9,12 +9,13 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from streamppo.config_task import ArithmeticTask, DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.tasks import task
 from streamppo.tasks.arithmetic import difficulty
-from streamppo.tasks.order import Mixture
+from streamppo.tasks.order import Mixture, Shuffled
 from streamppo.tasks.tokens import Tokenizer, character_tokenizer
 from streamppo.types import Message, Prompt
 
@@ -85,6 +86,16 @@ def test_messages_need_a_tokenizer_with_a_template(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": ""}])
     with pytest.raises(TaskError, match="no chat template"):
         task.build(DataTask(data=data, chat=True), 1, Tokenizer(tmp_path))
+
+
+def test_a_template_writes_its_own_special_tokens_and_a_plain_text_gets_the_tokenizers(tmp_path: Path) -> None:
+    made = character_tokenizer("abcdefghijklmnopqrstuvwxyz[]")
+    made.chat_template = TEMPLATE
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    made.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.ids(Prompt(text="ab", columns={}))[0] == 2
+    assert 2 not in tokenizer.ids(Prompt(text="", columns={}, messages=(Message(role="user", content="ab"),)))
 
 
 def test_columns_are_mapped_also_from_one_level_down(tmp_path: Path) -> None:
@@ -182,6 +193,16 @@ def test_a_resumed_task_goes_on_with_the_prompts_that_it_would_have_had(tmp_path
     wanted = {n: whole.prompt(n) for n in sorted(numbers)}
     assert {n: resumed.prompt(n) for n in numbers} == wanted
     assert [whole.prompt(n) for n in range(30)] != [other.prompt(n) for n in range(30)]
+
+
+def test_an_order_depends_on_the_seed_and_sources_of_equal_length_have_orders_of_their_own(tmp_path: Path) -> None:
+    orders = [
+        [order(position) for position in range(50)] for order in (Shuffled(50, 1), Shuffled(50, 2), Shuffled(50, 1))
+    ]
+    assert orders[0] != orders[1] and orders[0] == orders[2]
+    prompts = [task.build(mixture(tmp_path), 1).prompt(n) for n in range(200)]
+    numbers = [[p.columns["answer"] for p in prompts if p.source == name][:20] for name in ("easy", "hard")]
+    assert numbers[0] != numbers[1]
 
 
 def test_held_out_prompts_come_from_all_sources_in_turn(tmp_path: Path) -> None:
