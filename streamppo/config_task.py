@@ -97,7 +97,14 @@ class CalculatorTask(Kind, frozen=True, tag="calculator"):
     """Share of the problems kept for evaluation and never trained on."""
 
 
-Task = ArithmeticTask | DataTask | GymTask | CalculatorTask
+class VerifiersTask(Kind, frozen=True, kw_only=True, tag="verifiers"):
+    """The data set of a verifiers environment (extra `verifiers`); its turns need `[environment]` too."""
+
+    environment: str
+    """Its name for verifiers.load_environment."""
+
+
+Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
 
 
 class Environment(Section, frozen=True, kw_only=True):

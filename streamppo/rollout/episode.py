@@ -14,7 +14,7 @@ import numpy as np
 from streamppo.config_task import Environment as EnvironmentConfig
 from streamppo.rollout.engine import Completion, Engine, Sampling
 from streamppo.tasks import environments
-from streamppo.tasks.environments import Done, Make
+from streamppo.tasks.environments import Done, Environment
 from streamppo.tasks.tokens import Tokenizer
 from streamppo.types import Flags, Floats, Ints, Message, Prompt, Reward, ScoredText
 
@@ -76,10 +76,15 @@ class Player:
             done = await self._engine.generate(tokens, sampling)
             mask = np.ones(len(done.tokens), dtype=np.bool_)
             return Episode(tokens, done.tokens, done.logprobs, done.versions, mask, done.finish, (len(mask) - 1,))
-        return await self._turns(prompt, sampling, self._environment, self._make)
+        world = self._make()
+        try:
+            return await self._turns(prompt, sampling, self._environment, world)
+        finally:
+            await environments.end(world)
 
-    async def _turns(self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, make: Make) -> Episode:
-        world = make()
+    async def _turns(
+        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: Environment
+    ) -> Episode:
         said = await environments.begin(world, prompt, limits.timeout_s)
         record = Record(self.tokenizer.encode(_opening(prompt, said)))
         for turn in range(1, limits.max_turns + 1):

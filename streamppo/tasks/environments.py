@@ -3,6 +3,7 @@
     class Environment:                                   one instance for each trajectory
         async def reset(self, prompt: Prompt) -> Said    the first prompt: messages, or a text as it is
         async def step(self, text: str) -> Said | Observation | Done
+        async def close(self)                            only if there is something to close
 
 `text` is what the policy said in its turn, special tokens left out. Steps run in the actor's event loop: they must
 await what takes long.
@@ -74,6 +75,13 @@ async def step(world: Environment, text: str, timeout_s: float) -> Observation |
     if isinstance(answer, Observation):
         return answer._replace(said=_said(answer.said))
     return Observation(_said(answer))
+
+
+async def end(world: Environment) -> None:
+    """Close an environment that can be closed, however its trajectory ended."""
+    close = getattr(world, "close", None)
+    if close is not None:
+        await close()
 
 
 async def _bounded(call: Any, what: str, timeout_s: float) -> Any:

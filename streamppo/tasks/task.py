@@ -6,8 +6,9 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
-from streamppo.config_task import ArithmeticTask, CalculatorTask, DataTask, GymTask, Source
+from streamppo.config_task import ArithmeticTask, CalculatorTask, DataTask, GymTask, Source, VerifiersTask
 from streamppo.config_task import Task as TaskConfig
+from streamppo.tasks import verifiers
 from streamppo.tasks.arithmetic import Arithmetic, difficulty
 from streamppo.tasks.calculator import demonstrations
 from streamppo.tasks.data import Data
@@ -109,6 +110,9 @@ def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None) -> 
             rows = Arithmetic(first, second, held_out, seed)
             stream = Stream("arithmetic", rows, Shuffled(len(rows.training), seed))
             return Task([stream], seed, demonstrations(rows.training))
+        case VerifiersTask(environment=name):
+            rows = verifiers.Rows(config)
+            return Task([Stream(name, rows, Shuffled(len(rows.training), seed))], seed)
 
 
 def _arithmetic(config: ArithmeticTask, seed: int) -> Stream:

@@ -1,6 +1,7 @@
 """Several turns: tokens in, tokens out; observations masked; limits kept; failures named."""
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamppo.config_task import Environment
+from streamppo.config_task import Environment, VerifiersTask
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.credit import place
 from streamppo.rollout.engine import Completion, Sampling, Usage
 from streamppo.rollout.episode import Episode, Player
+from streamppo.tasks import task
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.tokens import Tokenizer, character_tokenizer
 from streamppo.types import Ints, Message, Prompt, Reward, floats
@@ -189,3 +191,54 @@ def test_without_an_environment_there_is_one_turn(tokenizer: Tokenizer) -> None:
 def test_a_class_without_the_two_methods_is_no_environment(tokenizer: Tokenizer) -> None:
     with pytest.raises(TaskError, match="no `async def reset`"):
         Player(Scripted(tokenizer), tokenizer, Environment(name=f"{HERE}:Scripted"))
+
+
+def test_a_verifiers_environment_plays_its_conversation_with_the_policys_turns(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers")
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    built = task.build(VerifiersTask(environment="verifiers_guess"), 1)
+    prompt = next(prompt for prompt in built.training if prompt.columns["answer"] == "2")
+    config = Environment(
+        name="streamppo.tasks.verifiers:Verifiers", arguments={"environment": "verifiers_guess"}, max_turns=4
+    )
+
+    def told(*guesses: str) -> Episode:
+        player = Player(Scripted(tokenizer, *guesses), tokenizer, config)
+        return asyncio.run(player.play(prompt, Sampling(16)))
+
+    right = told("1", "3", "2")
+    assert text_of(tokenizer, right.tokens[right.mask]) == "1<eos>3<eos>2<eos>"
+    assert "[user]higher<eos>" in text_of(tokenizer, right.tokens)
+    assert (right.finish, right.turn_rewards, right.end.components["found"]) == ("stop", (0.0, 0.0, 1.0), 1.0)
+    wrong = told("1", "1", "1", "1")
+    assert (wrong.finish, sum(wrong.turn_rewards)) == ("stop", 0.0)
+
+
+def test_verifiers_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(TaskError, match=r"streamppo\[verifiers\]"):
+        task.build(VerifiersTask(environment="wordle"), 1)
+
+
+class Closing(Echo):
+    """Counts how often it was closed."""
+
+    closed = 0
+
+    async def close(self) -> None:
+        Closing.closed += 1
+
+
+def test_an_environment_is_closed_however_its_trajectory_ends(tokenizer: Tokenizer) -> None:
+    def once(*lines: str) -> None:
+        player = Player(Scripted(tokenizer, *lines), tokenizer, Environment(name=f"{HERE}:Closing", max_turns=1))
+        player._make = Closing
+        asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16)))
+
+    once("bye")
+    once("more")
+    with pytest.raises(EnvironmentFailed):
+        once("raise")
+    assert Closing.closed == 3

@@ -90,7 +90,11 @@ def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
 
 def _finite(value: Any) -> float | None:
     """`value` as a plain finite float, or None. Numbers of numpy and torch are numbers too; texts are not."""
-    if not isinstance(value, Real) and not (isinstance(value, SupportsFloat) and hasattr(value, "item")):
+    if (
+        type(value) is not float
+        and not isinstance(value, Real)
+        and not (isinstance(value, SupportsFloat) and hasattr(value, "item"))
+    ):
         return None
     try:
         number = float(value)

@@ -22,6 +22,7 @@ class Rewards:
 
     def __init__(self, config: choices.Reward, say: Callable[[str], None]) -> None:
         self._scorers = config.named()
+        self._selected: dict[str, list[str]] = {}
         self._several = len(self._scorers) > 1
         self._combine_as = config.combine
         self._say = say
@@ -46,6 +47,7 @@ class Rewards:
         if not names:
             return Reward()
         if len(names) == 1:
+            # The common case, without a task of its own.
             outcomes = [await self._guards[names[0]].score(text, prompt.columns)]
         else:
             outcomes = await asyncio.gather(*(self._guards[name].score(text, prompt.columns) for name in names))
@@ -74,7 +76,11 @@ class Rewards:
     # --- combining -------------------------------------------------------------------------------------------
 
     def _for(self, source: str) -> list[str]:
-        return [name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources]
+        if source not in self._selected:
+            self._selected[source] = [
+                name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources
+            ]
+        return self._selected[source]
 
     def _weights(self, names: list[str]) -> list[float]:
         """0 for functions where a model's score takes precedence."""
@@ -84,9 +90,9 @@ class Rewards:
 
     def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
         """Weights, sums and names: with several scorers each one's own total is a component."""
-        weights = self._weights([name for name, _ in scored])
-        if not self._several and weights == [1.0]:
+        if not self._several and self._scorers[scored[0][0]].weight == 1.0:
             return scored[0][1]
+        weights = self._weights([name for name, _ in scored])
         components: dict[str, float] = {}
         for name, reward in scored:
             prefix = f"{name}/" if self._several else ""

@@ -39,11 +39,12 @@ class Signature(NamedTuple):
 
     def columns(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the row's columns that the reward takes. Raises `TaskError` if one that it needs is not there."""
-        if missing := self.needs - given.keys():
+        if not self.needs <= given.keys():
+            missing = self.needs - given.keys()
             raise TaskError(
                 f"the reward asks for the column {min(missing)!r}; columns are {', '.join(sorted(given)) or 'none'}"
             )
-        return dict(given) if self.takes_all else {name: given[name] for name in self.asks & given.keys()}
+        return dict(given) if self.takes_all else {name: given[name] for name in self.asks if name in given}
 
 
 def recognise(found: Any, name: str, arguments: Mapping[str, Any]) -> Signature:
