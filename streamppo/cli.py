@@ -9,6 +9,7 @@ from pathlib import Path
 
 from streamppo import __version__, configfile
 from streamppo.errors import StreamppoError
+from streamppo.tasks.prepare import PREPARED, prepare
 
 STARTED = time.perf_counter()
 
@@ -47,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     trial.add_argument("--completions", type=Path, help="a jsonl file of them instead: completion, prompt, columns")
     trial.set_defaults(command=_trial)
     data = commands.add_parser("data", help="prepare a data set", description="Original files to one parquet file.")
-    data.add_argument("name", choices=["gsm8k", "math", "hellaswag", "full_hh_rlhf"])
+    data.add_argument("name", choices=list(PREPARED))
     data.add_argument("--from", dest="folder", type=Path, required=True, help="the folder of the original files")
     data.add_argument("--to", type=Path, required=True, help="the parquet file to write")
     data.add_argument("--split", default="train", help="which split (default: train)")
@@ -76,8 +77,6 @@ def _trial(options: argparse.Namespace) -> int:
 
 
 def _data(options: argparse.Namespace) -> int:
-    from streamppo.tasks.prepare import prepare
-
     count = prepare(options.name, options.folder, options.to, options.split)
     print(f"{options.to}: {count} rows")
     return 0

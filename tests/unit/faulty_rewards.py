@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import time
 from typing import Any
 
@@ -37,6 +38,9 @@ def misbehave(what: str) -> Any:
 
 
 def sync(trajectory: ScoredText) -> Any:
+    if trajectory.completion == "spawns":
+        subprocess.Popen(["sleep", "985"])
+        return misbehave("holds the gil")
     if trajectory.completion == "hangs":
         time.sleep(1000)
     return misbehave(trajectory.completion)
@@ -53,6 +57,11 @@ def batched(completions: list[str], **kwargs: Any) -> Any:
     if "short" in completions:
         return [1.0] * (len(completions) + 1)
     return [misbehave(completion) for completion in completions]
+
+
+def crowd(completions: list[str], **kwargs: Any) -> list[float]:
+    time.sleep(0.05)
+    return [float(len(completions))] * len(completions)
 
 
 class Flaky:

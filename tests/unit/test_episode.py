@@ -148,6 +148,11 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
     engine = Scripted(tokenizer, "a", "b", "c")
     bounded = asyncio.run(Player(engine, tokenizer, short).play(Prompt(text="hi", columns={}), Sampling(16)))
     assert len(bounded.tokens) <= 30 and bounded.finish == "length" and bounded.mask[-1]
+    first = play(tokenizer, Scripted(tokenizer, "much longer than that"))
+    assert (len(first.tokens), first.finish) == (16, "length")
+    tight = Player(Scripted(tokenizer, "a", "b c d e f g"), tokenizer, Environment(name=f"{HERE}:Echo", max_tokens=32))
+    last = asyncio.run(tight.play(Prompt(text="hi", columns={}), Sampling(16)))
+    assert (len(last.tokens), last.finish) == (32, "length")
     cut = play(tokenizer, Scripted(tokenizer, "a", "far too long"), max_tokens=5)
     assert (cut.turns, cut.finish, cut.turn_rewards) == (("a", "far t"), "length", (1.0, 0.0))
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -86,6 +88,18 @@ def test_whatever_a_reward_does_the_next_call_is_scored_in_time(function: str, f
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(("fault", "reason"), [row for row in FAULTS if row[0] in ("raises", "hangs", "nan", "none")])
+def test_an_async_reward_that_is_trusted_to_the_actor_fails_in_the_same_words(fault: str, reason: str) -> None:
+    async def story() -> None:
+        async with started(faulty("awaiting", where="actor")) as rewards:
+            assert psutil.Process().children() == []
+            with pytest.raises(RewardFailed, match=reason):
+                await total(rewards, fault)
+            assert await total(rewards, "fine") == 1.0
+
+    asyncio.run(story())
+
+
 def test_a_call_that_hangs_or_dies_is_told_from_those_beside_it() -> None:
     async def story() -> None:
         async with started(faulty("awaiting")) as rewards:
@@ -112,6 +126,46 @@ def test_no_process_is_left_when_the_rewards_are_closed() -> None:
     assert psutil.Process().children(recursive=True) == []
 
 
+def test_the_death_of_the_template_is_an_error_and_no_wait_for_ever() -> None:
+    async def story() -> None:
+        async with started(faulty("sync")) as rewards:
+            assert await total(rewards, "fine") == 1.0
+            (template,) = psutil.Process().children()
+            (process,) = template.children()
+            template.kill()
+            process.wait(timeout=5.0)
+            for _ in range(3):
+                with pytest.raises(TaskError, match="died"):
+                    await asyncio.wait_for(total(rewards, "fine"), timeout=5.0)
+
+    asyncio.run(story())
+
+
+def test_an_actor_that_is_killed_takes_its_reward_processes_with_it() -> None:
+    """Also one that never looks at its socket, because it is stuck in a call, and what that call has started."""
+    program = (
+        "import asyncio\n"
+        "from streamppo.config_reward import Reward\n"
+        "from streamppo.tasks.rewards.rewards import Rewards\n"
+        "from streamppo.types import Prompt, ScoredText\n"
+        "async def main():\n"
+        f"    rewards = Rewards(Reward(function={f'{FAULTY}:sync'!r}, processes=1), lambda _: None)\n"
+        "    await rewards.start(set())\n"
+        "    text = ScoredText(prompt='', completion='spawns', finish='stop', num_tokens=1)\n"
+        "    print('started', flush=True)\n"
+        "    await rewards.score(Prompt(text='', columns={}), text)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as actor:
+        assert actor.stdout and actor.stdout.readline() == b"started\n"
+        time.sleep(0.5)
+        children = psutil.Process(actor.pid).children(recursive=True)
+        assert len(children) == 3
+        actor.kill()
+        _, alive = psutil.wait_procs(children, timeout=5.0)
+        assert alive == []
+
+
 def test_a_batch_fails_alone_for_the_trajectory_that_breaks_it() -> None:
     async def story() -> None:
         async with started(faulty("batched", batch_size=8)) as rewards:
@@ -128,6 +182,15 @@ def test_a_batch_fails_alone_for_the_trajectory_that_breaks_it() -> None:
                 await total(rewards, "short")
             with pytest.raises(RewardFailed, match="no reward applies"):
                 await total(rewards, "none")
+
+    asyncio.run(story())
+
+
+def test_calls_that_wait_go_together_in_batches_up_to_the_bound() -> None:
+    async def story() -> None:
+        async with started(faulty("crowd", batch_size=4)) as rewards:
+            sizes = await asyncio.gather(*(total(rewards, "") for _ in range(9)))
+            assert sorted(sizes) == [1.0, *[4.0] * 8]
 
     asyncio.run(story())
 
