@@ -49,6 +49,12 @@ async def total(rewards: Rewards, completion: str, **columns: Any) -> float:
     return (await rewards.score(Prompt(text="1+2=", columns=columns), text(completion))).total
 
 
+def processes() -> list[psutil.Process]:
+    """The reward processes of these tests: the templates first."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if "streamppo.tasks.rewards.process" in process.cmdline()]
+
+
 # --- the fault table -----------------------------------------------------------------------------------------
 
 FAULTS = [
@@ -92,7 +98,7 @@ def test_whatever_a_reward_does_the_next_call_is_scored_in_time(function: str, f
 def test_an_async_reward_that_is_trusted_to_the_actor_fails_in_the_same_words(fault: str, reason: str) -> None:
     async def story() -> None:
         async with started(faulty("awaiting", where="actor")) as rewards:
-            assert psutil.Process().children() == []
+            assert processes() == []
             with pytest.raises(RewardFailed, match=reason):
                 await total(rewards, fault)
             assert await total(rewards, "fine") == 1.0
@@ -120,18 +126,17 @@ def test_no_process_is_left_when_the_rewards_are_closed() -> None:
     async def story() -> None:
         async with started(faulty("sync")) as rewards:
             assert await total(rewards, "fine") == 1.0
-            assert len(psutil.Process().children(recursive=True)) == 2
+            assert len(processes()) == 2
 
     asyncio.run(story())
-    assert psutil.Process().children(recursive=True) == []
+    assert processes() == []
 
 
 def test_the_death_of_the_template_is_an_error_and_no_wait_for_ever() -> None:
     async def story() -> None:
         async with started(faulty("sync")) as rewards:
             assert await total(rewards, "fine") == 1.0
-            (template,) = psutil.Process().children()
-            (process,) = template.children()
+            template, process = processes()
             template.kill()
             process.wait(timeout=5.0)
             for _ in range(3):
@@ -243,7 +248,7 @@ def test_the_builtin_reward_stays_in_the_actor_and_wants_the_exact_answer_and_it
     async def story() -> None:
         said: list[str] = []
         async with started(Reward(function="streamppo.tasks.arithmetic:score"), said) as rewards:
-            assert psutil.Process().children() == []
+            assert processes() == []
             prompt = Prompt(text="1+2=", columns={"answer": "3", "level": 1})
             for given, expected in ((text("3"), 1), (text("33"), 0), (text("3", "length"), 0), (text(""), 0)):
                 assert (await rewards.score(prompt, given)).total == expected
