@@ -10,6 +10,7 @@ from pathlib import Path
 from streamppo import __version__, configfile
 from streamppo.errors import CheckpointError, StreamppoError
 from streamppo.interrupts import Interrupts
+from streamppo.tasks.prepare import PREPARED, prepare
 
 STARTED = time.perf_counter()
 
@@ -62,6 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--update", type=int, help="the version that the batch made (default: the newest)")
     inspect.add_argument("--n", type=int, default=4, help="trajectories to show (default: 4)")
     inspect.set_defaults(command=_inspect)
+    trial = commands.add_parser("reward-test", help="try a reward", description="Score a few completions and say how.")
+    trial.add_argument("config", type=Path, help="a TOML file, such as configs/math.toml")
+    trial.add_argument("overrides", nargs="*", metavar="section.field=value")
+    trial.add_argument("--n", type=int, default=16, help="completions to sample from the model (default: 16)")
+    trial.add_argument("--completions", type=Path, help="a jsonl file of them instead: completion, prompt, columns")
+    trial.set_defaults(command=_trial)
+    data = commands.add_parser("data", help="prepare a data set", description="Original files to one parquet file.")
+    data.add_argument("name", choices=list(PREPARED))
+    data.add_argument("--from", dest="folder", type=Path, required=True, help="the folder of the original files")
+    data.add_argument("--to", type=Path, required=True, help="the parquet file to write")
+    data.add_argument("--split", default="train", help="which split (default: train)")
+    data.set_defaults(command=_data)
     return parser
 
 
@@ -105,6 +118,19 @@ def _inspect(options: argparse.Namespace) -> int:
     from streamppo.inspection import inspect
 
     return inspect(config, folder, options.update, options.n)
+
+
+def _trial(options: argparse.Namespace) -> int:
+    config = configfile.load(options.config, options.overrides)
+    from streamppo.trial import run
+
+    return run(config, options.n, options.completions)
+
+
+def _data(options: argparse.Namespace) -> int:
+    count = prepare(options.name, options.folder, options.to, options.split)
+    print(f"{options.to}: {count} rows")
+    return 0
 
 
 def _existing(folder: Path) -> Path:

@@ -1,7 +1,8 @@
 """The one configuration tree. Frozen; unknown fields are errors; required means that it has no default.
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` where the
-object is built. Reading files and overrides is configfile.py; the mathematics is config_algorithm.py.
+object is built. Reading files and overrides is configfile.py; the mathematics is in config_algorithm.py, data in
+config_task.py, rewards in config_reward.py.
 """
 
 from typing import Annotated, Literal
@@ -11,6 +12,8 @@ from msgspec import Meta
 
 from streamppo.config_algorithm import GROUP_BASED, Algorithm
 from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Seconds, Section
+from streamppo.config_reward import Reward
+from streamppo.config_task import Environment, Task
 
 # --- the model -----------------------------------------------------------------------------------------------
 
@@ -56,48 +59,6 @@ class Model(Section, frozen=True):
         """Every head of builtin:tiny is equally wide."""
         if self.path == "builtin:tiny" and self.hidden_size % self.heads:
             raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
-
-
-# --- the task ------------------------------------------------------------------------------------------------
-
-
-class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
-    """Procedural addition: "12+34=" asks for "46"."""
-
-    first: tuple[Count, Count] = (10, 99)
-    """Smallest and largest first number."""
-    second: tuple[Count, Count] = (10, 99)
-    """Smallest and largest second number."""
-    held_out: Fraction = 0.1
-    """Share of the problems kept for evaluation and never trained on."""
-
-
-class FilesTask(Kind, frozen=True, tag="files"):
-    """Rows of jsonl or parquet files with a `prompt` and an `answer` column; other columns reach the reward."""
-
-    train: str
-    """Path of the training file."""
-    evaluation: str | None = None
-    """Path of the evaluation file; without it a share of the training rows is held out."""
-    held_out: Fraction = 0.05
-    """Share of the training rows held out when there is no evaluation file."""
-    prompt: str = "prompt"
-    """Column of the prompt."""
-    answer: str = "answer"
-    """Column of the answer."""
-    max_prompt_tokens: Positive = 1024
-    """Longer prompts are an error."""
-
-
-class Reward(Section, frozen=True):
-    """Where scores come from."""
-
-    function: str
-    """`package.module:name` of an `async def score(prompt, completion, answer, **columns) -> float`."""
-    timeout_s: Seconds = 30.0
-    """A reward that takes longer fails its trajectory."""
-    correct_at: float = 1.0
-    """Evaluation counts a completion as correct when its score reaches this."""
 
 
 # --- rollout -------------------------------------------------------------------------------------------------
@@ -258,7 +219,7 @@ class Config(Section, frozen=True):
     """Updates to make."""
     model: Model
     """The policy."""
-    task: ArithmeticTask | FilesTask
+    task: Task
     """Where prompts come from."""
     reward: Reward
     """Where scores come from."""
@@ -268,6 +229,8 @@ class Config(Section, frozen=True):
     """The mathematics of one update."""
     learner: Learner
     """The ranks that train."""
+    environment: Environment | None = None
+    """Several turns, if there is one; its rewards are added to those of [reward], which may then be empty."""
     seed: int = 1
     """Everything random is derived from it."""
     rollout: Rollout = Rollout()
@@ -304,6 +267,8 @@ class Config(Section, frozen=True):
                 "algorithm.proximal = 'loglinear' approximates what is exact and free where an update is one step: "
                 "learner.epochs (1) times learner.minibatches (1)"
             )
+        if self.environment is None and not self.reward.named():
+            raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
 
@@ -314,6 +279,7 @@ def learning(config: Config) -> Config:
         config,
         name="-",
         reward=Reward(function="-"),
+        environment=None,
         rollout=Rollout(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
         queue=Queue(batch_size=config.queue.batch_size, max_lag=config.queue.max_lag, too_old=config.queue.too_old),
         evaluation=Evaluation(),

@@ -3,13 +3,14 @@
 A run keeps its configuration in its folder as config.json, which is read in the same way.
 """
 
+import copy
 import difflib
 import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -83,7 +84,7 @@ def _name_default_kind(tree: dict[str, Any], where: str) -> None:
     for part in where.split(".") if where else []:
         table = table[part]
     try:
-        default = _field(where).default
+        default = _walk(where, tree).default
     except (StopIteration, AssertionError):
         return
     tag = getattr(getattr(default, "__struct_config__", None), "tag", None)
@@ -120,7 +121,7 @@ def _toml(value: Any) -> str:
 def _explain(message: str, path: Path, text: str, tree: Any, overridden: set[str]) -> str:
     """msgspec's message plus where in the file, and the nearest name for an unknown field."""
     body, _, at = message.partition(" - at ")
-    where = at.strip("`").removeprefix("$").lstrip(".")
+    where = _with_key(at.strip("`").removeprefix("$").lstrip("."), message, tree)
     unknown = re.search(r"unknown field `(.+?)`", body)
     name = ".".join(part for part in (where, unknown and unknown[1]) if part)
     hint = ""
@@ -130,40 +131,62 @@ def _explain(message: str, path: Path, text: str, tree: Any, overridden: set[str
         body = f"unknown field {unknown[1]!r}"
         hint = f": did you mean {near[0]!r}?" if near else f": known here are {', '.join(sorted(names))}"
     if name.endswith(".kind"):
-        hint = f"; kinds are {', '.join(_kinds(name.removesuffix('.kind')))}"
+        hint = f"; kinds are {', '.join(_kinds(name.removesuffix('.kind'), tree))}"
     if any(changed == name or changed.startswith(f"{name}.") for changed in overridden if name):
         return f"override {name}: {body}{hint}"
     line = _line_of(name, text)
     return f"{path}{f':{line}' if line else ''}: {f'{name}: ' if name else ''}{body}{hint}"
 
 
-def _known_fields(where: str, tree: Any) -> list[str]:
-    """The fields of the struct at the dotted path `where`; for a union, of the kind that was chosen."""
-    for part in where.split(".") if where else []:
-        tree = tree.get(part, {}) if isinstance(tree, dict) else {}
-    return [field.encode_name for field in _struct(_node(where), tree).fields]
+def _with_key(where: str, message: str, tree: dict[str, Any]) -> str:
+    """msgspec says `sources[...]` for a table of tables: the name of the one that is meant."""
+    before, bracket, after = where.partition("[...]")
+    for key in _walk(before, tree).tree if bracket else ():
+        narrowed = copy.deepcopy(tree)
+        table = _walk(before, narrowed).tree
+        for other in table.keys() - {key}:
+            del table[other]
+        try:
+            msgspec.convert(narrowed, Config)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return f"{before}.{key}{after}"
+    return where
 
 
-def _kinds(where: str) -> list[str]:
+def _known_fields(where: str, tree: dict[str, Any]) -> list[str]:
+    """The fields of the struct at the dotted path `where`; for a union, of the kind that the file chose."""
+    at = _walk(where, tree)
+    return [field.encode_name for field in _struct(at.type, at.tree).fields]
+
+
+def _kinds(where: str, tree: dict[str, Any]) -> list[str]:
     """The tags of the union at the dotted path `where`."""
-    node = _node(where)
+    node = _walk(where, tree).type
     options = node.types if isinstance(node, msgspec.inspect.UnionType) else (node,)
     return [str(option.tag) for option in options if isinstance(option, msgspec.inspect.StructType)]
 
 
-def _node(where: str) -> Any:
-    """The type at the dotted path `where` of the tree."""
-    return _field(where).type if where else msgspec.inspect.type_info(Config)
+class At(NamedTuple):
+    """What a dotted path leads to: the type, its default, and what the file has there."""
+
+    type: Any
+    default: Any
+    tree: Any
 
 
-def _field(where: str) -> Any:
-    """The field at the dotted path `where`."""
+def _walk(where: str, tree: Any) -> At:
+    """Raises StopIteration where the path leads to no field."""
     node: Any = msgspec.inspect.type_info(Config)
-    found: Any = None
-    for part in where.split("."):
-        found = next(field for field in _struct(node, {}).fields if field.encode_name == part)
-        node = found.type
-    return found
+    default: Any = msgspec.NODEFAULT
+    for part in where.split(".") if where else []:
+        if isinstance(node, msgspec.inspect.DictType):
+            node, default = node.value_type, msgspec.NODEFAULT
+        else:
+            field = next(field for field in _struct(node, tree).fields if field.encode_name == part)
+            node, default = field.type, field.default
+        tree = tree.get(part, {}) if isinstance(tree, dict) else {}
+    return At(node, default, tree)
 
 
 def _struct(node: Any, tree: Any) -> msgspec.inspect.StructType:

@@ -3,6 +3,9 @@
 StreamppoError
 ├── ConfigError            the configuration is wrong: says the file, the line and the nearest name
 ├── TaskError              a data set or a reward cannot be loaded or used
+│   ├── RewardFailed       one trajectory has no reward: failed, never 0
+│   ├── EnvironmentFailed  an environment raised or took too long: the trajectory is failed
+│   ├── Retryable          raised by a reward: the same call may work a little later
 │   └── TooManyFailures    rewards or engines failed more often than the config allows
 ├── ModelError             a model folder that no engine of ours can run
 ├── UpdateError            a batch that must not be trained on, or gradients that stay non-finite
@@ -27,6 +30,23 @@ class ConfigError(StreamppoError):
 
 class TaskError(StreamppoError):
     """A data set or a reward cannot be loaded or used."""
+
+
+class RewardFailed(TaskError):
+    """This trajectory has no reward; the message is the reason."""
+
+
+class EnvironmentFailed(TaskError):
+    """The environment of this trajectory raised, took too long, or gave no usable answer."""
+
+
+class Retryable(TaskError):
+    """For rewards to raise: the call failed, and may work when it is tried again a little later.
+
+    Any exception with a true attribute `retryable` is understood in the same way.
+    """
+
+    retryable = True
 
 
 class TooManyFailures(TaskError):

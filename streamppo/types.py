@@ -13,7 +13,7 @@ a thousand tokens cost less than a microsecond to encode, against tens for a lis
 """
 
 import hashlib
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -54,20 +54,66 @@ def flags(column: bytes) -> Flags:
     return np.frombuffer(column, dtype=np.bool_)
 
 
+class Message(Crossing, frozen=True):
+    """One turn of a chat. `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
 class Prompt(Crossing, frozen=True):
-    """One instance of a task. `columns` is the rest of its data row, handed to the reward by name."""
+    """One instance of a task: `messages` for the chat template, or else `text`.
+
+    `columns` is its data row, handed to rewards by name; `source` is the data set that it comes from. Of its tokens
+    the last `max_tokens` are used.
+    """
 
     text: str
-    columns: dict[str, str | int | float | bool | None]
+    columns: dict[str, Any]
+    messages: tuple[Message, ...] = ()
+    source: str = ""
+    max_tokens: int | None = None
 
 
 class ScoredText(Crossing, frozen=True):
-    """What a reward function sees of a trajectory. `finish` is "length" when the completion was cut off."""
+    """What a reward sees of a trajectory. `finish` is "length" when the completion was cut off.
+
+    `num_tokens` are the tokens that the policy sampled, `tokens` their ids (int32). Of several turns, `turns` holds
+    what the policy said in each, and `completion` all of it with the observations in between.
+    """
 
     prompt: str
     completion: str
     finish: Literal["stop", "length"]
     num_tokens: int
+    tokens: bytes = b""
+    messages: tuple[Message, ...] = ()
+    turns: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the tokens that the policy sampled."""
+        return ints(self.tokens).tolist()
+
+
+class Reward(Crossing, frozen=True):
+    """What a reward may return in place of a number. The trajectory's reward is the sum of all of it.
+
+    `score` stands on the last token, `turns[k]` on the last token of turn k, `tokens[t]` on the t-th sampled token.
+    `components` are only logged, as reward_NAME. `explanation` is for people.
+    """
+
+    score: float = 0.0
+    tokens: tuple[float, ...] = ()
+    turns: tuple[float, ...] = ()
+    components: dict[str, float] = {}
+    explanation: str = ""
+
+    @property
+    def total(self) -> float:
+        """The trajectory's reward."""
+        return self.score + sum(self.tokens) + sum(self.turns)
 
 
 class Identity(Crossing, frozen=True, order=True):
@@ -94,7 +140,8 @@ class Trajectory(Crossing, frozen=True):
     """One finished, scored completion. All columns but `prompt_tokens` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
-    the distribution that was sampled from, and `versions` say which weights sampled each token.
+    the distribution that was sampled from, and `versions` say which weights sampled each token. `reward` is the sum
+    of `token_rewards`; where those are empty, all of it stands on the last token that the policy sampled.
     """
 
     identity: Identity
@@ -106,6 +153,8 @@ class Trajectory(Crossing, frozen=True):
     mask: bytes
     finish: Literal["stop", "length"]
     reward: float
+    token_rewards: bytes = b""
+    components: dict[str, float] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +172,7 @@ class Failure(Crossing, frozen=True):
 
     identity: Identity
     actor: str
-    stage: Literal["engine", "reward", "task"]
+    stage: Literal["engine", "environment", "reward", "task"]
     reason: str
 
 
@@ -183,8 +232,24 @@ class QueueReport(Crossing, frozen=True):
     mean_tokens_dropped: float
 
 
+class ScorerReport(Crossing, frozen=True):
+    """One scorer's counters in one rollout actor. `reasons` counts failures by their reason, the first few kinds."""
+
+    name: str
+    calls: int
+    failed: int
+    retries: int
+    respawns: int
+    mean_s: float
+    max_s: float
+    reasons: dict[str, int]
+
+
 class EngineReport(Crossing, frozen=True):
-    """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode."""
+    """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode.
+
+    `too_long` counts the prompts that were skipped or truncated when the task was loaded.
+    """
 
     actor: str
     version: int
@@ -196,6 +261,8 @@ class EngineReport(Crossing, frozen=True):
     swap_s: float
     push_ms: float
     checksum: str
+    scorers: tuple[ScorerReport, ...] = ()
+    too_long: dict[str, int] = {}
 
 
 class EvaluationReport(Crossing, frozen=True):

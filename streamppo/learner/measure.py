@@ -131,4 +131,5 @@ def batch_metrics(
         "mismatch": found.numerics.mean_abs_log_ratio if found.numerics else 0.0,
         "explained_variance": float(explained_variance(learner.values_BT, estimate.returns, mask_BT)),
         **by_lag,
+        **{f"reward_{name}": mean for name, mean in batch.components.items()},
     }

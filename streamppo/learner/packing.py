@@ -4,21 +4,24 @@ B trajectories, L prompt + completion tokens (padded), T completion tokens (padd
 causal attention no real token ever sees padding, so no attention mask is needed.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.types import Batch, flags, floats, ints
+from streamppo.algorithms.layout import on_last_token
+from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 
 class Packed(NamedTuple):
     """One batch as tensors.
 
     `mask_BT` are the tokens that the policy sampled, `fresh_BT` those of them that max_lag still allows to train.
-    `lag_BT` is version - the token's version. `start_B` is P, the length of the prompt; `length_B` is the
+    `lag_BT` is version - the token's version. `rewards_BT` sums to `reward_B`; `components` are means over the
+    trajectories that have them. `start_B` is P, the length of the prompt; `length_B` is the
     completion's; `truncated_B` says that the completion was cut off.
     """
 
@@ -31,8 +34,10 @@ class Packed(NamedTuple):
     lag_BT: Tensor
     behavior_logprobs_BT: Tensor
     reward_B: Tensor
+    rewards_BT: Tensor
     truncated_B: Tensor
     prompt_B: Tensor
+    components: Mapping[str, float]
 
     def to(self, device: torch.device) -> "Packed":
         """The same batch on `device`."""
@@ -60,6 +65,7 @@ def pack(batch: Batch) -> Packed:
     mask_BT = torch.from_numpy(_padded([flags(row.mask) for row in rows], False))
     versions_BT = torch.from_numpy(_padded([ints(row.versions) for row in rows], batch.version)).long()
     inputs = [np.concatenate([ints(row.prompt_tokens), ints(row.tokens)]) for row in rows]
+    reward_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
     return Packed(
         version=batch.version,
         inputs_BL=torch.from_numpy(_padded(inputs, 0)).long(),
@@ -69,10 +75,29 @@ def pack(batch: Batch) -> Packed:
         fresh_BT=mask_BT & (versions_BT >= batch.min_version),
         lag_BT=batch.version - versions_BT,
         behavior_logprobs_BT=torch.from_numpy(_padded([floats(row.logprobs) for row in rows], 0.0)),
-        reward_B=torch.tensor([row.reward for row in rows], dtype=torch.float32),
+        reward_B=reward_B,
+        rewards_BT=_rewards(rows, reward_B, mask_BT),
         truncated_B=torch.tensor([row.finish == "length" for row in rows]),
         prompt_B=torch.tensor([row.identity.prompt for row in rows]),
+        components=_components(rows),
     )
+
+
+def _rewards(rows: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """A trajectory's own token rewards, or its reward on the last token that the policy sampled."""
+    rewards_BT = on_last_token(reward_B, mask_BT)
+    for place_T, row in zip(rewards_BT, rows, strict=True):
+        if row.token_rewards:
+            place_T[: row.num_tokens] = torch.from_numpy(floats(row.token_rewards).copy())
+    return rewards_BT
+
+
+def _components(rows: Sequence[Trajectory]) -> dict[str, float]:
+    totals: defaultdict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.components.items():
+            totals[name].append(value)
+    return {name: sum(values) / len(values) for name, values in totals.items()}
 
 
 def _padded(columns: Sequence[np.ndarray], value: float) -> np.ndarray:

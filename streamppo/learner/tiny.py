@@ -56,7 +56,7 @@ def make(config: Config, folder: Path) -> None:
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
     task = tasks.build(config.task, config.seed)
-    _warm_up(model, tokenizer, task.rows.training, config.model.warm_start, config.seed)
+    _warm_up(model, tokenizer, task.demonstrations, config.model.warm_start, config.seed)
     aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside)

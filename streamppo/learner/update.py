@@ -16,7 +16,6 @@ from streamppo.algorithms.aggregate import denominators
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, kl_reward, next_beta, stop_early
-from streamppo.algorithms.layout import on_last_token
 from streamppo.config import Config
 from streamppo.errors import UpdateError
 from streamppo.learner.clip import clip
@@ -129,7 +128,7 @@ class Updater:
         config, mask_BT = self.config.algorithm, batch.mask_BT
         check_any(mask_BT)
         check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
-        rewards_BT = on_last_token(batch.reward_B, mask_BT)
+        rewards_BT = batch.rewards_BT
         check_finite(mask_BT, rewards=rewards_BT, values=scored.values_BT)
         if reference_BT is not None and config.kl.reward_beta:
             check_logprobs(mask_BT, reference=reference_BT)

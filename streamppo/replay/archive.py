@@ -5,14 +5,15 @@ runs/NAME/archive/00000042.zarr.zip       the batch of version 42, exactly
     zarr.open_group(zarr.storage.ZipStore("00000042.zarr.zip", mode="r"))        is all that it takes to read one
 
 B trajectories lie one after another in flat columns: those of trajectory i are `offsets[i] : offsets[i + 1]`, its
-prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. A file is complete when it has its name; it counts once the
-journal holds its SHA-256.
+prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. Where rewards stand on single tokens there is a flat column
+`token_rewards` with offsets of its own, and where they have components a table of them [B, components], NaN where a
+trajectory has none of a name. A file is complete when it has its name; it counts once the journal holds its SHA-256.
 """
 
 # zarr and pyarrow leave parts of their signatures untyped.
 # pyright: standard
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,11 @@ class Archive:
         at, prompt_at = columns.pop("offsets"), columns.pop("prompt_offsets")
         flat = {name: pyarrow.ListArray.from_arrays(at.astype(np.int32), columns.pop(name)) for name in FLAT}
         flat["prompt_tokens"] = pyarrow.ListArray.from_arrays(prompt_at.astype(np.int32), columns.pop("prompt_tokens"))
+        if "token_rewards" in columns:
+            rewards_at = columns.pop("token_reward_offsets").astype(np.int32)
+            flat["token_rewards"] = pyarrow.ListArray.from_arrays(rewards_at, columns.pop("token_rewards"))
+        if "components" in columns:
+            columns |= dict(zip(attributes["component_names"], columns.pop("components").T, strict=True))
         words = {name: np.take(attributes[f"{name}s"], columns.pop(name)) for name in ("task", "actor", "finish")}
         return pyarrow.table({**columns, **words, **flat})
 
@@ -125,19 +131,35 @@ def _write(path: Path, batch: Batch) -> None:
     }
     attributes: dict[str, Any] = {"version": batch.version, "min_version": batch.min_version}
     attributes |= {f"{name}s": found for name, found in known.items()}
+    if any(row.token_rewards for row in rows):
+        columns["token_rewards"] = floats(b"".join(row.token_rewards for row in rows))
+        columns["token_reward_offsets"] = _offsets([len(row.token_rewards) // 4 for row in rows])
+    if names := sorted({name for row in rows for name in row.components}):
+        columns["components"] = np.array([[row.components.get(name, np.nan) for name in names] for row in rows])
+        attributes["component_names"] = names
     with ZipStore(path, mode="w") as store:
         group = zarr.create_group(store, attributes=attributes)
         for name, column in columns.items():
-            group.create_array(name, data=column, chunks=(len(column),), compressors=ZstdCodec(level=1))
+            group.create_array(name, data=column, chunks=column.shape, compressors=ZstdCodec(level=1))
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
+def _span(column: NDArray[Any], offsets: Any, row: int) -> NDArray[Any]:
+    return column[offsets[row] : offsets[row + 1]]
+
+
+def _present(names: Sequence[str], numbers: NDArray[np.float64]) -> dict[str, float]:
+    return {name: float(number) for name, number in zip(names, numbers, strict=True) if not np.isnan(number)}
+
+
 def _batch(columns: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any]) -> Batch:
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
     words = {name: np.take(attributes[f"{name}s"], columns[name]).tolist() for name in ("task", "actor", "finish")}
+    token_rewards, rewards_at = columns.get("token_rewards"), columns.get("token_reward_offsets")
+    components, names = columns.get("components"), attributes.get("component_names", ())
     rows: list[Trajectory] = []
     for row, reward in enumerate(columns["reward"].tolist()):
         span = slice(at[row], at[row + 1])
@@ -149,6 +171,8 @@ def _batch(columns: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any]) -
                 prompt_tokens=columns["prompt_tokens"][prompt_at[row] : prompt_at[row + 1]].tobytes(),
                 finish=words["finish"][row],
                 reward=reward,
+                token_rewards=b"" if token_rewards is None else _span(token_rewards, rewards_at, row).tobytes(),
+                components={} if components is None else _present(names, components[row]),
                 **{name: columns[name][span].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
             )
         )

@@ -85,6 +85,8 @@ def defect(trajectory: Trajectory) -> str | None:
         return "a log-prob is not finite, or positive"
     if (ints(trajectory.tokens) < 0).any() or not trajectory.prompt_tokens:
         return "a token id is negative, or the prompt is empty"
-    if not np.isfinite(trajectory.reward):
+    if trajectory.token_rewards and len(trajectory.token_rewards) != len(trajectory.tokens):
+        return f"token rewards of {len(trajectory.token_rewards)} bytes for tokens of {len(trajectory.tokens)} bytes"
+    if not np.isfinite(trajectory.reward) or not np.isfinite(floats(trajectory.token_rewards)).all():
         return f"the reward is {trajectory.reward}"
     return None

@@ -14,18 +14,20 @@ import msgspec
 from ray.exceptions import ObjectLostError
 
 from streamppo.config import Config
-from streamppo.errors import ModelError, TaskError, WeightsError
+from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, WeightsError
 from streamppo.rollout import build
-from streamppo.rollout.engine import Completion, Engine, Sampling
-from streamppo.tasks import rewards
+from streamppo.rollout.credit import place
+from streamppo.rollout.engine import Engine, Sampling
+from streamppo.rollout.episode import Episode, Player
 from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.tokens import Tokenizer
 from streamppo.types import (
     EngineReport,
     EvaluationReport,
     Failure,
     Prompt,
-    ScoredText,
+    Reward,
     Ticket,
     Trajectory,
     decode,
@@ -70,10 +72,14 @@ class RolloutActor:
     async def start(self, model_path: str) -> int:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
         self.tokenizer = Tokenizer(model_path)
-        self.task = tasks.build(self.config.task, self.config.seed)
-        self.reward = rewards.load(self.config.reward.function)
+        self.task = tasks.build(self.config.task, self.config.seed, self.tokenizer)
+        for what, count in self.task.lengths().items():
+            self._say(f"{count} prompts are too long: {what}")
+        self.rewards = Rewards(self.config.reward, self._say)
+        await self.rewards.start(self.task.sources())
         push, tensors = await self._pull(-1)
         self.engine: Engine = build.engine(self.config, self.name, model_path, push.version, tensors)
+        self.player = Player(self.engine, self.tokenizer, self.config.environment)
         self._digest = push.digest
         self._started.set()
         return push.version
@@ -117,8 +123,13 @@ class RolloutActor:
             swap_s=usage.swap_s,
             push_ms=self._push_ms,
             checksum=self._digest,
+            scorers=self.rewards.report(),
+            too_long=self.task.lengths(),
         )
         return encode(report)
+
+    def _say(self, text: str) -> None:
+        print(f"{self.name}: {text}", flush=True)
 
     # --- the life of a trajectory ----------------------------------------------------------------------------
 
@@ -140,20 +151,21 @@ class RolloutActor:
     async def _sample(self, ticket: Ticket) -> None:
         try:
             prompt = self.task.prompt(ticket.identity.prompt)
-            tokens = self.tokenizer.encode(prompt.text)
-            completion = await self.engine.generate(tokens, self._sampling)
-            reward = await self._score(prompt, completion)
+            episode = await self.player.play(prompt, self._sampling)
+            reward = await self._score(prompt, episode)
             self._finish(
                 Trajectory(
                     identity=ticket.identity,
                     actor=self.name,
-                    prompt_tokens=tokens.tobytes(),
-                    tokens=completion.tokens.tobytes(),
-                    logprobs=completion.logprobs.tobytes(),
-                    versions=completion.versions.tobytes(),
-                    mask=b"\x01" * len(completion.tokens),
-                    finish=completion.finish,
-                    reward=reward,
+                    prompt_tokens=episode.prompt_tokens.tobytes(),
+                    tokens=episode.tokens.tobytes(),
+                    logprobs=episode.logprobs.tobytes(),
+                    versions=episode.versions.tobytes(),
+                    mask=episode.mask.tobytes(),
+                    finish=episode.finish,
+                    reward=reward.total,
+                    token_rewards=place(reward, episode.mask, episode.turn_ends),
+                    components=reward.components,
                 )
             )
         except (TaskError, ModelError) as error:
@@ -161,14 +173,8 @@ class RolloutActor:
             self._finish(failed)
         self._free.release()
 
-    async def _score(self, prompt: Prompt, completion: Completion) -> float:
-        text = ScoredText(
-            prompt=prompt.text,
-            completion=self.tokenizer.decode(completion.tokens),
-            finish=completion.finish,
-            num_tokens=len(completion.tokens),
-        )
-        return await rewards.score(self.reward, text, prompt.columns, self.config.reward.timeout_s)
+    async def _score(self, prompt: Prompt, episode: Episode) -> Reward:
+        return episode.reward(await self.rewards.score(prompt, episode.text(prompt, self.tokenizer)))
 
     def _finish(self, result: Trajectory | Failure) -> None:
         self._trajectories += isinstance(result, Trajectory)
@@ -200,7 +206,7 @@ class RolloutActor:
                 start = time.perf_counter()
                 await self.engine.update_weights(push.version, tensors)
             except WeightsError as error:
-                print(f"{self.name} keeps version {self.engine.version}: {error}", flush=True)
+                self._say(f"keeps version {self.engine.version}: {error}")
                 refusals += 1
                 if refusals == PULLS:
                     raise
@@ -225,18 +231,23 @@ class RolloutActor:
                 await asyncio.sleep(RETRY_S)
 
     async def _answer(self, prompt: Prompt) -> Answer:
-        completion = await self.engine.generate(self.tokenizer.encode(prompt.text), self._greedy)
         try:
-            correct = await self._score(prompt, completion) >= self.config.reward.correct_at
-        except rewards.RewardFailed:
+            episode = await self.player.play(prompt, self._greedy)
+        except EnvironmentFailed:
+            return Answer(None, self.engine.version, self.engine.version)
+        try:
+            correct = (await self._score(prompt, episode)).total >= self.config.reward.correct_at
+        except RewardFailed:
             correct = None
-        return Answer(correct, int(completion.versions.min()), int(completion.versions.max()))
+        return Answer(correct, int(episode.versions.min()), int(episode.versions.max()))
 
 
-def _stage(error: Exception) -> Literal["engine", "reward", "task"]:
+def _stage(error: Exception) -> Literal["engine", "environment", "reward", "task"]:
     match error:
-        case rewards.RewardFailed():
+        case RewardFailed():
             return "reward"
+        case EnvironmentFailed():
+            return "environment"
         case TaskError():
             return "task"
         case _:

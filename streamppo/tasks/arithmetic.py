@@ -29,7 +29,15 @@ class Arithmetic:
 
 
 def _prompt(a: int, b: int) -> Prompt:
-    return Prompt(text=f"{a}+{b}=", columns={"answer": str(a + b)})
+    return Prompt(text=f"{a}+{b}=", columns={"answer": str(a + b)}, source="arithmetic")
+
+
+def difficulty(prompt: Prompt) -> int:
+    """Digits of both numbers and carries of their sum, and among equals the sum."""
+    a, b = (int(number) for number in prompt.text.removesuffix("=").split("+"))
+    digits = len(str(a)) + len(str(b))
+    carries = (sum(map(int, str(a) + str(b))) - sum(map(int, str(a + b)))) // 9
+    return (digits + carries) * 10**12 + a + b
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:

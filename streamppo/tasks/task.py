@@ -1,13 +1,20 @@
 """What a task is: an endless seeded stream of training prompts, and a fixed list of held-out ones."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice, zip_longest
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+from zlib import crc32
 
-import numpy as np
-
-from streamppo.config import ArithmeticTask, FilesTask
-from streamppo.tasks.arithmetic import Arithmetic
-from streamppo.tasks.files import Files
+from streamppo.config_task import ArithmeticTask, CalculatorTask, DataTask, GymTask, Source, VerifiersTask
+from streamppo.config_task import Task as TaskConfig
+from streamppo.tasks import verifiers
+from streamppo.tasks.arithmetic import Arithmetic, difficulty
+from streamppo.tasks.calculator import demonstrations
+from streamppo.tasks.data import Data
+from streamppo.tasks.gym import Gym
+from streamppo.tasks.order import Mixture, Ramped, Shuffled
+from streamppo.tasks.tokens import Tokenizer
 from streamppo.types import Prompt
 
 
@@ -25,37 +32,99 @@ class Rows(Protocol):
         ...
 
 
-class Task:
-    """Prompt number p is row `permutation(seed, epoch)[p % n]` with epoch = p // n.
+class Stream(NamedTuple):
+    """One source of prompts: `rows`, in the endless `order` of positions; `lengths` counts those too long."""
 
-    It is a function of (configuration, seed, p) alone: whoever holds an identity can rebuild its prompt, and a
-    resumed run goes on with the very prompts that it would have had.
+    name: str
+    rows: Rows
+    order: Callable[[int], int]
+    weight: float = 1.0
+    lengths: Mapping[str, int] = MappingProxyType({})
+
+
+class Task:
+    """Prompt number p is a function of (configuration, seed, p) alone.
+
+    Whoever holds an identity can rebuild its prompt, and a resumed run goes on with the very prompts that it would
+    have had.
     """
 
-    def __init__(self, name: str, rows: Rows, seed: int) -> None:
-        self.name = name
-        self.rows = rows
-        self._seed = seed
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+    def __init__(self, streams: Sequence[Stream], seed: int, demonstrations: Sequence[Prompt] = ()) -> None:
+        self._streams = streams
+        self._demonstrations = demonstrations
+        self._mixture = Mixture({stream.name: stream.weight for stream in streams}, seed) if len(streams) > 1 else None
 
     def prompt(self, number: int) -> Prompt:
         """Prompt `number` >= 0 of the training stream."""
-        epoch, position = divmod(number, len(self.rows.training))
-        if epoch != self._epoch:
-            self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self.rows.training))
-            self._epoch = epoch
-        return self.rows.training[int(self._order[position])]
+        source, position = self._mixture(number) if self._mixture else (0, number)
+        stream = self._streams[source]
+        return stream.rows.training[stream.order(position)]
+
+    @property
+    def training(self) -> Sequence[Prompt]:
+        """Every training prompt once."""
+        if len(self._streams) == 1:
+            return self._streams[0].rows.training
+        return list(chain.from_iterable(stream.rows.training for stream in self._streams))
+
+    @property
+    def demonstrations(self) -> Sequence[Prompt]:
+        """Prompts with answers that a warm start learns from: the training prompts, if the task has no others."""
+        return self._demonstrations or self.training
 
     def held_out(self, limit: int) -> Sequence[Prompt]:
-        """The first `limit` held-out prompts: the same ones in every evaluation."""
-        return self.rows.held_out[:limit]
+        """The first `limit` held-out prompts, sources in turn: the same ones in every evaluation."""
+        turns = zip_longest(*(stream.rows.held_out[:limit] for stream in self._streams))
+        return list(islice((prompt for prompt in chain.from_iterable(turns) if prompt is not None), limit))
+
+    def sources(self) -> set[str]:
+        """Every name that prompts have as their source."""
+        return {prompt.source for stream in self._streams for prompt in (*stream.rows.training, *stream.rows.held_out)}
+
+    def lengths(self) -> dict[str, int]:
+        """How many prompts were too long, and what happened to them."""
+        return {
+            f"{stream.name}: {what}": count
+            for stream in self._streams
+            for what, count in stream.lengths.items()
+            if count
+        }
 
 
-def build(config: ArithmeticTask | FilesTask, seed: int) -> Task:
-    """The task that the configuration names. Raises `TaskError` if its data cannot be read."""
+def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None) -> Task:
+    """The task that the configuration names; without a tokenizer no prompt is measured.
+
+    Raises `TaskError` if its data cannot be read.
+    """
     match config:
         case ArithmeticTask():
-            return Task("arithmetic", Arithmetic(config.first, config.second, config.held_out, seed), seed)
-        case FilesTask():
-            return Task("files", Files(config, seed), seed)
+            return Task([_arithmetic(config, seed)], seed)
+        case DataTask(sources=sources):
+            named = sources or {"data": config}
+            streams = [_data(name, source, seed, tokenizer, len(named)) for name, source in named.items()]
+            return Task(streams, seed)
+        case GymTask(dataset=name):
+            rows = Gym(config, seed)
+            return Task([Stream(name, rows, Shuffled(len(rows.training), seed))], seed)
+        case CalculatorTask(first=first, second=second, held_out=held_out):
+            rows = Arithmetic(first, second, held_out, seed)
+            stream = Stream("arithmetic", rows, Shuffled(len(rows.training), seed))
+            return Task([stream], seed, demonstrations(rows.training))
+        case VerifiersTask(environment=name):
+            rows = verifiers.Rows(config)
+            return Task([Stream(name, rows, Shuffled(len(rows.training), seed))], seed)
+
+
+def _arithmetic(config: ArithmeticTask, seed: int) -> Stream:
+    rows = Arithmetic(config.first, config.second, config.held_out, seed)
+    order = Shuffled(len(rows.training), seed)
+    if config.ramp_prompts:
+        order = Ramped([difficulty(prompt) for prompt in rows.training], config.ramp_prompts, seed)
+    return Stream("arithmetic", rows, order)
+
+
+def _data(name: str, source: Source, seed: int, tokenizer: Tokenizer | None, of: int) -> Stream:
+    rows = Data(name, source, seed, tokenizer)
+    # Sources of equal length must not be visited in equal orders.
+    key = (seed,) if of == 1 else (seed, crc32(name.encode()))
+    return Stream(name, rows, Shuffled(len(rows.training), *key), source.weight, rows.lengths)

@@ -1,12 +1,15 @@
 """Text to token ids and back, by the model's own tokenizer; and the character tokenizer of builtin:tiny."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from streamppo.errors import TaskError
-from streamppo.types import Ints
+from streamppo.types import Ints, Message, Prompt
+
+Said: TypeAlias = str | tuple[Message, ...]
+"""What an environment says: messages for the chat template, or a text as it is."""
 
 
 class Tokenizer:
@@ -18,12 +21,53 @@ class Tokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
         self.eos_id: int | None = self._tokenizer.eos_token_id
 
-    def encode(self, text: str) -> Ints:
-        """Token ids [P] of a prompt. Raises `TaskError` if there are none."""
-        ids = self._tokenizer(text)["input_ids"]
+    def render(self, prompt: Prompt) -> str:
+        """The text of a prompt: its messages in the chat template, with the opening of the answer; or its text.
+
+        Raises `TaskError` if it has messages and the tokenizer no template.
+        """
+        if not prompt.messages:
+            return prompt.text
+        if not self._tokenizer.chat_template:
+            raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
+        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """All token ids of a prompt. Raises `TaskError` if there are none."""
+        # The template writes its special tokens itself.
+        ids = self._tokenizer(self.render(prompt), add_special_tokens=not prompt.messages)["input_ids"]
         if not ids:
-            raise TaskError(f"the prompt {text!r} has no tokens")
-        return np.asarray(ids, dtype=np.int32)
+            raise TaskError(f"the prompt {prompt.text!r} has no tokens")
+        return ids
+
+    def encode(self, prompt: Prompt) -> Ints:
+        """Token ids [P] of a prompt, cut to its `max_tokens`."""
+        ids = self.ids(prompt)
+        return np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
+
+    def observation(self, said: Said) -> Ints:
+        """Token ids [O] of what an environment says after a turn of the policy, with the opening of the next turn.
+
+        What the policy has sampled is not tokenised again: the chat template is asked for what comes after the
+        end-of-sequence token of an assistant's turn. A text is taken as it is. Raises `TaskError` for a template that
+        rewrites earlier turns, or ends the assistant's turn in another way.
+        """
+        if isinstance(said, str):
+            return np.asarray(self._tokenizer(said, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        turn = (Message(role="user", content="?"), Message(role="assistant", content="!"))
+        before, after = self._chat(turn, False), self._chat((*turn, *said), True)
+        if after[: len(before)] != before:
+            raise TaskError("the chat template rewrites earlier turns: an environment's messages cannot be appended")
+        if self.eos_id not in before:
+            raise TaskError("the chat template does not end an assistant's turn with the end-of-sequence token")
+        end = len(before) - before[::-1].index(self.eos_id)
+        return np.asarray(after[end:], dtype=np.int32)
+
+    def _chat(self, messages: tuple[Message, ...], open_turn: bool) -> list[int]:
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=open_turn, tokenize=False)
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, tokens: Ints) -> str:
         """The text of `tokens` [T], special tokens left out."""

@@ -52,7 +52,8 @@ SOMETIMES = {
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "critic_steps": "optimizer steps of a critic with a transformer of its own",
     "critic_grad_norm": "before clipping, mean over its optimizer steps",
+    "reward_": "mean of one scorer or of one component of a reward, over the trajectories that have it",
     "ess_lag_": "effective sample size of the tokens of one bucket of lags: 0, 1, 2, 3-4, 5-8, 9+",
     "behavior_kl_lag_": "KL(behavior || proximal) of the tokens of one bucket of lags",
 }
-"""In lines to which they apply; a name that ends in _ is followed by the bucket."""
+"""In lines to which they apply; a name that ends in _ is followed by the bucket or the name."""

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
@@ -137,6 +139,8 @@ class Record:
             "swap_ms": sum(engine.swap_s for engine in engines) * 1e3 / max(swaps, 1),
             "dropped": queue.dropped if queue else None,
             "failed": queue.failed if queue else None,
+            "scorers": [{"actor": e.actor, **msgspec.to_builtins(s)} for e in engines for s in e.scorers],
+            "too_long": dict(engines[0].too_long) if engines else {},
             "mean_tokens": None
             if queue is None
             else {"consumed": queue.mean_tokens_consumed, "dropped": queue.mean_tokens_dropped},

@@ -26,7 +26,8 @@ MARK = "STREAMPPO_TEST_RUN"
 def started(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """`streamppo run` in a process of its own, its descendants marked so that none can hide."""
     command = [sys.executable, "-m", "streamppo", "run", str(MATH), *flags, "--runs", str(folder), *overrides]
-    environment = {**os.environ, MARK: str(folder), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
+    environment = {**os.environ, MARK: str(folder), "PYTHONPATH": path}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
     )
@@ -232,6 +233,46 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_sampled_again(tmp_path:
     found = summary(tmp_path)
     assert found["failed"]["reward"] > 0
     assert found["trajectories"] == 12 * 64
+
+
+CALCULATOR = (
+    "task.kind=calculator",
+    "environment.name=streamppo.tasks.calculator:Calculator",
+    "environment.max_turns=3",
+    "environment.max_tokens=24",
+    "reward.function=",
+)
+
+
+def test_the_policy_learns_to_use_a_tool(tmp_path: Path) -> None:
+    """From one call of the calculator in five to nearly always; by turns, with observations that are not trained on."""
+    finished(
+        tmp_path,
+        *CALCULATOR,
+        "updates=40",
+        "queue.batch_size=128",
+        "evaluation.prompts=64",
+        "evaluation.every=0",
+        "checkpoint.every=0",
+        "model.warm_start.target_accuracy=0.45",
+    )
+    rows = updates(tmp_path)
+    first, last = rows[0], rows[-5:]
+    assert first["reward_tool"] < 0.5
+    assert sum(row["reward_tool"] for row in last) / len(last) > 0.75
+    assert sum(row["reward"] for row in last) / len(last) > first["reward"] + 0.3
+    assert_documented(rows)
+
+
+def test_a_reward_of_every_fault_is_survived_and_its_reasons_are_in_log_and_report(tmp_path: Path) -> None:
+    output = finished(tmp_path, *SHORT, "reward.function=integration.bad_rewards:of_every_kind", "reward.timeout_s=0.5")
+    found = summary(tmp_path)
+    assert found["trajectories"] == 12 * 64
+    (scorer,) = found["scorers"]
+    assert scorer["respawns"] > 0
+    for reason in ("ValueError: no such answer", "its process died: exit code 3", "returned nan, not a finite number"):
+        assert scorer["reasons"][reason] > 0
+        assert f"reward failed: {reason}" in output
 
 
 @pytest.mark.gpu

@@ -161,8 +161,8 @@ BAD = {
     "every token of the batch is masked": lambda: without_tokens(pack(case.batch())),
     r"behavior\[0, 0\] = nan is not finite": lambda: with_behavior(torch.nan),
     r"behavior\[0, 0\] = 0.5 is above 0": lambda: with_behavior(0.5),
-    r"rewards\[0, \d\] = nan is not finite": lambda: pack(case.batch())._replace(
-        reward_B=torch.full((case.BATCH,), torch.nan)
+    r"rewards\[0, \d\] = nan is not finite": lambda: (good := pack(case.batch()))._replace(
+        rewards_BT=torch.full_like(good.rewards_BT, torch.nan)
     ),
     "behavior has shape": lambda: (good := pack(case.batch()))._replace(
         behavior_logprobs_BT=good.behavior_logprobs_BT[:, :-1]

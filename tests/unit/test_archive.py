@@ -38,6 +38,20 @@ def batch(version: int = 3) -> Batch:
     )
 
 
+def rewarded(version: int = 3) -> Batch:
+    """Rewards of every kind: in one number, on tokens, with components that not every trajectory has."""
+    plain, one, two = batch(version).trajectories
+    return Batch(
+        version=version,
+        min_version=version,
+        trajectories=(
+            msgspec.structs.replace(plain, components={"b": -0.0, "a": 1e-300}),
+            msgspec.structs.replace(one, token_rewards=np.float32([0.25]).tobytes(), components={"a": 2.0}),
+            msgspec.structs.replace(two, token_rewards=np.float32([0.0, -1e-30]).tobytes()),
+        ),
+    )
+
+
 def recorded(run: Path, *batches: Batch) -> Archive:
     """Written and recorded as the queue does it."""
     journal, made = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
@@ -49,9 +63,12 @@ def recorded(run: Path, *batches: Batch) -> Archive:
 
 
 def test_the_very_batch_comes_back(tmp_path: Path) -> None:
-    found = recorded(tmp_path, batch(3), batch(4))
+    found = recorded(tmp_path, batch(3), rewarded(4))
     assert found.versions() == [3, 4]
-    assert (found.batch(3), found.batch(4)) == (batch(3), batch(4))
+    assert (found.batch(3), found.batch(4)) == (batch(3), rewarded(4))
+    rows = found.table(4).to_pylist()
+    assert [row["token_rewards"] for row in rows] == [[], [0.25], np.float32([0.0, -1e-30]).tolist()]
+    assert [row["a"] for row in rows][:2] == [1e-300, 2.0]
 
 
 def test_anybody_reads_it_with_plain_zarr(tmp_path: Path) -> None:

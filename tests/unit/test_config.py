@@ -65,8 +65,15 @@ def test_an_unknown_field_inside_a_chosen_kind_knows_the_fields_of_that_kind() -
         configfile.load(MATH, ["algorithm.correction.capp=3"])
 
 
+def test_an_error_in_a_table_of_tables_names_the_table() -> None:
+    with pytest.raises(ConfigError, match=r"override task.sources.easy.wieght: .*did you mean 'weight'"):
+        configfile.load(MATH, ["task.kind=data", "task.sources.hard.data=x", "task.sources.easy.wieght=2"])
+    with pytest.raises(ConfigError, match=r"override task.sources.easy.weight: Expected `float` > 0.0"):
+        configfile.load(MATH, ["task.kind=data", "task.sources.hard.data=x", "task.sources.easy.weight=-2"])
+
+
 def test_an_unknown_kind_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="kinds are arithmetic, files"):
+    with pytest.raises(ConfigError, match="kinds are arithmetic, data"):
         configfile.load(MATH, ["task.kind=algebra"])
 
 
@@ -180,7 +187,7 @@ def test_the_tree_survives_its_own_encoding() -> None:
 
 
 def test_every_field_has_a_sentence_under_it() -> None:
-    files = ("config.py", "config_algorithm.py")
+    files = ("config.py", "config_algorithm.py", "config_reward.py", "config_task.py")
     lines = [line for name in files for line in (REPOSITORY / "streamppo" / name).read_text().splitlines()]
     fields = [
         n

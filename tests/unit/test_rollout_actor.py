@@ -74,7 +74,7 @@ def test_damaged_weights_are_refused_and_asked_for_again(capsys: pytest.CaptureF
 
     queue = asyncio.run(scenario())
     assert (queue.pulls, queue.swaps) == (actor.PULLS, [1])
-    assert capsys.readouterr().out.count("rollout-0 keeps version 0: push 1: bucket 0 does not match") == 2
+    assert capsys.readouterr().out.count("rollout-0: keeps version 0: push 1: bucket 0 does not match") == 2
 
 
 def test_weights_that_stay_damaged_end_the_actor() -> None:

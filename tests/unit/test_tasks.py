@@ -1,8 +1,6 @@
-"""Prompts are a function of seed and number; rewards that fail are failed, never 0."""
+"""Prompts are a function of seed and number; files become prompts."""
 
-import asyncio
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -10,28 +8,24 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from streamppo.config import ArithmeticTask, FilesTask
+from streamppo.config_task import ArithmeticTask, DataTask
 from streamppo.errors import TaskError
-from streamppo.tasks import arithmetic, rewards, task
+from streamppo.tasks import arithmetic, task
 from streamppo.tasks.tokens import Tokenizer, character_tokenizer
-from streamppo.types import ScoredText
-
-
-def scored(completion: str, finish: str = "stop") -> ScoredText:
-    return ScoredText(prompt="1+2=", completion=completion, finish=finish, num_tokens=len(completion))  # pyright: ignore
-
+from streamppo.types import Prompt
 
 # --- prompts -------------------------------------------------------------------------------------------------
 
 
 def test_every_problem_is_either_trained_on_or_held_out_and_has_the_right_answer() -> None:
-    rows = task.build(ArithmeticTask(first=(0, 99), second=(0, 9), held_out=0.2), seed=3).rows
-    texts = [prompt.text for prompt in (*rows.training, *rows.held_out)]
+    built = task.build(ArithmeticTask(first=(0, 99), second=(0, 9), held_out=0.2), seed=3)
+    training, held_out = built.training, built.held_out(1000)
+    texts = [prompt.text for prompt in (*training, *held_out)]
     assert len(texts) == len(set(texts)) == 1000
-    assert 150 < len(rows.held_out) < 250
-    mirrored = {"+".join(reversed(prompt.text[:-1].split("+"))) + "=" for prompt in rows.training}
-    assert not mirrored & {prompt.text for prompt in rows.held_out}
-    for prompt in rows.training:
+    assert 150 < len(held_out) < 250
+    mirrored = {"+".join(reversed(prompt.text[:-1].split("+"))) + "=" for prompt in training}
+    assert not mirrored & {prompt.text for prompt in held_out}
+    for prompt in training:
         a, b = prompt.text.removesuffix("=").split("+")
         assert prompt.columns["answer"] == str(int(a) + int(b))
 
@@ -46,36 +40,37 @@ def test_a_prompt_depends_on_seed_and_number_alone() -> None:
 
 def test_every_epoch_visits_every_training_prompt_once_in_another_order() -> None:
     built = task.build(ArithmeticTask(first=(0, 9), second=(0, 9)), 1)
-    count = len(built.rows.training)
+    count = len(built.training)
     epochs = [[built.prompt(epoch * count + n).text for n in range(count)] for epoch in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(prompt.text for prompt in built.rows.training)
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(prompt.text for prompt in built.training)
     assert epochs[0] != epochs[1]
 
 
 ROWS = [{"prompt": f"p{n}", "answer": f"a{n}", "level": n} for n in range(40)]
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> FilesTask:
+def write(path: Path, rows: list[dict[str, object]]) -> DataTask:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return FilesTask(train=str(path), held_out=0.25)
+    return DataTask(data=str(path), held_out=0.25)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_files_give_prompts_with_all_their_columns_and_a_held_out_share(tmp_path: Path, name: str) -> None:
-    rows = task.build(write(tmp_path / name, ROWS), 1).rows
-    assert (len(rows.training), len(rows.held_out)) == (30, 10)
-    everything = sorted((*rows.training, *rows.held_out), key=lambda prompt: int(prompt.text[1:]))
+    built = task.build(write(tmp_path / name, ROWS), 1)
+    training, held_out = built.training, built.held_out(100)
+    assert (len(training), len(held_out)) == (30, 10)
+    everything = sorted((*training, *held_out), key=lambda prompt: int(prompt.text[1:]))
     assert [prompt.columns for prompt in everything] == [{"answer": r["answer"], "level": r["level"]} for r in ROWS]
 
 
 def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "1", "solution": "2"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "3", "solution": "4"}\n')
-    config = FilesTask(
-        train=str(tmp_path / "train.jsonl"),
+    config = DataTask(
+        data=str(tmp_path / "train.jsonl"),
         evaluation=str(tmp_path / "test.jsonl"),
         prompt="question",
         answer="solution",
@@ -91,7 +86,7 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
         ("a.jsonl", '{"prompt": "x"}\n', r"row 1: no column 'answer'; columns are prompt"),
         ("a.jsonl", '{"prompt": "x", "answer": "y"}\n{"pro', "line 2: not JSON"),
         ("a.jsonl", "[1]\n", "must be an object"),
-        ("a.jsonl", '{"prompt": "", "answer": "y"}\n', "must be a string that is not empty"),
+        ("a.jsonl", '{"prompt": "", "answer": "y"}\n', "not empty, not"),
         ("a.jsonl", "", "no rows"),
         ("a.csv", "prompt,answer\n", "use .jsonl or .parquet"),
         ("a.parquet", "no parquet", "not a parquet file"),
@@ -100,66 +95,7 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
 def test_an_unusable_file_is_named_with_its_row(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(TaskError, match=message):
-        task.build(FilesTask(train=str(tmp_path / name)), 1)
-
-
-# --- rewards -------------------------------------------------------------------------------------------------
-
-
-async def raises(trajectory: ScoredText, answer: str) -> float:
-    raise ValueError("no such answer")
-
-
-async def hangs(trajectory: ScoredText, answer: str) -> float:
-    await asyncio.sleep(60)
-    return 1.0
-
-
-async def returns_nan(trajectory: ScoredText, answer: str) -> float:
-    return math.nan
-
-
-async def returns_text(trajectory: ScoredText, answer: str) -> str:
-    return "1.0"
-
-
-def not_async(trajectory: ScoredText, answer: str) -> float:
-    return 1.0
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (raises, "ValueError: no such answer"),
-        (hangs, "no score after 0.05 s"),
-        (returns_nan, "returned nan"),
-        (returns_text, "returned '1.0'"),
-    ],
-)
-def test_a_reward_that_fails_says_why_and_is_never_zero(function: rewards.Score, reason: str) -> None:
-    with pytest.raises(rewards.RewardFailed, match=reason):
-        asyncio.run(rewards.score(function, scored("3"), {"answer": "3"}, 0.05))
-
-
-def test_the_builtin_reward_is_loaded_by_name_and_wants_the_exact_answer_and_its_end() -> None:
-    function = rewards.load("streamppo.tasks.arithmetic:score")
-    assert function is arithmetic.score
-    for text, expected in ((scored("3"), 1.0), (scored("33"), 0.0), (scored("3", "length"), 0.0), (scored(""), 0.0)):
-        assert asyncio.run(rewards.score(function, text, {"answer": "3"}, 1.0)) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_colon", "not of the form"),
-        ("streamppo.nothing:score", "importing streamppo.nothing failed"),
-        ("streamppo.tasks.arithmetic:scores", "has no 'scores'"),
-        (f"{__name__}:not_async", "must be an `async def`"),
-    ],
-)
-def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> None:
-    with pytest.raises(TaskError, match=message):
-        rewards.load(name)
+        task.build(DataTask(data=str(tmp_path / name)), 1)
 
 
 # --- tokens --------------------------------------------------------------------------------------------------
@@ -168,7 +104,7 @@ def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> Non
 def test_the_character_tokenizer_reads_back_what_it_wrote(tmp_path: Path) -> None:
     character_tokenizer(arithmetic.ALPHABET).save_pretrained(tmp_path)
     tokenizer = Tokenizer(tmp_path)
-    ids = tokenizer.encode("12+345=")
+    ids = tokenizer.encode(Prompt(text="12+345=", columns={}))
     assert len(ids) == 7
     assert tokenizer.decode(ids) == "12+345="
     assert tokenizer.decode(np.append(ids[:2], tokenizer.eos_id)) == "12"

@@ -1,0 +1,128 @@
+"""From the rows of data sets to prompts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from streamppo.config_task import Source
+from streamppo.errors import TaskError
+from streamppo.tasks import read
+from streamppo.tasks.read import Row
+from streamppo.tasks.tokens import Tokenizer
+from streamppo.types import Message, Prompt
+
+SPECIALS = 8
+"""Tokens that a tokenizer may add to a text; all others stand for at least a byte of it."""
+
+
+class Data:
+    """The rows of one source. Raises `TaskError` with file and row for whatever cannot be used.
+
+    `lengths` counts the training prompts that were "skipped" or will be "truncated".
+    """
+
+    def __init__(self, name: str, source: Source, seed: int, tokenizer: Tokenizer | None) -> None:
+        self.lengths = {"skipped": 0, "truncated": 0}
+        self.training: Sequence[Prompt] = self._read(name, source, source.data, source.split, tokenizer)
+        self.held_out: Sequence[Prompt]
+        if source.evaluation is not None or source.evaluation_split is not None:
+            data, split = source.evaluation or source.data, source.evaluation_split or source.split
+            self.held_out = self._read(name, source, data, split, tokenizer)
+            return
+        rows = self.training
+        order = np.random.default_rng((seed, 0xF11E)).permutation(len(rows))
+        cut = round(source.held_out * len(rows))
+        self.held_out = [rows[int(i)] for i in order[:cut]]
+        self.training = [rows[int(i)] for i in sorted(order[cut:])]
+        if not self.training:
+            raise TaskError(f"{source.data}: all {len(rows)} rows are held out: lower held_out")
+
+    def _read(self, name: str, source: Source, data: str, split: str, tokenizer: Tokenizer | None) -> list[Prompt]:
+        found = ((where, prompt(row, where, name, source)) for where, row in read.rows(data, split, source.subset))
+        fitting = [made for where, made in found if tokenizer is None or self._fits(made, where, source, tokenizer)]
+        if not fitting:
+            raise TaskError(f"{data}: no rows" + (" that are short enough" if self.lengths["skipped"] else ""))
+        return fitting
+
+    def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Tokenizer) -> bool:
+        """Whether the prompt is used at all; counts it if it is too long."""
+        limit = source.max_prompt_tokens
+        if len(tokenizer.render(made).encode()) + SPECIALS <= limit:
+            return True
+        length = len(tokenizer.ids(made))
+        if length <= limit:
+            return True
+        match source.too_long:
+            case "error":
+                raise TaskError(
+                    f"{where}: a prompt of {length} tokens is longer than max_prompt_tokens ({limit}): "
+                    'raise it, or choose too_long = "skip" or "truncate"'
+                )
+            case "skip":
+                self.lengths["skipped"] += 1
+                return False
+            case "truncate":
+                self.lengths["truncated"] += 1
+                return True
+
+
+def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
+    """One row as the source maps it. Raises `TaskError` that says what is missing."""
+    text, messages = _content(_column(row, source.prompt, where), where, source)
+    columns = {key: value for key, value in row.items() if key not in (source.prompt, source.answer)}
+    columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
+    if source.answer:
+        columns["answer"] = _column(row, _answer_column(row, source.answer), where)
+    of = row.get("data_source")
+    return Prompt(
+        text=text,
+        columns=columns,
+        messages=messages,
+        source=of if isinstance(of, str) else name,
+        max_tokens=source.max_prompt_tokens if source.too_long == "truncate" else None,
+    )
+
+
+def _answer_column(row: Row, name: str) -> str:
+    """The answer's column, which verl keeps one level down."""
+    nested = row.get("reward_model")
+    if name not in row and isinstance(nested, Mapping) and "ground_truth" in nested:
+        return "reward_model.ground_truth"
+    return name
+
+
+def _column(row: Row, name: str, where: str) -> Any:
+    """The value at a dotted name."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise TaskError(f"{where}: no column {name!r}; columns are {', '.join(map(str, row))}")
+        value = value[part]
+    return value
+
+
+def _content(value: Any, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
+    """(text, messages); no messages for a plain text. The text of messages is what they contain."""
+    if isinstance(value, str) and value:
+        if not source.chat and not source.system:
+            return value, ()
+        messages = [Message(role="user", content=value)]
+    elif isinstance(value, list) and value:
+        messages = list(_messages(value, where))
+    else:
+        raise TaskError(
+            f"{where}: column {source.prompt!r} must be a string or a list of messages that is not empty, not {value!r}"
+        )
+    if source.system:
+        messages.insert(0, Message(role="system", content=source.system))
+    return "\n\n".join(message.content for message in messages), tuple(messages)
+
+
+def _messages(value: Iterable[Any], where: str) -> Iterable[Message]:
+    for item in value:
+        match item:
+            case {"role": str(role), "content": str(content)}:
+                yield Message(role=role, content=content)
+            case _:
+                raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")

@@ -1,0 +1,78 @@
+"""From positions in an endless stream to rows and sources: pure functions of the seed and the position."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from zlib import crc32
+
+import numpy as np
+
+BLOCK = 1024
+"""Positions over which a mixture holds its weights exactly."""
+EASIEST = 0.1
+"""Share of the rows that a ramp begins with."""
+
+
+class Shuffled:
+    """Row `permutation(seed, epoch)[position % n]` with epoch = position // n."""
+
+    def __init__(self, count: int, *key: int) -> None:
+        # Two epochs, because trajectories in flight may be on both sides of the border.
+        self._permutation = lru_cache(maxsize=2)(
+            lambda epoch: np.random.default_rng((key[0], epoch, *key[1:])).permutation(count)
+        )
+        self._count = count
+
+    def __call__(self, position: int) -> int:
+        """The row at `position` >= 0."""
+        epoch, within = divmod(position, self._count)
+        return int(self._permutation(epoch)[within])
+
+
+class Ramped:
+    """A curriculum: at first drawn from the easiest rows, over `ramp` positions from more and more, then shuffled."""
+
+    def __init__(self, difficulty: Sequence[int], ramp: int, seed: int) -> None:
+        self._by_difficulty = np.argsort(np.asarray(difficulty), kind="stable")
+        self._ramp = ramp
+        self._seed = seed
+        self._after = Shuffled(len(difficulty), seed)
+
+    def __call__(self, position: int) -> int:
+        """The row at `position` >= 0."""
+        if position >= self._ramp:
+            return self._after(position - self._ramp)
+        count = len(self._by_difficulty)
+        eligible = max(1, round(count * (EASIEST + (1 - EASIEST) * position / self._ramp)))
+        drawn = np.random.default_rng((self._seed, 0x4A3B, position)).integers(eligible)
+        return int(self._by_difficulty[drawn])
+
+
+class Mixture:
+    """Sources in the shares of their weights, exact to 1 / `BLOCK` in every block, in a seeded order."""
+
+    def __init__(self, weights: dict[str, float], seed: int) -> None:
+        total = sum(weights.values())
+        exact = {name: BLOCK * weight / total for name, weight in weights.items()}
+        counts = {name: max(1, int(share)) for name, share in exact.items()}
+        spare = max(0, BLOCK - sum(counts.values()))
+        for name in sorted(exact, key=lambda name: counts[name] - exact[name])[:spare]:
+            counts[name] += 1
+        self._counts = list(counts.values())
+        self._size = sum(self._counts)
+        key = crc32("/".join(weights).encode())
+        self._block = lru_cache(maxsize=2)(lambda number: self._arrange(np.random.default_rng((seed, number, key))))
+
+    def __call__(self, position: int) -> tuple[int, int]:
+        """(number of the source, position in its own stream)."""
+        block, within = divmod(position, self._size)
+        sources, ranks = self._block(block)
+        source = int(sources[within])
+        return source, block * self._counts[source] + int(ranks[within])
+
+    def _arrange(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """One block: the source of each position, and how many of that source came before it."""
+        sources = generator.permutation(np.repeat(np.arange(len(self._counts)), self._counts))
+        ranks = np.empty(self._size, dtype=np.int64)
+        for source, count in enumerate(self._counts):
+            ranks[sources == source] = np.arange(count)
+        return sources, ranks

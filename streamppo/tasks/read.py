@@ -1,0 +1,96 @@
+"""Rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from streamppo.errors import TaskError
+
+Row: TypeAlias = Mapping[str, Any]
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
+
+
+def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
+    """Every row with the words that say where it stands. Raises `TaskError` for whatever cannot be read."""
+    path = Path(data)
+    if not path.exists():
+        yield from ((f"{data}, row {number}", row) for number, row in enumerate(_hub(data, split, subset), start=1))
+        return
+    for file in _files(path, split) if path.is_dir() else [path]:
+        yield from ((f"{file}, row {number}", row) for number, row in enumerate(_file(file), start=1))
+
+
+def _file(path: Path) -> Iterator[Row]:
+    match path.suffix:
+        case ".jsonl":
+            return _jsonl(path)
+        case ".parquet":
+            return _parquet(path)
+        case ".arrow":
+            return _arrow(path)
+        case suffix:
+            raise TaskError(f"{path}: {suffix or 'no suffix'} is not read: use .jsonl or .parquet")
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    """The files of `split`: named after it, or in a folder named after it."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+    if (folder / "state.json").is_file():
+        return [folder / entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
+    of_split = [path for path in found if any(_names(part, split) for part in path.relative_to(folder).parts)]
+    if not of_split:
+        names = ", ".join(str(path.relative_to(folder)) for path in found) or "none"
+        raise TaskError(f"{folder}: no file of the split {split!r}; jsonl, parquet and arrow files in it: {names}")
+    return of_split
+
+
+def _names(part: str, split: str) -> bool:
+    """Whether `train`, `train.jsonl` or `train-00000-of-00002.parquet` stands for the split."""
+    return part == split or part.startswith((f"{split}.", f"{split}-"))
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise TaskError(f"{path}, line {number}: a row must be an object, this is a {type(row).__name__}")
+        yield row
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    try:
+        yield from pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise TaskError(f"{path}: not a parquet file: {error}") from error
+
+
+def _arrow(path: Path) -> Iterator[Row]:
+    """The stream format that `datasets` writes."""
+    import pyarrow.ipc
+
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            yield from pyarrow.ipc.open_stream(source).read_all().to_pylist()
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise TaskError(f"{path}: not an arrow stream: {error}") from error
+
+
+def _hub(name: str, split: str, subset: str) -> Iterator[Row]:
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise TaskError(
+            f"{name}: no such file or folder; to load it by that name from the hub, pip install 'streamppo[data]'"
+        ) from error
+    try:
+        yield from load_dataset(name, subset or None, split=split)
+    except Exception as error:
+        raise TaskError(f"{name}: neither a file or folder nor loaded from the hub: {error!r}") from error

@@ -1,0 +1,115 @@
+"""Bounds around the calls of one scorer: how many at once, how often, how many tries, and when to stop asking.
+
+closed -> open      after `breaker_failures` retryable failures in a row: calls wait
+open -> closed      one call at a time tries again, every `breaker_s`; the first that succeeds lets the others go on
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from streamppo.config_reward import Limits
+from streamppo.tasks.rewards.outcome import Outcome
+from streamppo.types import ScoredText, ScorerReport
+
+One: TypeAlias = Callable[[ScoredText, dict[str, Any]], Awaitable[Outcome]]
+KINDS = 8
+"""Different reasons of failure that are counted apart and printed."""
+OTHERS = "other reasons"
+
+
+class Guard:
+    """`score` may be called from any number of coroutines; `say` prints the first failures of every kind."""
+
+    def __init__(self, name: str, limits: Limits, call: One, say: Callable[[str], None]) -> None:
+        self.name = name
+        self.limits = limits
+        self._call = call
+        self._say = say
+        self._room = asyncio.Semaphore(limits.concurrency)
+        self._closed = asyncio.Event()
+        self._closed.set()
+        self._probe = asyncio.Lock()
+        self._bad_in_a_row = 0
+        self._next_s = 0.0
+        self._calls = self._retries = 0
+        self._total_s = self._max_s = 0.0
+        self._reasons: Counter[str] = Counter()
+
+    async def score(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
+        """The outcome of the last try."""
+        outcome = await self._once(text, columns)
+        for attempt in range(1, self.limits.attempts):
+            if not outcome.retryable:
+                break
+            self._retries += 1
+            await asyncio.sleep(self.limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            outcome = await self._once(text, columns)
+        self._calls += 1
+        if outcome.reason:
+            self._note(outcome.reason)
+        return outcome
+
+    def report(self, respawns: int) -> ScorerReport:
+        """Counters since the start; seconds are those of single tries."""
+        tries = self._calls + self._retries
+        return ScorerReport(
+            name=self.name,
+            calls=self._calls,
+            failed=self._reasons.total(),
+            retries=self._retries,
+            respawns=respawns,
+            mean_s=self._total_s / max(1, tries),
+            max_s=self._max_s,
+            reasons=dict(self._reasons),
+        )
+
+    async def _once(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
+        async with self._room:
+            if self._closed.is_set():
+                return await self._try(text, columns)
+            return await self._in_turn(text, columns)
+
+    async def _in_turn(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
+        async with self._probe:
+            # Those that queued up behind the call that succeeded need not try one by one.
+            if not self._closed.is_set():
+                await asyncio.sleep(self.limits.breaker_s)
+                return await self._try(text, columns)
+        return await self._try(text, columns)
+
+    async def _try(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
+        if self.limits.calls_per_s:
+            await self._turn()
+        begin = time.perf_counter()
+        outcome = await self._call(text, columns)
+        taken_s = time.perf_counter() - begin
+        self._total_s += taken_s
+        self._max_s = max(self._max_s, taken_s)
+        self._judge(outcome)
+        return outcome
+
+    async def _turn(self) -> None:
+        """Calls begin at even distances."""
+        now = time.perf_counter()
+        self._next_s = max(self._next_s, now) + 1 / self.limits.calls_per_s
+        await asyncio.sleep(self._next_s - 1 / self.limits.calls_per_s - now)
+
+    def _judge(self, outcome: Outcome) -> None:
+        if not outcome.retryable:
+            self._bad_in_a_row = 0
+            self._closed.set()
+            return
+        self._bad_in_a_row += 1
+        if self._bad_in_a_row >= self.limits.breaker_failures and self._closed.is_set():
+            self._closed.clear()
+            self._say(f"{self.name}: {self._bad_in_a_row} calls failed in a row; calls wait: {outcome.reason}")
+
+    def _note(self, reason: str) -> None:
+        known = reason in self._reasons or len(self._reasons) < KINDS
+        if known and reason not in self._reasons:
+            self._say(f"{self.name} failed: {reason}")
+        self._reasons[reason if known else OTHERS] += 1

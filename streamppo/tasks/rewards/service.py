@@ -1,0 +1,95 @@
+"""Scorers behind HTTP: a plain JSON service, or a language model as a judge."""
+
+import os
+import re
+from typing import Any
+
+import httpx
+import msgspec
+
+from streamppo.config_reward import JudgeScorer, ServiceScorer
+from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failed, too_late
+from streamppo.tasks.rewards.signature import Columns, Texts
+from streamppo.types import Reward, ScoredText
+
+BUSY = (408, 425, 429, 500, 502, 503, 504)
+"""Status codes after which the same request may work a little later."""
+
+
+class Service:
+    """One connection pool to one address. Errors of transport and of a busy server are retryable."""
+
+    def __init__(self, config: ServiceScorer | JudgeScorer) -> None:
+        self._config = config
+        headers = {"Content-Type": "application/json"}
+        if config.key_env:
+            if config.key_env not in os.environ:
+                raise TaskError(f"the environment variable {config.key_env!r} (key_env) is not set")
+            headers["Authorization"] = f"Bearer {os.environ[config.key_env]}"
+        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
+        self._client = httpx.AsyncClient(headers=headers, timeout=config.timeout_s, limits=limits)
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+
+    async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+        """The outcome of one trajectory."""
+        try:
+            match self._config:
+                case ServiceScorer(url=url):
+                    return (check_verl(await self._post(url, _question(texts[0], columns[0])), texts[0]),)
+                case JudgeScorer() as judge:
+                    return (await self._judge(judge, texts[0], columns[0]),)
+        except httpx.TimeoutException:
+            return (too_late(self._config.timeout_s),)
+        except Exception as error:
+            return (failed(error),)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def _judge(self, judge: JudgeScorer, text: ScoredText, columns: dict[str, Any]) -> Outcome:
+        question = _fill(judge.question, {**columns, "prompt": text.prompt, "completion": text.completion})
+        answer = await self._post(
+            f"{judge.url.rstrip('/')}/chat/completions",
+            {
+                "model": judge.model,
+                "messages": [{"role": "user", "content": question}],
+                "max_tokens": judge.max_tokens,
+                "temperature": 0,
+            },
+        )
+        said = str(answer["choices"][0]["message"]["content"])
+        found = re.search(judge.pattern, said.strip())
+        if found is None:
+            return Outcome(reason=f"the judge gave no number: {said[-QUOTED:]!r}")
+        return check(Reward(score=float(found[1]) / judge.scale, explanation=said), text)
+
+    async def _post(self, url: str, body: Any) -> Any:
+        try:
+            response = await self._client.post(url, content=self._encoder.encode(body))
+        except httpx.TransportError as error:
+            if isinstance(error, httpx.TimeoutException):
+                raise
+            raise Retryable(f"{url}: {error!r}") from error
+        if response.status_code in BUSY:
+            raise Retryable(f"{url}: status {response.status_code}")
+        if not response.is_success:
+            raise TaskError(f"{url}: status {response.status_code}: {response.text[:QUOTED]}")
+        return response.json()
+
+
+def _question(text: ScoredText, columns: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "prompt": text.prompt,
+        "messages": text.messages,
+        "completion": text.completion,
+        "finish": text.finish,
+        "source": text.source,
+        "columns": columns,
+    }
+
+
+def _fill(template: str, values: dict[str, Any]) -> str:
+    """Only known names in braces are replaced: a completion may hold braces of its own."""
+    return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], template)

@@ -1,0 +1,181 @@
+"""Three ways to write a reward, told apart by their parameters.
+
+    trajectory   score(trajectory: ScoredText, **columns) -> float | Reward
+    batched      score(prompts, completions, completion_ids, **columns) -> list[float | None]    TRL's
+    verl         compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict
+
+Each may be `def` or `async def`, or the `__call__` of a class.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Set
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from streamppo.errors import TaskError
+from streamppo.tasks import plugins
+from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failed
+from streamppo.types import ScoredText
+
+Texts: TypeAlias = tuple[ScoredText, ...]
+Columns: TypeAlias = tuple[dict[str, Any], ...]
+Style: TypeAlias = Literal["trajectory", "batched", "verl"]
+BATCHED = frozenset({"prompts", "completions", "completion_ids"})
+VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+
+
+class Signature(NamedTuple):
+    """How to call a reward. `asks` are the columns that it names, `needs` those without a default.
+
+    `own` are the parameters of its style that it names.
+    """
+
+    style: Style
+    is_async: bool
+    own: frozenset[str]
+    asks: frozenset[str]
+    needs: frozenset[str]
+    takes_all: bool
+
+    def columns(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the row's columns that the reward takes. Raises `TaskError` if one that it needs is not there."""
+        if not self.needs <= given.keys():
+            missing = self.needs - given.keys()
+            raise TaskError(
+                f"the reward asks for the column {min(missing)!r}; columns are {', '.join(sorted(given)) or 'none'}"
+            )
+        return dict(given) if self.takes_all else {name: given[name] for name in self.asks if name in given}
+
+
+def recognise(found: Any, name: str, arguments: Mapping[str, Any]) -> Signature:
+    """The signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
+    function = _called(found, name)
+    parameters = list(inspect.signature(function).parameters.values())[inspect.isclass(found) :]
+    bound = () if inspect.isclass(found) else arguments
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    is_async = inspect.iscoroutinefunction(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    style, own = _style(named, name)
+    rest = {key: p for key, p in named.items() if key not in own and key not in bound}
+    needs = frozenset(key for key, p in rest.items() if p.default is p.empty)
+    if style == "batched" and takes_all:
+        own = BATCHED
+    # verl hands over no further columns, so a `**kwargs` there does not ask for any.
+    return Signature(style, is_async, frozenset(own), frozenset(rest), needs, takes_all and style != "verl")
+
+
+def _called(found: Any, name: str) -> Any:
+    if inspect.isclass(found):
+        return found.__call__
+    if inspect.isroutine(found) or isinstance(found, partial):
+        return found
+    raise TaskError(f"reward.function {name!r} is neither a function nor a class but a {type(found).__name__}")
+
+
+def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
+    """The style, and the parameters that are no columns."""
+    if {"solution_str", "ground_truth"} <= named.keys():
+        return "verl", VERL & named.keys()
+    if "completions" in named:
+        return "batched", BATCHED & named.keys()
+    first = next(iter(named.values()), None)
+    if first is not None and (first.name == "trajectory" or first.annotation in (ScoredText, "ScoredText")):
+        return "trajectory", {first.name}
+    raise TaskError(
+        f"reward.function {name!r} takes ({', '.join(named)}); it must be one of "
+        "score(trajectory, **columns), score(prompts, completions, **columns) and "
+        "compute_score(data_source, solution_str, ground_truth, extra_info)"
+    )
+
+
+class Loaded(NamedTuple):
+    """A reward, ready to be called on texts and their rows."""
+
+    signature: Signature
+    function: Callable[..., Any]
+
+
+def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
+    """The reward called `name`. A class is built with `arguments`; a function gets them with every call.
+
+    Raises `TaskError` that says what is wrong with the name, the signature or the constructor.
+    """
+    found = plugins.load(name, "reward.function")
+    signature = recognise(found, name, arguments)
+    try:
+        function: Any = found(**arguments) if inspect.isclass(found) else partial(found, **arguments)
+    except Exception as error:
+        raise TaskError(f"reward.function {name!r}: {type(error).__name__}: {error}") from error
+    return Loaded(signature, function)
+
+
+def call(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+    """Call a sync reward; exceptions become failures."""
+    try:
+        value = _invoke(reward, texts, columns)
+        return _outcomes(reward.signature.style, value, texts)
+    except Exception as error:
+        return (failed(error),) * len(texts)
+
+
+async def call_async(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+    """Call an async reward; exceptions become failures, cancellation passes."""
+    try:
+        awaitable: Awaitable[Any] = _invoke(reward, texts, columns)
+        return _outcomes(reward.signature.style, await awaitable, texts)
+    except Exception as error:
+        return (failed(error),) * len(texts)
+
+
+def _invoke(reward: Loaded, texts: Texts, columns: Columns) -> Any:
+    signature, function = reward
+    match signature.style:
+        case "trajectory":
+            return function(texts[0], **signature.columns(columns[0]))
+        case "batched":
+            return function(**_own(signature, _batched(texts)), **_listed([signature.columns(row) for row in columns]))
+        case "verl":
+            return function(**_own(signature, _verl(texts[0], columns[0])), **signature.columns(columns[0]))
+
+
+def _own(signature: Signature, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in signature.own}
+
+
+def _listed(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _batched(texts: Texts) -> dict[str, Any]:
+    """TRL's keyword arguments: chats are lists of messages."""
+    return {
+        "prompts": [_chat(text) if text.messages else text.prompt for text in texts],
+        "completions": [
+            [{"role": "assistant", "content": text.completion}] if text.messages else text.completion for text in texts
+        ],
+        "completion_ids": [text.token_ids for text in texts],
+    }
+
+
+def _chat(text: ScoredText) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in text.messages]
+
+
+def _verl(text: ScoredText, row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data_source": text.source,
+        "solution_str": text.completion,
+        "ground_truth": row.get("answer"),
+        "extra_info": row.get("extra_info"),
+    }
+
+
+def _outcomes(style: Style, value: Any, texts: Texts) -> tuple[Outcome, ...]:
+    match style:
+        case "trajectory":
+            return (check(value, texts[0]),)
+        case "batched":
+            return check_batch(value, texts)
+        case "verl":
+            return (check_verl(value, texts[0]),)

@@ -1,0 +1,100 @@
+"""What the actor and its reward processes say to each other: frames of msgpack, each after its length."""
+
+import asyncio
+import socket
+import struct
+from typing import Any, TypeVar
+
+import msgspec
+
+from streamppo.tasks.rewards.outcome import Outcome
+from streamppo.types import Crossing, ScoredText
+
+LENGTH = struct.Struct("<I")
+T = TypeVar("T")
+
+
+class Setup(Crossing, frozen=True):
+    """actor -> template: what to load."""
+
+    function: str
+    arguments: dict[str, Any]
+    memory_mib: int
+
+
+class Ready(Crossing, frozen=True):
+    """template -> actor: it is loaded, or why not."""
+
+    error: str = ""
+
+
+class Order(Crossing, frozen=True):
+    """actor -> template: fork a process onto the socket that comes with this; or kill `pid`, and then `collect` it."""
+
+    pid: int = 0
+    collect: bool = False
+
+
+class Done(Crossing, frozen=True):
+    """template -> actor: the new process, or how the old one ended (a negative status is a signal)."""
+
+    pid: int
+    status: int = 0
+
+
+class Call(Crossing, frozen=True):
+    """actor -> process: score these."""
+
+    number: int
+    texts: tuple[ScoredText, ...]
+    columns: tuple[dict[str, Any], ...]
+    timeout_s: float
+
+
+class Answer(Crossing, frozen=True):
+    """process -> actor: one outcome for each text."""
+
+    number: int
+    outcomes: tuple[Outcome, ...]
+
+
+def frame(value: Crossing) -> bytes:
+    """`value` as it goes over the wire. Raises `TypeError` for columns that msgpack does not know."""
+    body = msgspec.msgpack.encode(value)
+    return LENGTH.pack(len(body)) + body
+
+
+def send(channel: socket.socket, value: Crossing) -> None:
+    """Write one frame."""
+    channel.sendall(frame(value))
+
+
+def receive(channel: socket.socket, kind: type[T]) -> T:
+    """Read one frame. Raises `EOFError` when the other side is gone."""
+    (length,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
+    return msgspec.msgpack.decode(_exactly(channel, length), type=kind)
+
+
+def receive_order(channel: socket.socket) -> tuple[Order, int | None]:
+    """Read an order, and the file descriptor that comes with its first byte. Raises `EOFError`."""
+    header, fds, _, _ = socket.recv_fds(channel, LENGTH.size, 1)
+    if len(header) < LENGTH.size:
+        raise EOFError
+    (length,) = LENGTH.unpack(header)
+    return msgspec.msgpack.decode(_exactly(channel, length), type=Order), fds[0] if fds else None
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = channel.recv(count - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+async def receive_async(reader: asyncio.StreamReader, kind: type[T]) -> T:
+    """Read one frame. Raises `asyncio.IncompleteReadError` when the other side is gone."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)

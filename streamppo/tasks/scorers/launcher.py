@@ -1,0 +1,44 @@
+"""Runs program.py of the current folder under limits: MEMORY_MIB CPU_S require|try. Imports nothing of ours."""
+
+import contextlib
+import ctypes
+import os
+import resource
+import runpy
+import sys
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+FILE_BYTES = 16 * 2**20
+PROCESSES = 256
+
+
+def main(memory_mib: int, cpu_s: int, network: str) -> None:
+    """Give up the network, then memory, CPU time, file size and processes, then run."""
+    alone = _leave_network()
+    if not alone and network == "require":
+        sys.exit("the kernel allows no network namespace, and require_no_network is set")
+    memory = memory_mib * 2**20
+    for what, limit in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        # Outside of a user namespace this would count all processes of the user.
+        *([(resource.RLIMIT_NPROC, PROCESSES)] if alone else []),
+    ):
+        with contextlib.suppress(ValueError):
+            resource.setrlimit(what, (limit, limit))
+    sys.argv = ["program.py"]
+    sys.path[:0] = [os.getcwd()]
+    runpy.run_path("program.py", run_name="__main__")
+
+
+def _leave_network() -> bool:
+    """A network namespace of our own has no interface that is up."""
+    if sys.platform != "linux":
+        return False
+    return ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

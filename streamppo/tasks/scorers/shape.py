@@ -1,0 +1,50 @@
+"""Rewards for the form of a completion: a pattern, tags, length."""
+
+import re
+
+from streamppo.types import ScoredText
+
+
+class Pattern:
+    """1 when the whole completion matches the regular expression `pattern` (. matches newlines), else 0."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = re.compile(pattern, re.DOTALL)
+
+    def __call__(self, trajectory: ScoredText) -> float:
+        """See the class. Sync, because a regular expression can take for ever."""
+        return float(self._pattern.fullmatch(trajectory.completion) is not None)
+
+
+async def think_answer(trajectory: ScoredText) -> float:
+    """1 for <think>...</think> followed by <answer>...</answer>, each once and in this order, else 0.
+
+    DeepSeek-R1's format reward, https://arxiv.org/abs/2501.12948.
+    """
+    text = trajectory.completion.strip()
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    places = [text.find(tag) for tag in tags]
+    once = all(text.count(tag) == 1 for tag in tags)
+    return float(once and places == sorted(places) and places[0] == 0 and text.endswith(tags[-1]))
+
+
+class Overlong:
+    """DAPO's soft punishment of length, in tokens (https://arxiv.org/abs/2503.14476, equation 13).
+
+    0                                   up to max_tokens - margin
+    (max_tokens - margin - n) / margin  between
+    -1                                  above max_tokens, and for a completion that was cut off
+    """
+
+    def __init__(self, max_tokens: int, margin: int) -> None:
+        if not 0 < margin <= max_tokens:
+            raise ValueError(f"margin ({margin}) must be above 0 and at most max_tokens ({max_tokens})")
+        self._max_tokens = max_tokens
+        self._margin = margin
+
+    async def __call__(self, trajectory: ScoredText) -> float:
+        """See the class."""
+        if trajectory.finish == "length":
+            return -1.0
+        beyond = self._max_tokens - self._margin - trajectory.num_tokens
+        return min(0.0, max(-1.0, beyond / self._margin))

@@ -1,0 +1,183 @@
+"""`streamppo reward-test`: a few completions, the reward as the trainer would run it, and a table. No training."""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+
+from streamppo.config import Config
+from streamppo.config_reward import ModelScorer
+from streamppo.errors import TaskError
+from streamppo.learner import tiny
+from streamppo.rollout import build
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import Player
+from streamppo.stages import BUILTIN
+from streamppo.tasks import read
+from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards.rewards import Rewards
+from streamppo.tasks.task import Task
+from streamppo.tasks.tokens import Tokenizer
+from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
+
+WIDTH = 40
+"""Characters of a completion, and of an explanation, in the table."""
+
+
+class Tried(NamedTuple):
+    """One completion, its reward or why there is none, and how long that took."""
+
+    completion: str
+    reward: Reward | None
+    reason: str
+    seconds: float
+
+
+def run(config: Config, count: int, completions: Path | None) -> int:
+    """Print the table; the exit code is 0 only if every completion has a reward."""
+    _find_plugins()
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder, _ray(config):
+        path = config.model.path
+        if path == BUILTIN:
+            path = str(Path(folder) / "model")
+            tiny.make(config, Path(path))
+        tokenizer = Tokenizer(path)
+        task = tasks.build(config.task, config.seed, tokenizer)
+        tried, reports = asyncio.run(_try(config, task, tokenizer, path, count, completions))
+    print(_table(tried))
+    print(_summary(tried, reports))
+    return 0 if all(one.reward is not None for one in tried) else 1
+
+
+async def _try(
+    config: Config, task: Task, tokenizer: Tokenizer, path: str, count: int, completions: Path | None
+) -> tuple[list[Tried], Sequence[ScorerReport]]:
+    rewards = Rewards(config.reward, lambda text: print(text, file=sys.stderr))
+    await rewards.start(task.sources())
+    try:
+        if completions is not None:
+            given = list(_given(completions, task))
+            return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
+        player = _player(config, tokenizer, path)
+        sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
+        return list(sampled), rewards.report()
+    finally:
+        await rewards.close()
+
+
+def _player(config: Config, tokenizer: Tokenizer, path: str) -> Player:
+    from transformers import AutoModelForCausalLM
+
+    tensors = {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+    return Player(build.engine(config, "reward-test", path, 0, tensors), tokenizer, config.environment)
+
+
+async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:
+    rollout = config.rollout
+    sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+    try:
+        episode = await player.play(prompt, sampling)
+    except TaskError as error:
+        return Tried("", None, str(error), 0.0)
+    text = episode.text(prompt, player.tokenizer)
+    tried = await _score(rewards, prompt, text)
+    return tried._replace(reward=tried.reward and episode.reward(tried.reward))
+
+
+async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> Tried:
+    begin = time.perf_counter()
+    try:
+        reward, reason = await rewards.score(prompt, text), ""
+    except TaskError as error:
+        reward, reason = None, str(error)
+    return Tried(text.completion, reward, reason, time.perf_counter() - begin)
+
+
+def _given(file: Path, task: Task) -> Iterator[tuple[Prompt, ScoredText]]:
+    """Rows of a jsonl file: `completion`; `prompt` and columns, where they are not those of the task's next prompt."""
+    for number, (where, row) in enumerate(read.rows(str(file), "train")):
+        if not isinstance(row.get("completion"), str):
+            raise TaskError(f"{where}: no text `completion`")
+        columns = {name: value for name, value in row.items() if name not in ("completion", "prompt", "finish")}
+        prompt = task.prompt(number)
+        if "prompt" in row:
+            prompt = Prompt(text=row["prompt"], columns=columns, source=prompt.source)
+        else:
+            prompt = Prompt(text=prompt.text, columns=prompt.columns | columns, source=prompt.source)
+        yield (
+            prompt,
+            ScoredText(
+                prompt=prompt.text,
+                completion=row["completion"],
+                finish=row.get("finish", "stop"),
+                num_tokens=max(1, len(row["completion"])),
+                source=prompt.source,
+            ),
+        )
+
+
+def _find_plugins() -> None:
+    """A reward module that stands beside the user's config is found here as it is in a run."""
+    sys.path.insert(0, os.getcwd())
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+
+
+@contextmanager
+def _ray(config: Config) -> Iterator[None]:
+    """Ray, for reward models alone."""
+    if not any(isinstance(scorer, ModelScorer) for scorer in config.reward.named().values()):
+        yield
+        return
+    import ray
+
+    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+
+def _table(tried: Sequence[Tried]) -> str:
+    lines = [f"{'#':>3}  {'reward':>9}  {'ms':>8}  {'completion':{WIDTH}}  components, explanation or error"]
+    for number, one in enumerate(tried):
+        reward = "failed" if one.reward is None else f"{one.reward.total:.4g}"
+        lines.append(f"{number:3}  {reward:>9}  {one.seconds * 1e3:8.1f}  {_cut(one.completion):{WIDTH}}  {_note(one)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _note(one: Tried) -> str:
+    if one.reward is None:
+        return one.reason
+    components = " ".join(f"{name}={value:.4g}" for name, value in one.reward.components.items())
+    return " ".join(filter(None, (components, _cut(one.reward.explanation) if one.reward.explanation else "")))
+
+
+def _cut(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return quoted if len(quoted) <= WIDTH else f"{quoted[: WIDTH - 1]}…"
+
+
+def _summary(tried: Sequence[Tried], reports: Sequence[ScorerReport]) -> str:
+    totals: list[Any] = [one.reward.total for one in tried if one.reward is not None]
+    mean = f"mean reward {sum(totals) / len(totals):.4g}, " if totals else ""
+    lines = [f"{len(tried)} completions: {mean}{len(tried) - len(totals)} failed"]
+    for report in reports:
+        lines.append(
+            f"{report.name}: {report.calls} calls, {report.failed} failed, {report.retries} tried again, "
+            f"{report.respawns} processes killed, {report.mean_s * 1e3:.1f} ms mean, "
+            f"{report.max_s * 1e3:.1f} ms longest"
+        )
+    return "\n".join(lines)

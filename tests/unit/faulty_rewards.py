@@ -1,0 +1,78 @@
+"""Rewards that misbehave, loaded by path like any user's. What the completion says is what happens."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import time
+from typing import Any
+
+from streamppo.errors import Retryable
+from streamppo.types import Reward, ScoredText
+
+CALLS = 0
+
+
+def misbehave(what: str) -> Any:
+    match what:
+        case "raises":
+            raise ValueError("no such answer")
+        case "holds the gil":
+            return re.match(r"(a+)+$", "a" * 60 + "b")
+        case "nan" | "inf":
+            return float(what)
+        case "none":
+            return None
+        case "text":
+            return "1.0"
+        case "wrong length":
+            return Reward(tokens=(1.0,) * 99)
+        case "exits":
+            os._exit(3)
+        case "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "allocates":
+            return float(len(bytearray(2**30)))
+    return 1.0
+
+
+def sync(trajectory: ScoredText) -> Any:
+    if trajectory.completion == "spawns":
+        subprocess.Popen(["sleep", "985"])
+        return misbehave("holds the gil")
+    if trajectory.completion == "hangs":
+        time.sleep(1000)
+    return misbehave(trajectory.completion)
+
+
+async def awaiting(trajectory: ScoredText) -> Any:
+    if trajectory.completion == "hangs":
+        await asyncio.sleep(1000)
+    await asyncio.sleep(0.02)
+    return misbehave(trajectory.completion)
+
+
+def batched(completions: list[str], **kwargs: Any) -> Any:
+    if "short" in completions:
+        return [1.0] * (len(completions) + 1)
+    return [misbehave(completion) for completion in completions]
+
+
+def crowd(completions: list[str], **kwargs: Any) -> list[float]:
+    time.sleep(0.05)
+    return [float(len(completions))] * len(completions)
+
+
+class Flaky:
+    """Works at every n-th call."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.calls = 0
+
+    async def __call__(self, trajectory: ScoredText) -> float:
+        self.calls += 1
+        if self.calls % self.every:
+            raise Retryable("the judge is busy")
+        return float(self.calls)

@@ -1,0 +1,38 @@
+"""A local HTTP server that scores, judges, and has bad days."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+Answer = Callable[[str, Any], tuple[int, Any]]
+
+
+@asynccontextmanager
+async def serving(answer: Answer, latency_s: float = 0.0) -> AsyncIterator[str]:
+    """The address of a server that answers (path, body) with (status, body)."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await reader.readline():
+                path = line.split()[1].decode()
+                length = 0
+                while (header := (await reader.readline()).strip().lower()) != b"":
+                    if header.startswith(b"content-length:"):
+                        length = int(header.split(b":")[1])
+                body = json.loads(await reader.readexactly(length))
+                await asyncio.sleep(latency_s)
+                status, said = answer(path, body)
+                data = json.dumps(said).encode()
+                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

@@ -1,0 +1,249 @@
+"""Several turns: tokens in, tokens out; observations masked; limits kept; failures named."""
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamppo.config_task import Environment, VerifiersTask
+from streamppo.errors import EnvironmentFailed, TaskError
+from streamppo.rollout.credit import place
+from streamppo.rollout.engine import Completion, Sampling, Usage
+from streamppo.rollout.episode import Episode, Player
+from streamppo.tasks import task
+from streamppo.tasks.environments import Done, Observation
+from streamppo.tasks.tokens import Tokenizer, character_tokenizer
+from streamppo.types import Ints, Message, Prompt, Reward, floats
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=?![] "
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}<eos> {% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+HERE = str(Path(__file__))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return made(tmp_path, TEMPLATE)
+
+
+def made(folder: Path, template: str) -> Tokenizer:
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+class Scripted:
+    """An engine that says what it is told to, one line for each call; it notes what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
+        self._tokenizer = tokenizer
+        self._lines = list(lines)
+        self.asked: list[list[int]] = []
+        self.version = 0
+
+    async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
+        self.asked.append(prompt.tolist())
+        line = self._lines.pop(0)
+        tokens = [*self._tokenizer.ids(Prompt(text=line, columns={})), self._tokenizer.eos_id]
+        cut = np.asarray(tokens[: sampling.max_tokens], np.int32)
+        self.version += 1
+        return Completion(
+            cut,
+            np.full(len(cut), -0.5, np.float32),
+            np.full(len(cut), self.version, np.int32),
+            "stop" if len(cut) == len(tokens) else "length",
+        )
+
+    async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None: ...
+
+    def usage(self) -> Usage:
+        return Usage(0, 0.0, 0.0, 0, 0.0)
+
+    async def stop(self) -> None: ...
+
+
+class Echo:
+    """Says twice what the policy said, with a point for each turn, until it says "bye"."""
+
+    async def reset(self, prompt: Prompt) -> list[Message]:
+        return [Message(role="user", content=prompt.text)]
+
+    async def step(self, text: str) -> Any:
+        match text:
+            case "bye":
+                return Done(10.0, {"polite": 1.0}, "it said bye")
+            case "raise":
+                raise ValueError("no")
+            case "hang":
+                await asyncio.sleep(60)
+            case "nothing":
+                return None
+            case "text":
+                return "[raw]"
+        return Observation([Message(role="tool", content=text * 2)], reward=1.0)
+
+
+def play(tokenizer: Tokenizer, engine: Scripted, max_tokens: int = 16, **limits: Any) -> Episode:
+    config = Environment(name=f"{HERE}:Echo", **limits)
+    player = Player(engine, tokenizer, config)
+    return asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(max_tokens)))
+
+
+def text_of(tokenizer: Tokenizer, tokens: Any) -> str:
+    return tokenizer._tokenizer.decode(tokens)
+
+
+def test_what_was_sampled_is_never_tokenised_again_and_observations_are_masked(tokenizer: Tokenizer) -> None:
+    engine = Scripted(tokenizer, "ab", "bye")
+    episode = play(tokenizer, engine)
+    whole = text_of(tokenizer, episode.tokens)
+    assert whole == "ab<eos> [tool]abab<eos> [assistant]bye<eos>"
+    assert text_of(tokenizer, episode.tokens[episode.mask]) == "ab<eos>bye<eos>"
+    assert text_of(tokenizer, episode.prompt_tokens) == "[user]hi<eos> [assistant]"
+    # The engine is shown exactly what the learner will see, token by token.
+    seen = [*episode.prompt_tokens.tolist(), *episode.tokens.tolist()]
+    assert engine.asked[1] == seen[: len(engine.asked[1])]
+    assert episode.finish == "stop"
+    assert (episode.turns, episode.turn_rewards) == (("ab", "bye"), (1.0, 10.0))
+    assert episode.tokens[list(episode.turn_ends)].tolist() == [tokenizer.eos_id] * 2
+    assert set(episode.versions[episode.mask].tolist()) == {1, 2}
+    assert (episode.logprobs[episode.mask] == -0.5).all() and (episode.logprobs[~episode.mask] == 0).all()
+
+
+def test_rewards_of_turns_stand_on_their_last_tokens_and_scorers_add_to_them(tokenizer: Tokenizer) -> None:
+    episode = play(tokenizer, Scripted(tokenizer, "ab", "bye"))
+    reward = episode.reward(Reward(score=0.5, turns=(0.0, 2.0), components={"x": 1.0}))
+    assert (reward.turns, reward.total) == ((1.0, 12.0), 13.5)
+    assert (reward.components, reward.explanation) == ({"polite": 1.0, "x": 1.0}, "it said bye")
+    placed = floats(place(reward, episode.mask, episode.turn_ends))
+    first, last = episode.turn_ends
+    assert (placed[first], placed[last], placed.sum()) == (1.0, 12.5, 13.5)
+
+
+def test_scorers_see_turns_and_the_whole(tokenizer: Tokenizer) -> None:
+    episode = play(tokenizer, Scripted(tokenizer, "ab", "bye"))
+    text = episode.text(Prompt(text="hi", columns={}), tokenizer)
+    assert text.completion == "ab [tool]abab [assistant]bye"
+    assert (text.turns, text.num_tokens) == (("ab", "bye"), 7)
+    assert text.token_ids == episode.tokens[episode.mask].tolist()
+
+
+def test_a_text_is_an_observation_as_it_is(tokenizer: Tokenizer) -> None:
+    episode = play(tokenizer, Scripted(tokenizer, "text", "bye"))
+    assert text_of(tokenizer, episode.tokens) == "text<eos>[raw]bye<eos>"
+
+
+def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tokenizer: Tokenizer) -> None:
+    turns = play(tokenizer, Scripted(tokenizer, "a", "b", "c"), max_turns=2)
+    assert (turns.turns, turns.finish, turns.turn_rewards) == (("a", "b"), "length", (1.0, 1.0))
+    assert turns.mask[-1]
+    short = Environment(name=f"{HERE}:Echo", max_tokens=30)
+    engine = Scripted(tokenizer, "a", "b", "c")
+    bounded = asyncio.run(Player(engine, tokenizer, short).play(Prompt(text="hi", columns={}), Sampling(16)))
+    assert len(bounded.tokens) <= 30 and bounded.finish == "length" and bounded.mask[-1]
+    first = play(tokenizer, Scripted(tokenizer, "much longer than that"))
+    assert (len(first.tokens), first.finish) == (16, "length")
+    tight = Player(Scripted(tokenizer, "a", "b c d e f g"), tokenizer, Environment(name=f"{HERE}:Echo", max_tokens=32))
+    last = asyncio.run(tight.play(Prompt(text="hi", columns={}), Sampling(16)))
+    assert (len(last.tokens), last.finish) == (32, "length")
+    cut = play(tokenizer, Scripted(tokenizer, "a", "far too long"), max_tokens=5)
+    assert (cut.turns, cut.finish, cut.turn_rewards) == (("a", "far t"), "length", (1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("raise", "step: ValueError: no"),
+        ("hang", r"step took more than 0\.05 s"),
+        ("nothing", "says messages or a text that is not empty, not None"),
+    ],
+)
+def test_an_environment_that_fails_says_why(tokenizer: Tokenizer, said: str, reason: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=reason):
+        play(tokenizer, Scripted(tokenizer, said), timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[-1].content }}<eos>", "rewrites earlier turns"),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "does not end an assistant's turn"),
+    ],
+)
+def test_templates_that_cannot_be_continued_are_refused(tmp_path: Path, template: str, message: str) -> None:
+    tokenizer = made(tmp_path, template)
+    with pytest.raises(TaskError, match=message):
+        tokenizer.observation((Message(role="tool", content="4"),))
+
+
+def test_without_an_environment_there_is_one_turn(tokenizer: Tokenizer) -> None:
+    engine = Scripted(tokenizer, "ab")
+    prompt = Prompt(text="hi", columns={})
+    episode = asyncio.run(Player(engine, tokenizer, None).play(prompt, Sampling(16)))
+    assert text_of(tokenizer, episode.tokens) == "ab<eos>"
+    assert (episode.mask.all(), episode.turn_ends, episode.turns) == (True, (2,), ())
+    scored = Reward(score=1.0)
+    assert episode.reward(scored) is scored
+
+
+def test_a_class_without_the_two_methods_is_no_environment(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TaskError, match="no `async def reset`"):
+        Player(Scripted(tokenizer), tokenizer, Environment(name=f"{HERE}:Scripted"))
+
+
+def test_a_verifiers_environment_plays_its_conversation_with_the_policys_turns(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers")
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    built = task.build(VerifiersTask(environment="verifiers_guess"), 1)
+    prompt = next(prompt for prompt in built.training if prompt.columns["answer"] == "2")
+    config = Environment(
+        name="streamppo.tasks.verifiers:Verifiers", arguments={"environment": "verifiers_guess"}, max_turns=4
+    )
+
+    def told(*guesses: str) -> Episode:
+        player = Player(Scripted(tokenizer, *guesses), tokenizer, config)
+        return asyncio.run(player.play(prompt, Sampling(16)))
+
+    right = told("1", "3", "2")
+    assert text_of(tokenizer, right.tokens[right.mask]) == "1<eos>3<eos>2<eos>"
+    assert "[user]higher<eos>" in text_of(tokenizer, right.tokens)
+    assert (right.finish, right.turn_rewards, right.end.components["found"]) == ("stop", (0.0, 0.0, 1.0), 1.0)
+    wrong = told("1", "1", "1", "1")
+    assert (wrong.finish, sum(wrong.turn_rewards)) == ("stop", 0.0)
+
+
+def test_verifiers_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(TaskError, match=r"streamppo\[verifiers\]"):
+        task.build(VerifiersTask(environment="wordle"), 1)
+
+
+class Closing(Echo):
+    """Counts how often it was closed."""
+
+    closed = 0
+
+    async def close(self) -> None:
+        Closing.closed += 1
+
+
+def test_an_environment_is_closed_however_its_trajectory_ends(tokenizer: Tokenizer) -> None:
+    def once(*lines: str) -> None:
+        player = Player(Scripted(tokenizer, *lines), tokenizer, Environment(name=f"{HERE}:Closing", max_turns=1))
+        player._make = Closing
+        asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16)))
+
+    once("bye")
+    once("more")
+    with pytest.raises(EnvironmentFailed):
+        once("raise")
+    assert Closing.closed == 3
