@@ -35,7 +35,7 @@ MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parent.parent
 KINDS = {"rollout": "ray::RolloutActor", "replay": "ray::ReplayActor", "learner": "ray::Rank", "driver": "-m streamppo"}
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
-STUCK_S = 120.0
+STUCK_S = 300.0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
 
 
