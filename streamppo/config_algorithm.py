@@ -243,6 +243,8 @@ class Critic(Section, frozen=True):
     """A transformer's gradient is clipped to this; 0 takes learner.max_grad_norm."""
     warmup_updates: Count = 0
     """Updates in which only the critic learns."""
+    pretrain: str = ""
+    """The folder of a run whose archived batches teach the critic before the first update; empty is off."""
 
     def __post_init__(self) -> None:
         """What one step trains together has one schedule."""
@@ -336,7 +338,9 @@ class Algorithm(Section, frozen=True):
         kind = self.advantage.__struct_config__.tag
         if self.zero_variance != "keep" and not isinstance(self.advantage, GROUP_BASED):
             raise ValueError("zero_variance is about groups: it needs an advantage that compares them")
-        if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates):
-            raise ValueError(f"advantage {kind!r} uses no critic: leave critic.model and critic.warmup_updates out")
+        if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):
+            raise ValueError(
+                f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
+            )
         if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
             raise ValueError(f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}")

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.config import Config
 from streamppo.config import Learner as LearnerConfig
+from streamppo.errors import JournalError
 from streamppo.learner import checkpoint, model, objective, optimizer, tiny
 from streamppo.learner.manifest import State
 from streamppo.learner.packing import Packed, pack
@@ -94,6 +95,8 @@ class Rank:
             state = checkpoint.load(Path(resume_from), self.policy, self.optimizer)
             self.version = state.version
             self.updater.beta, self.updater.bad_steps = state.beta, state.bad_steps
+        elif algorithm.critic.pretrain:
+            self._pretrain(algorithm.critic.pretrain)
         self.pusher = Pusher(self._publish, self.config.weights.bucket_bytes)
         if self.rank == 0:
             life = ray.get(self.queue.another_life.remote(""))
@@ -162,6 +165,20 @@ class Rank:
     def _updater(self) -> Updater:
         chosen = objective.build(self.config)
         return Updater(self.policy, self.optimizer, chosen, self.config, group=self.group, reference=self.reference)
+
+    def _pretrain(self, run: str) -> None:
+        """Teach the critic what an earlier run earned, in the order in which it was trained on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["full_lr"]
+        explained: list[float] = []
+        for version in ray.get(self.queue.lessons.remote(run)):
+            batch = pack(decode(ray.get(self.queue.lesson.remote(run, version)), Batch))
+            explained.append(self.updater.pretrain(batch.to(self.updater.device)))
+        if not explained:
+            raise JournalError(f"{run}: no archived batch to teach the critic")
+        if self.rank == 0:
+            shares = f"{explained[0]:.2f} of the returns' variance explained at first, {explained[-1]:.2f} at last"
+            print(f"the critic has learned from {len(explained)} batches of {run}: {shares}", flush=True)
 
     def _prefetch(self, version: int) -> None:
         self._next = self._fetcher.submit(self._fetch, version)

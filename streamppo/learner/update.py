@@ -16,6 +16,7 @@ from streamppo.algorithms.aggregate import denominators
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, kl_reward, next_beta, stop_early
+from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config import Config
 from streamppo.errors import UpdateError
 from streamppo.learner.clip import clip
@@ -83,6 +84,21 @@ class Updater:
             "score_s": scored_s,
             "train_s": time.perf_counter() - start - scored_s,
         }
+
+    def pretrain(self, batch: Packed) -> float:
+        """Teach the critic alone the returns of `batch`, which may be another run's.
+
+        Returns the share of their variance that it explained before. A collective; raises `UpdateError` like `update`.
+        """
+        plan = self._plan(batch, torch.arange(len(batch.reward_B)))
+        scored, _ = self._before(batch, plan)
+        try:
+            targets = self._targets(batch, scored, self._reference(batch, plan))
+        except ValueError as error:
+            raise UpdateError(f"batch {batch.version} cannot be learned from: {error}") from error
+        loss = Loss(self.objective, self.config, batch, targets, Sums(batch.mask_BT, self.group))
+        self._optimize(self.objective.phases[-1]._replace(part="critic"), loss, None)
+        return explained_variance(scored.values_BT, targets.estimate.returns, batch.mask_BT)
 
     # --- before the first step -------------------------------------------------------------------------------
 
@@ -182,7 +198,7 @@ class Updater:
     def _step(self, phase: Phase, loss: Loss) -> None:
         """Clip and step; a gradient that is not finite is counted and left out."""
         sums = loss.sums
-        if loss.batch.version < self.config.algorithm.critic.warmup_updates:
+        if phase.part == "critic" or loss.batch.version < self.config.algorithm.critic.warmup_updates:
             # Without a gradient the policy stands still, and its moments do not learn from an untaught critic.
             for parameter in self.policy.lm.parameters():
                 parameter.grad = None

@@ -25,6 +25,7 @@ from streamppo.config_algorithm import GROUP_BASED
 from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
 from streamppo.replay.archive import Archive
 from streamppo.replay.journal import Journal
+from streamppo.replay.lessons import Lessons
 from streamppo.replay.memory import DurableQueue
 from streamppo.replay.saved import Made
 from streamppo.types import Failure, Push, Trajectory, decode, encode
@@ -35,7 +36,7 @@ POLL_S = 5.0
 T = TypeVar("T")
 
 
-class ReplayActor:
+class ReplayActor(Lessons):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
     def __init__(self, config: bytes, run: str) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from streamppo.replay import archive
+from streamppo.replay.lessons import Lessons
 from streamppo.types import Push, decode, encode
 
 
-class Replayer:
+class Replayer(Lessons):
     """What the learner asks of a `ReplayActor`, and the digests of what it made."""
 
     def __init__(self, run: str) -> None:

@@ -221,3 +221,17 @@ def test_a_slow_learner_keeps_the_queue_bounded_and_nothing_is_dropped(tmp_path:
     assert found["engine_idle_share"] > 0.3, "rollouts are blocked, not the learner"
     trial = all_accounted(tmp_path / "math")
     assert trial.opened <= (12 + 2 + 1) * 64
+
+
+def test_a_critic_that_learned_from_an_earlier_run_is_replayed_with_what_it_learned(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    taught = (*SHORT, "model.warm_start.max_steps=200")
+    finished(first, *taught)
+    output = finished(second, *taught, f"algorithm.critic.pretrain={first / 'math'}")
+    assert "the critic has learned from 12 batches" in output
+    # A head of zeros explains exactly nothing.
+    assert updates(first)[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
+    assert abs(updates(second)[0]["explained_variance"]) > 1e-3
+    assert "13 versions, all of them bit for bit as they were" in replayed(second)

@@ -24,6 +24,19 @@ def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dic
     return case.whole(updater.policy), metrics
 
 
+@pytest.mark.parametrize("model_choice", ["head", "policy"])
+def test_pretraining_teaches_the_critic_and_nothing_else(folder: Path, model_choice: str) -> None:
+    config = case.config_of(f"algorithm.critic.model={model_choice}", "algorithm.critic.clip=0", "learner.lr=0.0003")
+    updater = case.updater(config, folder)
+    before = case.whole(updater.policy)
+    batch = pack(case.batch())
+    explained = [updater.pretrain(batch) for _ in range(30)]
+    after = case.whole(updater.policy)
+    assert explained[-1] > explained[0] + 0.1
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) is not is_critics(name), name
+
+
 def is_critics(name: str) -> bool:
     return name.startswith(("critic.", "value_head."))
 
