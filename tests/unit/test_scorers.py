@@ -169,15 +169,15 @@ def test_a_program_that_runs_on_is_killed_with_all_that_it_has_started() -> None
     program = "import subprocess\nsubprocess.Popen(['sleep', '987'])\nwhile True: pass"
     begin = time.perf_counter()
     assert run_tests(program, [""], test_timeout_s=0.5).explanation == "test 1: no end after 0.5 s"
-    assert time.perf_counter() - begin < 2.0
+    assert time.perf_counter() - begin < 30.0
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "987"]]
 
 
 def test_a_child_that_holds_the_output_open_does_not_hold_the_reward() -> None:
     program = "import subprocess\nsubprocess.Popen(['sleep', '986'])"
     begin = time.perf_counter()
-    assert run_tests(program, [""], test_timeout_s=5.0).score == 1.0
-    assert time.perf_counter() - begin < 3.0
+    assert run_tests(program, [""], test_timeout_s=30.0).score == 1.0
+    assert time.perf_counter() - begin < 25.0
 
 
 def test_memory_and_output_are_bounded() -> None:
