@@ -129,13 +129,17 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     lags = sorted({row["max_lag"] for row in rows})
+    choices = list(dict.fromkeys(row["choice"] for row in rows))
+    colors = pyplot.get_cmap("tab10").colors
     figure, axes = pyplot.subplots(1, len(lags), figsize=(7 * len(lags), 6), sharey=True, squeeze=False)
     for axis, max_lag in zip(axes[0], lags, strict=True):
-        for number, row in enumerate(row for row in rows if row["max_lag"] == max_lag):
-            style = ("-", "--", ":")[number // 10 % 3]
-            axis.plot(range(1, len(row["rewards"]) + 1), row["rewards"], style, label=row["choice"])
+        for row in (row for row in rows if row["max_lag"] == max_lag):
+            number = choices.index(row["choice"])
+            style = ("-", "--", ":")[number // len(colors)]
+            steps = range(1, len(row["rewards"]) + 1)
+            axis.plot(steps, row["rewards"], style, color=colors[number % len(colors)], label=row["choice"])
         axis.set(title=f"max_lag = {max_lag}", xlabel="update", ylabel="reward, mean of the last ten")
-        axis.legend(fontsize="x-small")
+    axes[0][-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
