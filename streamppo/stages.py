@@ -340,11 +340,15 @@ def model_path(config: Config, run: Path) -> str:
     return str(run / "model") if config.model.path == BUILTIN else config.model.path
 
 
+def find_plugins() -> None:
+    """A reward module that stands beside the user's config is importable in every process that is started."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+
+
 def init_ray(config: Config) -> None:
     """Start Ray here, or join the cluster."""
     cluster: Cluster = config.cluster
-    # A reward module that stands beside the user's config is importable in every worker.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    find_plugins()
     if cluster.address != "local":
         ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
         return

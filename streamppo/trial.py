@@ -19,9 +19,8 @@ from streamppo.config_reward import ModelScorer
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
 from streamppo.rollout import build
-from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Player
-from streamppo.stages import BUILTIN
+from streamppo.stages import BUILTIN, find_plugins, model_path
 from streamppo.tasks import read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.rewards import Rewards
@@ -44,12 +43,12 @@ class Tried(NamedTuple):
 
 def run(config: Config, count: int, completions: Path | None) -> int:
     """Print the table; the exit code is 0 only if every completion has a reward."""
-    _find_plugins()
+    find_plugins()
+    sys.path.insert(0, os.getcwd())
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, _ray(config):
-        path = config.model.path
-        if path == BUILTIN:
-            path = str(Path(folder) / "model")
+        path = model_path(config, Path(folder))
+        if config.model.path == BUILTIN:
             tiny.make(config, Path(path))
         tokenizer = Tokenizer(path)
         task = tasks.build(config.task, config.seed, tokenizer)
@@ -83,10 +82,8 @@ def _player(config: Config, tokenizer: Tokenizer, path: str) -> Player:
 
 
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:
-    rollout = config.rollout
-    sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
     try:
-        episode = await player.play(prompt, sampling)
+        episode = await player.play(prompt, build.sampling(config))
     except TaskError as error:
         return Tried("", None, str(error), 0.0)
     text = episode.text(prompt, player.tokenizer)
@@ -124,12 +121,6 @@ def _given(file: Path, task: Task) -> Iterator[tuple[Prompt, ScoredText]]:
                 source=prompt.source,
             ),
         )
-
-
-def _find_plugins() -> None:
-    """A reward module that stands beside the user's config is found here as it is in a run."""
-    sys.path.insert(0, os.getcwd())
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
+from streamppo import durable
 from streamppo.config import Config
 from streamppo.config import Learner as LearnerConfig
 from streamppo.errors import JournalError
@@ -55,7 +56,6 @@ class Rank:
         transformers.utils.logging.disable_progress_bar()
         self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
         self._next: Future[Fetched | None] | None = None
-        self._started = time.perf_counter()
 
     def rendezvous(self) -> tuple[str, int]:
         """An address at which this rank can be met."""
@@ -237,7 +237,7 @@ def _export(whole: dict[str, torch.Tensor], start: str, folder: Path, dtype: str
     with torch.no_grad():
         for name, tensor in whole.items():
             parameters[name].copy_(tensor)
-    aside = folder.with_name(f"{folder.name}.tmp")
+    aside = durable.aside(folder)
     shutil.rmtree(aside, ignore_errors=True)
     lm.save_pretrained(aside)
     AutoTokenizer.from_pretrained(start).save_pretrained(aside)

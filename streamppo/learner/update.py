@@ -61,18 +61,13 @@ class Updater:
         Raises `UpdateError` for data that must not be trained on, and for gradients that stay non-finite.
         """
         start = time.perf_counter()
-        plan = self._plan(batch, torch.arange(len(batch.reward_B)))
-        scored, graph = self._before(batch, plan)
-        try:
-            targets = self._targets(batch, scored, self._reference(batch, plan))
-        except ValueError as error:
-            raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
+        targets, graph = self._prepared(batch)
         scored_s = time.perf_counter() - start
         sums = Sums(batch.mask_BT, self.group)
         loss = Loss(self.objective, self.config, batch, targets, sums)
         for phase in self.objective.phases:
             self._optimize(phase, loss, None if phase.part == "critic" else graph)
-        passed_B = torch.ones_like(batch.truncated_B)
+        scored, passed_B = targets.scored, torch.ones_like(batch.truncated_B)
         if self.objective.anchor is not None:
             first_BT, passed_B = sums.first_logprobs()
             scored = scored._replace(logprobs_BT=first_BT)
@@ -90,17 +85,24 @@ class Updater:
 
         Returns the share of their variance that it explained before. A collective; raises `UpdateError` like `update`.
         """
-        plan = self._plan(batch, torch.arange(len(batch.reward_B)))
-        scored, _ = self._before(batch, plan)
-        try:
-            targets = self._targets(batch, scored, self._reference(batch, plan))
-        except ValueError as error:
-            raise UpdateError(f"batch {batch.version} cannot be learned from: {error}") from error
+        targets, _ = self._prepared(batch)
         loss = Loss(self.objective, self.config, batch, targets, Sums(batch.mask_BT, self.group))
         self._optimize(self.objective.phases[-1]._replace(part="critic"), loss, None)
-        return explained_variance(scored.values_BT, targets.estimate.returns, batch.mask_BT)
+        return explained_variance(targets.scored.values_BT, targets.estimate.returns, batch.mask_BT)
 
     # --- before the first step -------------------------------------------------------------------------------
+
+    def _prepared(self, batch: Packed) -> tuple[Targets, Scored | None]:
+        """What stays fixed while `batch` is trained on, and the graph of the pass that found it, if that can be used.
+
+        Raises `UpdateError` for data that must not be trained on.
+        """
+        plan = self._plan(batch, torch.arange(len(batch.reward_B)))
+        scored, graph = self._before(batch, plan)
+        try:
+            return self._targets(batch, scored, self._reference(batch, plan)), graph
+        except ValueError as error:
+            raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
     def _plan(self, batch: Packed, rows: Tensor) -> list[Tensor]:
         """This rank's micro-batches of `rows`."""

@@ -17,7 +17,7 @@ from streamppo.config import Config
 from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, WeightsError
 from streamppo.rollout import build
 from streamppo.rollout.credit import place
-from streamppo.rollout.engine import Engine, Sampling
+from streamppo.rollout.engine import Engine
 from streamppo.rollout.episode import Episode, Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.rewards import Rewards
@@ -56,8 +56,7 @@ class RolloutActor:
         self.config = msgspec.msgpack.decode(config, type=Config)
         self.name = name
         self.queue = queue
-        rollout = self.config.rollout
-        self._sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+        self._sampling = build.sampling(self.config)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
         self._finished: list[Trajectory | Failure] = []
         self._delivery_due = asyncio.Event()
@@ -67,7 +66,7 @@ class RolloutActor:
         self._trajectories = 0
         self._push_ms = 0.0
         self._digest = ""
-        build.limit_threads(rollout.threads)
+        build.limit_threads(self.config.rollout.threads)
 
     async def start(self, model_path: str) -> int:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""

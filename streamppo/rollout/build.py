@@ -1,4 +1,4 @@
-"""The engine that the configuration chooses."""
+"""The engine that the configuration chooses, and how it samples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,18 @@ import torch
 
 from streamppo.config import Config, EmbeddedEngine
 from streamppo.rollout import embedded
-from streamppo.rollout.engine import Engine
+from streamppo.rollout.engine import Engine, Sampling
 
 
 def limit_threads(threads: int) -> None:
     """CPU threads of this process's torch."""
     torch.set_num_threads(threads)
+
+
+def sampling(config: Config) -> Sampling:
+    """How completions are sampled in training."""
+    rollout = config.rollout
+    return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
 
 
 def engine(config: Config, actor: str, model_path: str, version: int, tensors: Mapping[str, Any]) -> Engine:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from streamppo import durable
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
@@ -103,9 +104,7 @@ class Record:
     def close(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> dict[str, Any]:
         """Write summary.json and return it. `outcome` is "finished" or why the run ended early."""
         summary = self._summary(outcome, queue, engines)
-        aside = self.folder / "summary.json.tmp"
-        aside.write_text(json.dumps(summary, indent=2) + "\n")
-        aside.rename(self.folder / "summary.json")
+        durable.write(self.folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self._file.close()
         return summary
 
