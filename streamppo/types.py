@@ -25,8 +25,8 @@ Flags: TypeAlias = NDArray[np.bool_]
 T = TypeVar("T")
 
 
-class Crossing(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what crosses a process: immutable and compared by value."""
+class Crossing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of what crosses a process: immutable, compared by value, and a tree, in which nothing makes a cycle."""
 
 
 def encode(value: object) -> bytes:

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import msgspec
 
+from streamppo import garbage
 from streamppo.config import Config, learning
 from streamppo.config_algorithm import GROUP_BASED
 from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
@@ -60,6 +61,7 @@ class ReplayActor(Lessons):
         self._engine_versions: dict[str, int] = {}
         self._heard: dict[str, float] = {}
         self._life = uuid4().hex
+        garbage.collect_rarely()
 
     # --- the driver's side -----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from ray.exceptions import ObjectLostError
 
+from streamppo import garbage
 from streamppo.config import Config
 from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, WeightsError
 from streamppo.rollout import build
@@ -80,6 +81,7 @@ class RolloutActor:
         self.engine: Engine = build.engine(self.config, self.name, model_path, push.version, tensors)
         self.player = Player(self.engine, self.tokenizer, self.config.environment)
         self._digest = push.digest
+        garbage.collect_rarely()
         self._started.set()
         return push.version
 

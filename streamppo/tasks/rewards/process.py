@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from streamppo import garbage
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import too_late
@@ -49,6 +50,7 @@ def main(fd: int) -> None:
     except TaskError as error:
         return send(channel, Ready(error=str(error)))
     _die_with_parent(0)
+    garbage.collect_rarely()
     send(channel, Ready())
     processes: set[int] = set()
     try:
