@@ -5,7 +5,8 @@
 Each trial is a real run of `--config`, shortened, with `--kills` kills at random instants; a driver that was killed is
 resumed. When the run has ended, every slot that the queue ever opened must be consumed once or still wait (lost: those
 that are neither; twice: those that are in the archive more than once), and `streamppo replay` must arrive at the very
-weights. Seconds to recover are those from the kill to the next update that is new.
+weights. Seconds to recover are those from the kill to the next update that is new. With `--scale` another number of
+rollout actors is asked for before every kill.
 """
 
 import argparse
@@ -36,6 +37,8 @@ REPOSITORY = Path(__file__).parent.parent
 KINDS = {"rollout": "ray::RolloutActor", "replay": "ray::ReplayActor", "learner": "ray::Rank", "driver": "-m streamppo"}
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
+MAX_ROLLOUTS = 3
+"""With `--scale` there are one to so many rollout actors."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
 
 
@@ -88,6 +91,12 @@ class Victim:
             self._begin("resume", str(self.run))
         return True
 
+    def scale(self, rollouts: int) -> bool:
+        """Ask for so many rollout actors. False if the run has ended meanwhile."""
+        command = [sys.executable, "-m", "streamppo", "scale", str(self.run), "--rollouts", str(rollouts)]
+        with self.log.open("a") as log:
+            return subprocess.run(command, check=False, env=ENVIRONMENT, stdout=log, stderr=log).returncode == 0
+
     def family(self) -> list[psutil.Process]:
         """Every living process of the run."""
         found: list[psutil.Process] = []
@@ -125,14 +134,19 @@ class Victim:
             time.sleep(0.1)
 
 
-def trial(config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[str], seed: int) -> Trial:
-    """One run with one kill of each of `kinds`, in that order."""
+def trial(
+    config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[str], seed: int, *, scale: bool = False
+) -> Trial:
+    """One run with one kill of each of `kinds`, in that order; with `scale`, of a changing number of rollout actors."""
     generator, kills = random.Random(seed), []
     victim = Victim(config, folder, (*SHORT, *overrides))
     try:
         victim.wait_for(1)
         for kind in kinds:
             time.sleep(generator.expovariate(1.0))
+            if scale and victim.driver.poll() is None:
+                victim.scale(generator.randint(1, MAX_ROLLOUTS))
+                time.sleep(generator.expovariate(1.0))
             before, start = victim.updates(), time.monotonic()
             if victim.driver.poll() is None and victim.kill(kind):
                 recovered = victim.wait_for(before + 1)
@@ -199,6 +213,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--kills", type=int, default=4, help="kills of one trial")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", action="store_true", help="change the number of rollout actors before every kill")
     parser.add_argument("--set", nargs="*", default=["updates=60"], metavar="section.field=value")
     parser.add_argument("--json", type=Path, help="write the table here too")
     options = parser.parse_args()
@@ -206,9 +221,16 @@ def main() -> None:
     for number in range(options.trials):
         kinds = [generator.choice(list(KINDS)) for _ in range(options.kills)]
         with tempfile.TemporaryDirectory() as folder:
-            trials.append(trial(options.config, Path(folder), tuple(options.set), kinds, generator.randrange(2**31)))
+            seed, overrides = generator.randrange(2**31), tuple(options.set)
+            trials.append(trial(options.config, Path(folder), overrides, kinds, seed, scale=options.scale))
         print(json.dumps({"trial": number, **trials[-1]._asdict()}), flush=True)
-    result = {"machine": machine(), "config": str(options.config), "overrides": options.set, **table(trials)}
+    result = {
+        "machine": machine(),
+        "config": str(options.config),
+        "overrides": options.set,
+        "scale": options.scale,
+        **table(trials),
+    }
     print(json.dumps(result, indent=2))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")

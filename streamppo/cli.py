@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamppo import __version__, configfile
+from streamppo import __version__, configfile, running
 from streamppo.errors import CheckpointError, StreamppoError
 from streamppo.interrupts import Interrupts
 from streamppo.tasks.prepare import PREPARED, prepare
@@ -46,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("run", type=Path, help="the folder of a run, such as runs/math")
     resume.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example updates=2000")
     resume.set_defaults(command=_resume)
+    scale = commands.add_parser(
+        "scale",
+        help="add or remove rollout actors",
+        description="Change the number of rollout actors of a run that goes on. A resumed run has as many.",
+    )
+    scale.add_argument("run", type=Path, help="the folder of a run")
+    scale.add_argument("--rollouts", type=_positive, required=True, metavar="N", help="rollout actors, at least 1")
+    scale.set_defaults(command=_scale)
     replay = commands.add_parser(
         "replay",
         help="train again from the archive",
@@ -90,7 +98,8 @@ def _run(options: argparse.Namespace) -> int:
 
     runs = options.runs.resolve()
     folder = _existing(runs / config.name) if options.resume else new_folder(config, runs)
-    return run(config, folder, started=STARTED, interrupts=interrupts)
+    with running.held(folder):
+        return run(config, folder, started=STARTED, interrupts=interrupts)
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -100,7 +109,17 @@ def _resume(options: argparse.Namespace) -> int:
     interrupts = Interrupts()
     from streamppo.run import run
 
-    return run(config, folder, started=STARTED, interrupts=interrupts)
+    with running.held(folder):
+        return run(config, folder, started=STARTED, interrupts=interrupts)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    folder = _existing(options.run.resolve())
+    before = configfile.load(folder / configfile.CONFIG).rollout.actors
+    running.scale(folder, options.rollouts)
+    present = configfile.load(folder / configfile.CONFIG).rollout.actors
+    print(f"{options.run}: rollout actors: {present}, before: {before}")
+    return 0
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -131,6 +150,12 @@ def _data(options: argparse.Namespace) -> int:
     count = prepare(options.name, options.folder, options.to, options.split)
     print(f"{options.to}: {count} rows")
     return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 def _existing(folder: Path) -> Path:

@@ -77,7 +77,7 @@ class Rollout(Section, frozen=True):
     engine: EmbeddedEngine = EmbeddedEngine()
     """What samples the tokens."""
     actors: Positive = 1
-    """Rollout actors."""
+    """Rollout actors; `streamppo scale` changes the number while the run goes on."""
     in_flight: Positive = 64
     """Trajectories that one actor keeps in flight, rewards included."""
     slots: Positive = 64
@@ -190,7 +190,7 @@ class Cluster(Section, frozen=True):
     address: str = "local"
     """ "local" starts Ray in this process's machine; anything else joins that cluster."""
     cpus: Positive | None = None
-    """Logical CPUs that local Ray may hand out; all that the actors ask for by default."""
+    """Logical CPUs that local Ray hands out to learner ranks; all threads of all actors by default."""
     object_store_mib: Positive = 256
     """Shared memory of the local object store."""
 

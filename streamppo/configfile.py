@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from streamppo import durable
 from streamppo.config import Config
 from streamppo.errors import ConfigError
 
@@ -50,6 +51,11 @@ def change(config: Config, overrides: Sequence[str]) -> Config:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), Path(CONFIG), "", tree, overridden)) from error
+
+
+def save(config: Config, run: Path) -> None:
+    """Keep `config` as that of the run in the folder `run`, which goes on with it."""
+    durable.write(run / CONFIG, json.dumps(msgspec.to_builtins(config), indent=2).encode())
 
 
 def show(config: Config) -> str:

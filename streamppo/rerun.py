@@ -14,13 +14,14 @@ import ray
 from ray.exceptions import RayError
 
 from streamppo import configfile
+from streamppo.cluster import describe, init_ray
 from streamppo.config import Config
 from streamppo.errors import Diverged, JournalError, RunError
 from streamppo.learner.group import LearnerGroup
 from streamppo.replay.journal import Journal
 from streamppo.replay.replayer import Replayer
 from streamppo.replay.saved import Made
-from streamppo.stages import describe, init_ray, model_path
+from streamppo.stages import model_path
 from streamppo.types import UpdateReport, decode
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")

@@ -7,16 +7,12 @@ Rollout, queue and learner talk to each other; the driver starts them, watches t
 in the learner's mailbox, so that the learner never waits for the driver.
 """
 
-import json
 from collections import deque
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from streamppo import durable
+from streamppo import configfile
 from streamppo.config import Config
-from streamppo.configfile import CONFIG
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.interrupts import Interrupts
 from streamppo.learner import manifest
@@ -63,7 +59,7 @@ def _train(config: Config, stages: Stages, record: Record) -> tuple[QueueReport,
     # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap.
     checkpoint = manifest.newest(checkpoints, record.say, at_most=record.version)
     newest = stages.start(_version(checkpoint))
-    durable.write(record.folder / CONFIG, json.dumps(msgspec.to_builtins(config), indent=2).encode())
+    configfile.save(config, record.folder)
     _evaluate(stages, record, newest)
     while True:
         try:

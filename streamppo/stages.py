@@ -3,13 +3,12 @@
 starting -> running -> stopped        one way; an error or a signal in either of the first two leads to the last
 
 a rollout actor dies, or is silent    another takes its place under another name; what it was sampling is sampled again
+another number of them is wanted      some come, or the newest go in the same way; no restart
 the queue dies                        Ray starts it again from its journal and repeats the calls that were under way
 a learner rank dies                   LearnerLost: the driver starts the group again from the last checkpoint
 too many of these in a short time     RunError
 """
 
-import logging
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -19,10 +18,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
-from streamppo.config import Cluster, Config
-from streamppo.errors import LearnerLost, RunError, StreamppoError
+from streamppo import configfile, running
+from streamppo.cluster import LOCAL, describe, init_ray
+from streamppo.config import Config
+from streamppo.crew import Crew, Seat
+from streamppo.errors import LearnerLost, RunError
 from streamppo.interrupts import Interrupts
 from streamppo.learner.group import LearnerGroup
 from streamppo.replay.actor import ReplayActor
@@ -48,13 +50,6 @@ class Watched(NamedTuple):
     again: Callable[[], Any] | None = None
 
 
-class Seat(NamedTuple):
-    """A rollout actor, and the name under which it samples: no two actors ever share one."""
-
-    actor: Any
-    name: str
-
-
 class Stages:
     """Queue, learner and rollout actors of one run. As a context manager it leaves no process behind."""
 
@@ -68,8 +63,7 @@ class Stages:
         self._interrupts = interrupts
         self.restarts: Counter[str] = Counter(rollout=0, replay=0, learner=0)
         self._recent: deque[float] = deque()
-        self._seats: list[Seat] = []
-        self._started: set[str] = set()
+        self._crew = Crew(self._rollout)
         self._watched: dict[Any, Watched] = {}
         self._progress = self._asked = time.monotonic()
         self._encoded = msgspec.msgpack.encode(config)
@@ -92,7 +86,8 @@ class Stages:
         replay: Any = ray.remote(ReplayActor)
         options = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
         self.queue = replay.options(name="replay", num_cpus=0, **options).remote(self._encoded, str(self.folder))
-        self._seats = [self._seat(f"rollout-{number}") for number in range(self.config.rollout.actors)]
+        for _ in range(self.config.rollout.actors):
+            self._crew.hire()
         self.learner, self._fresh = self._group(), True
         (newest,) = self.wait([self.queue.begin.remote(version)], "opening the journal")
         self._follow_queue("")
@@ -111,8 +106,8 @@ class Stages:
         self.wait(self.learner.setup(self.learner.rendezvous(), self._model_path, path), "loading the model")
         if not self._flowing:
             self._flowing = True
-            for number in range(len(self._seats)):
-                self._generate(number)
+            for seat in self._crew.seats:
+                self._generate(seat)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -122,25 +117,25 @@ class Stages:
     def _group(self) -> LearnerGroup:
         return LearnerGroup(self.config, self._encoded, self.queue, self.restarts["learner"])
 
-    def _seat(self, name: str) -> Seat:
+    def _rollout(self, name: str) -> Any:
         rollout: Any = ray.remote(RolloutActor)
-        actor = rollout.options(
+        # Nobody else asks local Ray for its CPUs: there it is people who say how many actors the machine can bear.
+        cpus = 0 if self.config.cluster.address == LOCAL else self.config.rollout.threads
+        return rollout.options(
             name=name,
-            num_cpus=self.config.rollout.threads,
+            num_cpus=cpus,
             num_gpus=self.config.rollout.gpus,
             max_concurrency=MAILBOX_CALLS,
         ).remote(self._encoded, name, self.queue)
-        return Seat(actor, name)
 
-    def _generate(self, number: int) -> None:
-        """Let the actor in seat `number` start, and then generate for ever."""
-        seat = self._seats[number]
+    def _generate(self, seat: Seat) -> None:
+        """Let an actor start, and then generate for ever."""
 
         def run(_: Any) -> None:
-            self._started.add(seat.name)
-            self.watch(seat.actor.run.remote(), seat.name, _never(seat.name), lambda: None)
+            seat.at_work = True
+            self.watch(seat.actor.run.remote(), seat.name, _never(seat.name))
 
-        self.watch(seat.actor.start.remote(self._model_path), seat.name, run, lambda: None)
+        self.watch(seat.actor.start.remote(self._model_path), seat.name, run)
 
     # --- waiting ---------------------------------------------------------------------------------------------
 
@@ -180,6 +175,7 @@ class Stages:
             self._settle(ref, doing, pending)
         self._interrupts.check()
         self._check_silence()
+        self._check_scale()
         self._check_stall(doing)
         return ready
 
@@ -206,7 +202,11 @@ class Stages:
             queue = ray.get(self.queue.waiting_for.remote(), timeout=TICK_S)
         except RayError as error:
             queue = f"gives no answer ({describe(error)})"
-        raise RunError(f"nothing has progressed for {stall_s:g} s: the driver waits for {doing}; the queue {queue}")
+        starting = ", ".join(seat.name for seat in self._crew.seats if not seat.at_work) or "none"
+        raise RunError(
+            f"nothing has progressed for {stall_s:g} s: the driver waits for {doing}; the queue {queue}; "
+            f"rollout actors that have not started: {starting}"
+        )
 
     # --- deaths ----------------------------------------------------------------------------------------------
 
@@ -220,15 +220,40 @@ class Stages:
 
     def _replace(self, actor_id: str | None, reason: str) -> None:
         """Another rollout actor in the place of the one that is gone, unless that was done before."""
-        for number, seat in enumerate(self._seats):
-            if seat.actor._actor_id.hex() != actor_id:
-                continue
-            self.note("rollout", f"{seat.name}: {reason}")
-            ray.kill(seat.actor)
-            self.watch(self.queue.lost.remote(seat.name), "replay", _nothing)
-            self._seats[number] = self._seat(f"rollout-{number}.{self.restarts['rollout']}")
-            if self._flowing:
-                self._generate(number)
+        if (seat := self._crew.find(actor_id)) is None:
+            return
+        self.note("rollout", f"{seat.name}: {reason}")
+        self._dismiss(seat)
+        another = self._crew.hire()
+        if self._flowing:
+            self._generate(another)
+
+    def _dismiss(self, seat: Seat) -> None:
+        """What an actor was sampling goes back to the queue, which ignores whatever still comes from there."""
+        self._crew.leave(seat)
+        self._watched = {ref: watched for ref, watched in self._watched.items() if watched.name != seat.name}
+        ray.kill(seat.actor)
+        self.watch(self.queue.lost.remote(seat.name), "replay", _nothing)
+
+    def _check_scale(self) -> None:
+        """Have as many rollout actors as somebody asks for; a resumed run has as many too."""
+        if not self._flowing:
+            return
+        try:
+            wanted = running.take(self.folder)
+        except RunError as error:
+            self.say(f"not understood: {error}")
+            wanted = self.config.rollout.actors
+        if wanted is None:
+            return
+        self.say(f"rollout actors: {wanted} wanted, {len(self._crew.seats)} there")
+        self.config = configfile.change(self.config, [f"rollout.actors={wanted}"])
+        configfile.save(self.config, self.folder)
+        for seat in self._crew.seats[wanted:]:
+            self._dismiss(seat)
+        while len(self._crew.seats) < wanted:
+            self._generate(self._crew.hire())
+        running.done(self.folder)
 
     def _follow_queue(self, life: str) -> None:
         """Learn of every new process of the queue."""
@@ -246,7 +271,7 @@ class Stages:
         if time.monotonic() - self._asked < limit_s / 4:
             return
         self._asked = time.monotonic()
-        names = {seat.name: seat.actor._actor_id.hex() for seat in self._seats if seat.name in self._started}
+        names = {seat.name: seat.actor_id for seat in self._crew.at_work()}
 
         def heard(silent: list[str]) -> None:
             for name in silent:
@@ -269,31 +294,33 @@ class Stages:
     # --- asking ----------------------------------------------------------------------------------------------
 
     def evaluate(self, min_version: int, done: Callable[[list[EvaluationReport]], None]) -> None:
-        """Ask all rollout actors for a share of the held-out prompts; `done` gets the parts when all are there."""
+        """Ask the rollout actors for a share of the held-out prompts each; `done` gets the parts when all are there.
+
+        One that starts while others are at work is not asked. The share of one that leaves is asked of another.
+        """
         parts: list[EvaluationReport] = []
-        count = len(self._seats)
+        count = len(self._crew.at_work() or self._crew.seats)
 
         def collect(answer: bytes) -> None:
             parts.append(decode(answer, EvaluationReport))
             if len(parts) == count:
                 done(parts)
 
-        def ask(number: int) -> Any:
-            return self._seats[number].actor.evaluate.remote(number, count, min_version)
+        def ask(part: int) -> Any:
+            return self._crew.share(part).actor.evaluate.remote(part, count, min_version)
 
-        for number in range(count):
-            self.watch(ask(number), "evaluation", collect, lambda number=number: ask(number))
+        for part in range(count):
+            self.watch(ask(part), "evaluation", collect, lambda part=part: ask(part))
 
     def reports(self) -> tuple[QueueReport, list[EngineReport]]:
-        """What queue and engines have counted; an actor that dies over the question counts from zero."""
+        """What the queue and those engines have counted that are at work at present."""
         engines: list[EngineReport] = []
 
-        def ask(number: int) -> Any:
-            return self._seats[number].actor.report.remote()
+        def collect(answer: bytes) -> None:
+            engines.append(decode(answer, EngineReport))
 
-        for number in range(len(self._seats)):
-            collect = lambda answer: engines.append(decode(answer, EngineReport))  # noqa: E731
-            self.watch(ask(number), "report", collect, lambda number=number: ask(number))
+        for seat in self._crew.at_work():
+            self.watch(seat.actor.report.remote(), "report", collect)
         self.drain("report")
         (queue,) = self.wait([self.queue.report.remote()], "reports")
         return decode(queue, QueueReport), sorted(engines, key=lambda engine: engine.actor)
@@ -338,43 +365,6 @@ def _death(refs: Sequence[Any]) -> RayActorError | None:
 def model_path(config: Config, run: Path) -> str:
     """Where the run's first model and its tokenizer are."""
     return str(run / "model") if config.model.path == BUILTIN else config.model.path
-
-
-def find_plugins() -> None:
-    """A reward module that stands beside the user's config is importable in every process that is started."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-
-
-def init_ray(config: Config) -> None:
-    """Start Ray here, or join the cluster."""
-    cluster: Cluster = config.cluster
-    find_plugins()
-    if cluster.address != "local":
-        ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
-        return
-    learner, rollout = config.learner, config.rollout
-    wanted = learner.ranks * learner.threads + rollout.actors * rollout.threads
-    ray.init(
-        address="local",
-        num_cpus=cluster.cpus or wanted,
-        include_dashboard=False,
-        object_store_memory=cluster.object_store_mib * 2**20,
-        logging_level=logging.ERROR,
-    )
-
-
-def describe(error: BaseException) -> str:
-    """The root of a chain of remote errors and exception groups, in one line."""
-    while True:
-        if isinstance(error, RayTaskError) and error.cause is not None:
-            error = error.cause
-        elif isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        else:
-            break
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    return text if isinstance(error, StreamppoError) else f"{type(error).__name__}: {text}"
 
 
 def _never(name: str) -> OnDone:

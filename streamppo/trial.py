@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import transformers
 
+from streamppo.cluster import find_plugins
 from streamppo.config import Config
 from streamppo.config_reward import ModelScorer
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
 from streamppo.rollout import build
 from streamppo.rollout.episode import Player
-from streamppo.stages import BUILTIN, find_plugins, model_path
+from streamppo.stages import BUILTIN, model_path
 from streamppo.tasks import read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.rewards import Rewards

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import MATH, REPOSITORY
 from integration.test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
@@ -98,6 +99,53 @@ def test_a_rollout_actor_that_hangs_is_replaced_and_leaves_no_process(tmp_path: 
         assert "rollout-0: silent for more than 10 s; starting rollout again" in output
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
     assert summary(tmp_path)["restarts"]["rollout"] == 1
+
+
+def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None:
+    run = tmp_path / "math"
+    with started(tmp_path, *SHORT, "updates=100000") as process:
+        wait_for_updates(tmp_path, 2)
+        assert scaled(run, 3) == f"{run}: rollout actors: 3, before: 1\n"
+        wait_for_batches_by(run, {"rollout-0", "rollout-1", "rollout-2"})
+        actors("ray::RolloutActor", tmp_path)[-1].kill()
+        wait_for_batches_by(run, {"rollout-3"})
+        assert scaled(run, 1) == f"{run}: rollout actors: 1, before: 3\n"
+        while len(actors("ray::RolloutActor", tmp_path)) > 1:
+            time.sleep(0.1)
+        wait_for_updates(tmp_path, len(updates(tmp_path)) + 5)
+        assert scaled(run, 2) == f"{run}: rollout actors: 2, before: 1\n"
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert output.count("starting rollout again") == 1
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
+    assert summary(tmp_path)["restarts"] == {"rollout": 1, "replay": 0, "learner": 0}
+    stopped_at = summary(tmp_path)["updates"]
+    resumed(tmp_path, f"updates={stopped_at + 4}")
+    assert {engine["actor"] for engine in summary(tmp_path)["engines"]} == {"rollout-0", "rollout-1"}
+    assert all_accounted(run).consumed == (stopped_at + 4) * 64
+
+
+def scaled(run: Path, rollouts: int) -> str:
+    done = command("scale", str(run), "--rollouts", str(rollouts))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def actors(part: str, folder: Path) -> list[psutil.Process]:
+    """The processes of that title, the oldest first."""
+    found = [process for process in family(folder) if part in " ".join(process.cmdline())]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def wait_for_batches_by(run: Path, names: set[str]) -> None:
+    """Until the archive has trajectories by every one of `names`."""
+    seen = 0
+    while names:
+        found = archive.open(run)
+        for version in (version for version in found.versions() if version >= seen):
+            names = names - {trajectory.actor for trajectory in found.batch(version).trajectories}
+            seen = version + 1
+        time.sleep(0.2)
 
 
 def test_calls_that_ray_repeats_or_loses_train_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

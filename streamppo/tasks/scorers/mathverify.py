@@ -4,6 +4,8 @@ Its own timeouts use SIGALRM, which works in main threads alone: they are off. T
 a killable process, under the timeout of the configuration.
 """
 
+from typing import Any
+
 from streamppo.errors import TaskError
 from streamppo.types import ScoredText
 
@@ -16,7 +18,8 @@ class MathVerify:
             import math_verify  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise TaskError("MathVerify needs math-verify: pip install 'streamppo[math]'") from error
-        self._parse = math_verify.parse
+        # Its signature lacks the None that its documentation offers.
+        self._parse: Any = math_verify.parse
         self._verify = math_verify.verify
 
     def __call__(self, trajectory: ScoredText, answer: str) -> float:

@@ -1,0 +1,50 @@
+"""Ray, as a run starts it, and what it says when something is wrong."""
+
+import logging
+import os
+
+import ray
+from ray.exceptions import RayTaskError
+
+from streamppo.config import Cluster, Config
+from streamppo.errors import StreamppoError
+
+LOCAL = "local"
+"""The address of a Ray that is started here and used by nobody else."""
+
+
+def find_plugins() -> None:
+    """A reward module that stands beside the user's config is importable in every process that is started."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+
+
+def init_ray(config: Config) -> None:
+    """Start Ray here, or join the cluster."""
+    cluster: Cluster = config.cluster
+    find_plugins()
+    if cluster.address != LOCAL:
+        ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
+        return
+    learner, rollout = config.learner, config.rollout
+    wanted = learner.ranks * learner.threads + rollout.actors * rollout.threads
+    ray.init(
+        address=LOCAL,
+        num_cpus=cluster.cpus or wanted,
+        include_dashboard=False,
+        object_store_memory=cluster.object_store_mib * 2**20,
+        logging_level=logging.ERROR,
+    )
+
+
+def describe(error: BaseException) -> str:
+    """The root of a chain of remote errors and exception groups, in one line."""
+    while True:
+        if isinstance(error, RayTaskError) and error.cause is not None:
+            error = error.cause
+        elif isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        else:
+            break
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    return text if isinstance(error, StreamppoError) else f"{type(error).__name__}: {text}"

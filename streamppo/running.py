@@ -1,0 +1,99 @@
+"""A run that goes on, as other commands see it.
+
+RUN/driver.lock    locked by the driver as long as it lives; the kernel gives it up however the driver ends
+RUN/scale.json     how many rollout actors somebody wants
+RUN/scale.taken    the same, while the driver sees to it; gone when it has, and config.json has the number
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from streamppo import durable
+from streamppo.config_base import Positive, Section
+from streamppo.errors import RunError
+
+LOCK = "driver.lock"
+SCALE = "scale.json"
+TAKEN = "scale.taken"
+WAIT_S = 60.0
+"""How long `scale` waits for the driver, which looks every half second once its learner has been loaded."""
+POLL_S = 0.1
+
+
+class Scale(Section, frozen=True):
+    """What somebody wants of the run."""
+
+    rollouts: Positive
+
+
+@contextmanager
+def held(folder: Path) -> Generator[None]:
+    """The lock of a run's only driver. Raises `RunError` if there is another one, or the folder takes no lock."""
+    try:
+        file = (folder / LOCK).open("ab")
+    except OSError as error:
+        raise RunError(f"{folder / LOCK}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(f"{folder}: this run goes on already, in another process") from error
+        yield
+
+
+def goes_on(folder: Path) -> bool:
+    """Whether the run has a driver that lives."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
+    """Ask the run in `folder` for so many rollout actors, and wait until it has taken the number over.
+
+    Raises `RunError` if it does not go on, or has not answered `within_s`.
+    """
+    if not goes_on(folder):
+        raise RunError(
+            f"{folder}: this run does not go on at present: `streamppo resume {folder} rollout.actors={rollouts}`"
+        )
+    durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
+    deadline = time.monotonic() + within_s
+    while (folder / SCALE).exists() or (folder / TAKEN).exists():
+        if not goes_on(folder):
+            (folder / SCALE).unlink(missing_ok=True)
+            raise RunError(f"{folder}: the run has ended before it took the number over")
+        if time.monotonic() > deadline:
+            raise RunError(f"{folder}: no answer within {within_s:g} s; the run takes the number over when it can")
+        time.sleep(POLL_S)
+
+
+def take(folder: Path) -> int | None:
+    """How many rollout actors the driver is asked for, if it is; then `done` is the answer.
+
+    Raises `RunError` for a file that `scale` has not written.
+    """
+    try:
+        os.replace(folder / SCALE, folder / TAKEN)
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode((folder / TAKEN).read_bytes(), type=Scale).rollouts
+    except msgspec.MsgspecError as error:
+        raise RunError(f"{folder / SCALE}: {error}") from error
+
+
+def done(folder: Path) -> None:
+    """The driver has seen to what it took."""
+    (folder / TAKEN).unlink(missing_ok=True)

@@ -1,0 +1,100 @@
+"""What other commands see of a run, and how they reach its driver."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamppo import configfile, running
+from streamppo.cli import main
+from streamppo.config import Config
+from streamppo.errors import RunError
+
+
+def test_a_run_has_one_driver_and_goes_on_as_long_as_it_lives(tmp_path: Path) -> None:
+    assert not running.goes_on(tmp_path)
+    with running.held(tmp_path):
+        assert running.goes_on(tmp_path)
+        assert running.goes_on(tmp_path), "whoever asks takes no lock"
+        with pytest.raises(RunError, match="goes on already"), running.held(tmp_path):
+            pass
+    assert not running.goes_on(tmp_path)
+    with running.held(tmp_path):
+        pass
+
+
+def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"nowhere/driver\.lock: No such file"), running.held(tmp_path / "nowhere"):
+        pass
+
+
+def test_a_command_returns_when_the_driver_has_seen_to_it(tmp_path: Path) -> None:
+    with running.held(tmp_path):
+        asking = threading.Thread(target=running.scale, args=(tmp_path, 3))
+        asking.start()
+        while (taken := running.take(tmp_path)) is None:
+            time.sleep(0.01)
+        assert taken == 3
+        assert running.take(tmp_path) is None, "once"
+        asking.join(5 * running.POLL_S)
+        assert asking.is_alive(), "taken is not done"
+        running.done(tmp_path)
+        asking.join(20)
+        assert not asking.is_alive()
+
+
+def test_what_is_asked_while_another_number_is_seen_to_is_not_forgotten(tmp_path: Path) -> None:
+    with running.held(tmp_path):
+        for wanted in (3, 5):
+            with pytest.raises(RunError, match="no answer within 0 s"):
+                running.scale(tmp_path, wanted, within_s=0)
+            assert running.take(tmp_path) == wanted
+        running.done(tmp_path)
+        assert running.take(tmp_path) is None
+
+
+def test_a_run_that_ends_meanwhile_leaves_no_request_behind(tmp_path: Path) -> None:
+    raised: list[RunError] = []
+
+    def ask() -> None:
+        try:
+            running.scale(tmp_path, 3)
+        except RunError as error:
+            raised.append(error)
+
+    with running.held(tmp_path):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while not (tmp_path / running.SCALE).exists():
+            time.sleep(0.01)
+    asking.join(20)
+    assert "ended before it took the number over" in str(raised[0])
+    assert running.take(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["3", '{"rollouts": 0}', '{"rollouts": 3, "learners": 2}', ""])
+def test_a_request_that_is_none_is_refused_once(tmp_path: Path, text: str) -> None:
+    (tmp_path / running.SCALE).write_text(text)
+    with pytest.raises(RunError, match=r"scale\.json"):
+        running.take(tmp_path)
+    assert running.take(tmp_path) is None
+
+
+def test_the_command_says_why_it_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], math_config: Callable[..., Config]
+) -> None:
+    command = ["scale", str(tmp_path), "--rollouts"]
+    assert main([*command, "3"]) == 1
+    assert f"{tmp_path}: no run is there" in capsys.readouterr().err
+    configfile.save(math_config(), tmp_path)
+    assert main([*command, "3"]) == 1
+    assert f"does not go on at present: `streamppo resume {tmp_path} rollout.actors=3`" in capsys.readouterr().err
+    for wrong in ("0", "-1", "1.5", "many"):
+        with pytest.raises(SystemExit):
+            main([*command, wrong])
+        assert f"'{wrong}' is not a whole number from 1 on" in capsys.readouterr().err
+    with running.held(tmp_path):
+        assert main(["resume", str(tmp_path)]) == 1
+    assert "goes on already" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""Rollout actors come and go: who is asked, who is let go, what the queue is told. Ray is not there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from streamppo import configfile, running, stages
+from streamppo.config import Config
+from streamppo.errors import RunError
+from streamppo.stages import Stages
+from streamppo.types import EvaluationReport, encode
+
+
+class Answers:
+    """The values of calls; what is not there is an actor that has died."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def get(self, ref: str) -> Any:
+        if ref not in self.values:
+            raise RayActorError(error_msg=f"{ref} has died")
+        return self.values[ref]
+
+
+class Method:
+    """A remote method: its references tell who was asked what."""
+
+    def __init__(self, who: str, what: str) -> None:
+        self._of = f"{who}.{what}"
+
+    def remote(self, *arguments: Any) -> str:
+        return f"{self._of}({', '.join(map(str, arguments))})"
+
+
+class Actor:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._actor_id = self
+
+    def hex(self) -> str:
+        return f"id of {self._name}"
+
+    def __getattr__(self, what: str) -> Method:
+        return Method(self._name, what)
+
+
+class Case:
+    """`Stages` that flow, with `actors` at work."""
+
+    def __init__(self, config: Config, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.killed: list[str] = []
+        self.answers = Answers()
+        patch.setattr(stages.ray, "get", self.answers.get)
+        patch.setattr(stages.ray, "kill", lambda actor: self.killed.append(actor._name))
+        patch.setattr(Stages, "_rollout", lambda _, name: Actor(name))
+        nothing: Any = None
+        self.folder = folder
+        self.stages: Any = Stages(config, folder, self.said.append, nothing)
+        self.stages.queue = Actor("queue")
+        self.stages.learner = type("Group", (), {"ranks": []})
+        self.stages._flowing = True
+        for _ in range(config.rollout.actors):
+            self.stages._generate(self.stages._crew.hire())
+        self.start_all()
+
+    def start_all(self) -> None:
+        for name in self.names():
+            if (ref := f"{name}.start({self.stages._model_path})") in self.stages._watched:
+                self.settle(ref, 0)
+
+    def settle(self, ref: str, *value: Any) -> None:
+        """`ref` has this value, or its actor has died."""
+        self.answers.values |= dict.fromkeys([ref], *value) if value else {}
+        self.stages._settle(ref, "a test", [])
+
+    def scale(self, wanted: int) -> None:
+        with running.held(self.folder), pytest.raises(RunError, match="no answer"):
+            running.scale(self.folder, wanted, within_s=0)
+        self.stages._check_scale()
+
+    def names(self) -> list[str]:
+        return [seat.name for seat in self.stages._crew.seats]
+
+    def watched(self, part: str) -> list[str]:
+        return [ref for ref in self.stages._watched if part in ref]
+
+
+@pytest.fixture
+def case(math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Case]:
+    return lambda actors: Case(math_config(f"rollout.actors={actors}"), tmp_path, monkeypatch)
+
+
+def test_no_name_comes_twice_and_the_newest_go_first(case: Callable[[int], Case]) -> None:
+    run = case(2)
+    run.scale(4)
+    assert run.names() == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
+    run.stages._replace("id of rollout-1", "it was killed")
+    assert run.names() == ["rollout-0", "rollout-2", "rollout-3", "rollout-4"]
+    run.scale(2)
+    assert run.names() == ["rollout-0", "rollout-2"]
+    assert run.killed == ["rollout-1", "rollout-3", "rollout-4"]
+    run.scale(3)
+    assert run.names() == ["rollout-0", "rollout-2", "rollout-5"]
+    assert run.stages.restarts["rollout"] == 1, "to be added or let go is no restart"
+
+
+def test_the_queue_takes_back_what_those_who_leave_were_sampling(case: Callable[[int], Case]) -> None:
+    run = case(3)
+    run.scale(1)
+    assert run.watched("queue.lost") == ["queue.lost(rollout-1)", "queue.lost(rollout-2)"]
+    assert run.watched(".run(") == ["rollout-0.run()"], "their end is nobody's failure"
+
+
+def test_a_number_that_was_taken_over_is_that_of_the_runs_configuration(case: Callable[[int], Case]) -> None:
+    run = case(1)
+    run.scale(3)
+    assert configfile.load(run.folder / configfile.CONFIG).rollout.actors == 3
+    assert run.stages.config.rollout.actors == 3
+    assert not (run.folder / running.TAKEN).exists()
+
+
+def test_a_request_that_is_none_changes_nothing(case: Callable[[int], Case]) -> None:
+    run = case(2)
+    (run.folder / running.SCALE).write_text("three")
+    run.stages._check_scale()
+    assert run.names() == ["rollout-0", "rollout-1"]
+    assert "not understood" in run.said[0]
+    assert not (run.folder / running.TAKEN).exists()
+
+
+def test_before_the_flow_nobody_is_added(case: Callable[[int], Case]) -> None:
+    run = case(1)
+    run.stages._flowing = False
+    run.scale(3)
+    assert run.names() == ["rollout-0"]
+    run.stages._flowing = True
+    run.stages._check_scale()
+    assert len(run.names()) == 3
+
+
+def test_whoever_starts_is_not_asked_for_anything(case: Callable[[int], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = case(1)
+    run.scale(3)
+    run.stages.evaluate(5, lambda parts: None)
+    assert run.watched("evaluate") == ["rollout-0.evaluate(0, 1, 5)"]
+    run.stages._asked -= 1000
+    run.stages._check_silence()
+    assert run.watched("silent") == ["queue.silent(['rollout-0'], 60.0)"]
+    monkeypatch.setattr(run.stages, "drain", lambda name: None)
+    monkeypatch.setattr(run.stages, "wait", lambda refs, doing: [b""])
+    monkeypatch.setattr(stages, "decode", lambda data, kind: data)
+    run.stages.reports()
+    assert run.watched("report") == ["rollout-0.report()"]
+    run.start_all()
+    run.stages.evaluate(6, lambda parts: None)
+    assert len(run.watched(", 3, 6)")) == 3
+
+
+def test_an_evaluation_that_is_under_way_is_ended_by_those_who_stay(case: Callable[[int], Case]) -> None:
+    run, made = case(3), []
+    run.stages.evaluate(5, made.append)
+    run.scale(1)
+    run.settle("rollout-0.evaluate(0, 3, 5)", answer("rollout-0"))
+    for part in (1, 2):
+        run.settle(f"rollout-{part}.evaluate({part}, 3, 5)")
+        assert made == []
+        run.settle(f"rollout-0.evaluate({part}, 3, 5)", answer("rollout-0"))
+    assert [part.count for part in made[0]] == [7, 7, 7]
+    assert run.stages.restarts["rollout"] == 0
+
+
+def answer(name: str) -> bytes:
+    return encode(EvaluationReport(actor=name, correct=1, count=7, failed=0, min_version=5, max_version=5))
