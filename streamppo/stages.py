@@ -9,10 +9,12 @@ a learner rank dies                   LearnerLost: the driver starts the group a
 too many of these in a short time     RunError
 """
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Timer
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateR
 
 TICK_S = 0.5
 """How often the driver looks up while it waits."""
+CLOSING_S = 10.0
+"""How long Ray may take to end its processes."""
 BLAME_S = 5.0
 """How long the other ranks of a group may take to show which of them died."""
 BUILTIN = "builtin:tiny"
@@ -112,7 +116,16 @@ class Stages:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # A Ray that hangs keeps no run from ending: its processes die with this one.
+        last = Timer(CLOSING_S, self._end_without_ray, [error])
+        last.daemon = True
+        last.start()
         ray.shutdown()
+        last.cancel()
+
+    def _end_without_ray(self, error: BaseException | None) -> None:
+        self.say(f"Ray has not ended within {CLOSING_S:g} s; ending without it" + (f": {error}" if error else ""))
+        os._exit(1)
 
     def _group(self) -> LearnerGroup:
         return LearnerGroup(self.config, self._encoded, self.queue, self.restarts["learner"])

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from conftest import MATH, REPOSITORY
 from integration.test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
+from ray.cluster_utils import Cluster
 
 from streamppo.replay import archive
 from streamppo.replay.journal import Journal
@@ -123,6 +124,33 @@ def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None
     resumed(tmp_path, f"updates={stopped_at + 4}")
     assert {engine["actor"] for engine in summary(tmp_path)["engines"]} == {"rollout-0", "rollout-1"}
     assert all_accounted(run).consumed == (stopped_at + 4) * 64
+
+
+def test_on_a_cluster_an_actor_without_a_place_holds_nobody_up_and_starts_on_a_node_that_comes(tmp_path: Path) -> None:
+    small = {"num_cpus": 2, "object_store_memory": 200 * 2**20, "include_dashboard": False}
+    cluster, run = Cluster(initialize_head=True, head_node_args=small), tmp_path / "math"
+    try:
+        with started(tmp_path, *SHORT, "updates=100000", f"cluster.address={cluster.address}") as process:
+            wait_for_updates(tmp_path, 2)
+            scaled(run, 2)
+            wait_for_updates(tmp_path, len(updates(tmp_path)) + 20)
+            rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+            assert max(row.get("evaluation", 0) for row in rows) > 10, "it is not asked for a share"
+            while "{'CPU': 1.0}: 1+ pending tasks/actors" not in demands(cluster):
+                time.sleep(1)
+            cluster.add_node(num_cpus=1, object_store_memory=200 * 2**20)
+            wait_for_batches_by(run, {"rollout-1"})
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+    finally:
+        cluster.shutdown()
+    assert summary(tmp_path)["restarts"]["rollout"] == 0
+
+
+def demands(cluster: Cluster) -> str:
+    """What the autoscaler adds nodes for, as it is told every few seconds."""
+    status = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", cluster.address]
+    return subprocess.run(status, capture_output=True, text=True, check=True).stdout
 
 
 def scaled(run: Path, rollouts: int) -> str:

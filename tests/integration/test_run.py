@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,13 @@ def started(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Itera
     path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
     environment = {**os.environ, MARK: str(folder), "PYTHONPATH": path}
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        start_new_session=True,
     )
     try:
         yield process
@@ -173,17 +179,26 @@ def test_a_resumed_run_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert summary(tmp_path)["updates"] == 16
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_with_a_message_and_no_process_left(tmp_path: Path, number: signal.Signals) -> None:
-    with started(tmp_path, *SHORT, "updates=100000") as process:
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [(signal.SIGINT, os.kill), (signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill)],
+    ids=["SIGINT", "Ctrl-C", "SIGTERM"],
+)
+def test_a_signal_ends_the_run_with_a_message_and_no_process_left(
+    tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None]
+) -> None:
+    """A terminal sends Ctrl-C to every process of the run, and the last checkpoint is still written."""
+    with started(tmp_path, *SHORT, "updates=100000", "watchdog.shutdown_s=40") as process:
         wait_for_updates(tmp_path, 2)
-        process.send_signal(number)
+        send(process.pid, number)
         output, _ = process.communicate(timeout=60)
         assert process.returncode not in (0, None)
         assert f"stopped by {number.name}" in output
         assert "Traceback" not in output
         assert gone(tmp_path)
     assert number.name in summary(tmp_path)["outcome"]
+    newest = tmp_path / "math" / "checkpoints" / f"{summary(tmp_path)['updates']:08d}"
+    assert (newest / "manifest.json").is_file(), "the version at which it stopped"
 
 
 @pytest.mark.parametrize("after_s", [0.3, 1.5, 3.0, 6.0])
@@ -209,6 +224,33 @@ def test_too_many_deaths_end_the_run_and_name_the_stage(tmp_path: Path, part: st
         assert process.returncode == 1, output
         assert "RunError: 1 restarts within 600 s" in output
         assert gone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "queue"), [("ray::Rank", "the queue is at version"), ("ray::ReplayActor", "the queue gives no answer")]
+)
+def test_a_stage_that_hangs_ends_the_run_and_it_is_said_what_everybody_waits_for(
+    tmp_path: Path, part: str, queue: str
+) -> None:
+    with started(tmp_path, *SHORT, "updates=100000", "watchdog.stall_s=20") as process:
+        wait_for_updates(tmp_path, 2)
+        named(tmp_path, part).send_signal(signal.SIGSTOP)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 1, output
+        assert "RunError: nothing has progressed for 20 s: the driver waits for update" in output
+        assert f"; {queue}" in output
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
+
+
+def test_a_ray_that_hangs_keeps_no_run_from_ending(tmp_path: Path) -> None:
+    with started(tmp_path, *SHORT, "updates=100000") as process:
+        wait_for_updates(tmp_path, 2)
+        named(tmp_path, "raylet/raylet").send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1, output
+        assert "Ray has not ended within 10 s; ending without it: stopped by SIGINT" in output
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
 
 
 def test_a_killed_driver_leaves_no_process_behind(tmp_path: Path) -> None:

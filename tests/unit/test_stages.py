@@ -174,5 +174,16 @@ def test_an_evaluation_that_is_under_way_is_ended_by_those_who_stay(case: Callab
     assert run.stages.restarts["rollout"] == 0
 
 
+def test_the_share_of_one_that_dies_is_asked_of_one_that_is_at_work(case: Callable[[int], Case]) -> None:
+    run = case(2)
+    run.stages.evaluate(5, lambda parts: None)
+    run.stages._replace("id of rollout-0", "it was killed")
+    assert run.names() == ["rollout-1", "rollout-2"]
+    run.scale(3)
+    run.settle("rollout-0.evaluate(0, 2, 5)")
+    run.settle("rollout-1.evaluate(1, 2, 5)")
+    assert run.watched("evaluate") == ["rollout-1.evaluate(0, 2, 5)", "rollout-1.evaluate(1, 2, 5)"]
+
+
 def answer(name: str) -> bytes:
     return encode(EvaluationReport(actor=name, correct=1, count=7, failed=0, min_version=5, max_version=5))
