@@ -71,10 +71,42 @@ class EmbeddedEngine(Kind, frozen=True, tag="embedded"):
     """What a weight swap does with the cache of running completions."""
 
 
+class SGLangEngine(Kind, frozen=True, tag="sglang"):
+    """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a server that runs already."""
+
+    url: str = ""
+    """A running server or router, such as "http://10.0.0.7:30000"; without one every actor starts its own engine."""
+    api_key_env: str = "SGLANG_API_KEY"
+    """The environment variable that holds the key of the server at `url`."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """What a weight swap does with the cache of running completions."""
+    transport: Literal["tensor", "group", "disk"] = "tensor"
+    """How an actor hands weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
+    folder: str = ""
+    """With transport = "disk": a folder that the actor and SGLang can both reach."""
+    attention_backend: str = ""
+    """SGLang's name of an attention backend; empty takes SGLang's choice, and torch_native on a CPU."""
+    mem_fraction_static: Annotated[float, Meta(gt=0, lt=1)] = 0.8
+    """Share of a GPU's memory for weights and cache; the learner on the same GPU needs the rest."""
+    max_total_tokens: Count = 0
+    """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
+    prefix_cache: bool = True
+    """Prompts share the cache of what they begin with, within one version; needs SGLang 0.5.21."""
+    start_s: Seconds = 900.0
+    """An engine that has not started after so long has failed."""
+
+    def __post_init__(self) -> None:
+        """What belongs to one transport alone."""
+        if (self.transport == "disk") != bool(self.folder):
+            raise ValueError('folder is for transport = "disk", which needs it')
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url ({self.url!r}) must begin with http:// or https://")
+
+
 class Rollout(Section, frozen=True):
     """The actors that generate."""
 
-    engine: EmbeddedEngine = EmbeddedEngine()
+    engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
     """What samples the tokens."""
     actors: Positive = 1
     """Rollout actors."""
@@ -94,6 +126,14 @@ class Rollout(Section, frozen=True):
     """CPU threads of one engine."""
     gpus: NonNegative = 0
     """GPUs of one actor."""
+
+    def __post_init__(self) -> None:
+        """What SGLang's log-probs can be."""
+        if isinstance(self.engine, SGLangEngine) and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError(
+                f"top_p ({self.top_p:g}) must be 1 and top_k ({self.top_k}) 0 with SGLang: its log-probs are those "
+                "before top-p and top-k, so that they would not be of the distribution that was sampled from"
+            )
 
 
 # --- replay --------------------------------------------------------------------------------------------------

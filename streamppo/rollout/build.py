@@ -6,7 +6,8 @@ from zlib import crc32
 
 import torch
 
-from streamppo.config import Config, EmbeddedEngine
+from streamppo.config import Config, EmbeddedEngine, SGLangEngine
+from streamppo.errors import ModelError
 from streamppo.rollout import embedded
 from streamppo.rollout.engine import Engine, Sampling
 
@@ -42,6 +43,8 @@ def engine(config: Config, actor: str, model_path: str, version: int, tensors: M
                 float32_head=config.model.float32_head,
                 device="cuda" if config.rollout.gpus else "cpu",
             )
+        case SGLangEngine():
+            raise ModelError("SGLang is not there yet")
 
 
 def _eos_ids(hf_config: Any, model_path: str, generation: Any) -> set[int]:
