@@ -15,6 +15,9 @@ from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, 
 from streamppo.config_reward import Reward
 from streamppo.config_task import Environment, Task
 
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention that reads rows end to end, without padding."""
+
 # --- the model -----------------------------------------------------------------------------------------------
 
 
@@ -42,8 +45,8 @@ class Model(Section, frozen=True):
     """Parameters and activations of learner and engine."""
     float32_head: bool = True
     """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and embedded engine."""
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
-    """Attention of the learner's forward; auto takes flash-attn where it is installed and a GPU is there."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
+    """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     hidden_size: Positive = 64
@@ -56,7 +59,9 @@ class Model(Section, frozen=True):
     """Warm start of builtin:tiny."""
 
     def __post_init__(self) -> None:
-        """Every head of builtin:tiny is equally wide."""
+        """What flash-attn computes in; and every head of builtin:tiny is equally wide."""
+        if self.attention in FLASH and self.dtype != "bfloat16":
+            raise ValueError(f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"')
         if self.path == "builtin:tiny" and self.hidden_size % self.heads:
             raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
 
@@ -187,7 +192,7 @@ class Learner(Section, frozen=True):
     minibatches: Positive = 1
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
-    """Tokens, padding included, of one forward and backward on one rank."""
+    """Tokens of one forward and backward on one rank, padding included; flash-attn has none."""
     threads: Positive = 1
     """CPU threads of one rank."""
     gpus: NonNegative = 0
@@ -307,10 +312,40 @@ class Config(Section, frozen=True):
                 "algorithm.proximal = 'loglinear' approximates what is exact and free where an update is one step: "
                 "learner.epochs (1) times learner.minibatches (1)"
             )
+        if wrong := _gpus(self):
+            raise ValueError(wrong)
         if self.environment is None and not self.reward.named():
             raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
+
+
+def shares_gpus(config: Config) -> bool:
+    """Whether ranks and rollout actors have GPUs between them: both ask for less than one."""
+    return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
+
+
+def _gpus(config: Config) -> str:
+    """What cannot be about the GPUs that are asked for; nothing if all can."""
+    learner, rollout, engine = config.learner, config.rollout, config.rollout.engine
+    together = learner.gpus + rollout.gpus * -(-rollout.actors // learner.ranks)
+    if learner.gpus > 1:
+        return f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
+    if config.model.attention in FLASH and not learner.gpus:
+        return f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
+    if rollout.gpus > 1 and (isinstance(engine, EmbeddedEngine) or rollout.gpus % 1):
+        most = "1 with the embedded engine" if isinstance(engine, EmbeddedEngine) else "below 1 or a whole number"
+        return f"rollout.gpus ({rollout.gpus:g}) must be {most}"
+    if isinstance(engine, SGLangEngine) and engine.url and rollout.gpus:
+        return f"rollout.gpus ({rollout.gpus:g}) must be 0: the server at rollout.engine.url has GPUs of its own"
+    if shares_gpus(config) and together > 1:
+        return (
+            f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
+            f"and its share of the {rollout.actors} rollout actors have one between them"
+        )
+    if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
+        return f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
+    return ""
 
 
 def learning(config: Config) -> Config:
@@ -320,6 +355,8 @@ def learning(config: Config) -> Config:
         name="-",
         reward=Reward(function="-"),
         environment=None,
+        # A part of a GPU computes what a whole one does.
+        learner=msgspec.structs.replace(config.learner, gpus=float(config.learner.gpus > 0)),
         rollout=Rollout(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
         queue=Queue(batch_size=config.queue.batch_size, max_lag=config.queue.max_lag, too_old=config.queue.too_old),
         evaluation=Evaluation(),

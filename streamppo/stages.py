@@ -25,6 +25,7 @@ from streamppo.config import Cluster, Config
 from streamppo.errors import LearnerLost, RunError, StreamppoError
 from streamppo.interrupts import Interrupts
 from streamppo.learner.group import LearnerGroup
+from streamppo.placement import Placement, plan
 from streamppo.replay.actor import ReplayActor
 from streamppo.rollout.actor import RolloutActor
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport, decode
@@ -92,7 +93,8 @@ class Stages:
         replay: Any = ray.remote(ReplayActor)
         options = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
         self.queue = replay.options(name="replay", num_cpus=0, **options).remote(self._encoded, str(self.folder))
-        self._seats = [self._seat(f"rollout-{number}") for number in range(self.config.rollout.actors)]
+        self._placement = Placement(self.config)
+        self._seats = [self._seat(number, f"rollout-{number}") for number in range(self.config.rollout.actors)]
         self.learner, self._fresh = self._group(), True
         (newest,) = self.wait([self.queue.begin.remote(version)], "opening the journal")
         self._follow_queue("")
@@ -120,16 +122,14 @@ class Stages:
         ray.shutdown()
 
     def _group(self) -> LearnerGroup:
-        return LearnerGroup(self.config, self._encoded, self.queue, self.restarts["learner"])
+        return LearnerGroup(self.config, self._encoded, self.queue, self._placement.rank, self.restarts["learner"])
 
-    def _seat(self, name: str) -> Seat:
+    def _seat(self, number: int, name: str) -> Seat:
         rollout: Any = ray.remote(RolloutActor)
-        actor = rollout.options(
-            name=name,
-            num_cpus=self.config.rollout.threads,
-            num_gpus=self.config.rollout.gpus,
-            max_concurrency=MAILBOX_CALLS,
-        ).remote(self._encoded, name, self.queue)
+        options = self._placement.actor(number)
+        actor = rollout.options(name=name, max_concurrency=MAILBOX_CALLS, **options).remote(
+            self._encoded, name, self.queue
+        )
         return Seat(actor, name)
 
     def _generate(self, number: int) -> None:
@@ -206,7 +206,8 @@ class Stages:
             queue = ray.get(self.queue.waiting_for.remote(), timeout=TICK_S)
         except RayError as error:
             queue = f"gives no answer ({describe(error)})"
-        raise RunError(f"nothing has progressed for {stall_s:g} s: the driver waits for {doing}; the queue {queue}")
+        reason = f"the driver waits for {doing}; the queue {queue}{self._placement.waiting()}"
+        raise RunError(f"nothing has progressed for {stall_s:g} s: {reason}")
 
     # --- deaths ----------------------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ class Stages:
             self.note("rollout", f"{seat.name}: {reason}")
             ray.kill(seat.actor)
             self.watch(self.queue.lost.remote(seat.name), "replay", _nothing)
-            self._seats[number] = self._seat(f"rollout-{number}.{self.restarts['rollout']}")
+            self._seats[number] = self._seat(number, f"rollout-{number}.{self.restarts['rollout']}")
             if self._flowing:
                 self._generate(number)
 
@@ -352,11 +353,9 @@ def init_ray(config: Config) -> None:
     if cluster.address != "local":
         ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
         return
-    learner, rollout = config.learner, config.rollout
-    wanted = learner.ranks * learner.threads + rollout.actors * rollout.threads
     ray.init(
         address="local",
-        num_cpus=cluster.cpus or wanted,
+        num_cpus=cluster.cpus or int(plan(config).total("CPU")),
         include_dashboard=False,
         object_store_memory=cluster.object_store_mib * 2**20,
         logging_level=logging.ERROR,
