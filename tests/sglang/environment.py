@@ -1,4 +1,6 @@
-"""Builds the virtual environment in which SGLang runs on a CPU, and prints its interpreter: `python tests/sglang/environment.py`.
+"""Builds the virtual environment in which SGLang runs on a CPU, and prints its interpreter.
+
+    $(python tests/sglang/environment.py) -m pytest -W ignore -m sglang tests/sglang
 
 It lies in $STREAMPPO_SGLANG_ENV (~/.cache/streamppo without it), under a name made of what it consists of, and is built
 once: about 70 s of download, 2.3 GiB. Needs Python 3.11, the version of the pinned list.

@@ -1,8 +1,11 @@
 """SGLang's platform where there is no accelerator. SGLang finds it by the entry point in pyproject.toml."""
 
+# SGLang is not part of what this project is checked with.
+# pyright: reportMissingImports=false
+
 import torch
-from sglang.srt.platforms.cpu import CpuDeviceMixin  # pyright: ignore[reportMissingImports]
-from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform  # pyright: ignore[reportMissingImports]
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 
 def activate() -> str | None:
@@ -25,12 +28,12 @@ class Platform(CpuDeviceMixin, SRTPlatform):
 
     def get_mha_kv_pool_cls(self) -> type:
         """The cache of keys and values."""
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # pyright: ignore[reportMissingImports]
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
         """How that cache is handed out."""
-        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator  # pyright: ignore[reportMissingImports]
+        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
         return PagedTokenToKVPoolAllocator
