@@ -6,11 +6,9 @@ import os
 import ray
 from ray.exceptions import RayTaskError
 
-from streamppo.config import Cluster, Config
+from streamppo.config import LOCAL, Cluster, Config
 from streamppo.errors import StreamppoError
-
-LOCAL = "local"
-"""The address of a Ray that is started here and used by nobody else."""
+from streamppo.placement import plan
 
 
 def find_plugins() -> None:
@@ -25,11 +23,9 @@ def init_ray(config: Config) -> None:
     if cluster.address != LOCAL:
         ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
         return
-    learner, rollout = config.learner, config.rollout
-    wanted = learner.ranks * learner.threads + rollout.actors * rollout.threads
     ray.init(
         address=LOCAL,
-        num_cpus=cluster.cpus or wanted,
+        num_cpus=cluster.cpus or int(plan(config).total("CPU")),
         include_dashboard=False,
         object_store_memory=cluster.object_store_mib * 2**20,
         logging_level=logging.ERROR,

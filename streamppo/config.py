@@ -15,6 +15,9 @@ from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, 
 from streamppo.config_reward import Reward
 from streamppo.config_task import Environment, Task
 
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention that reads rows end to end, without padding."""
+
 # --- the model -----------------------------------------------------------------------------------------------
 
 
@@ -42,8 +45,8 @@ class Model(Section, frozen=True):
     """Parameters and activations of learner and engine."""
     float32_head: bool = True
     """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and embedded engine."""
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
-    """Attention of the learner's forward; auto takes flash-attn where it is installed and a GPU is there."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
+    """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     hidden_size: Positive = 64
@@ -56,7 +59,9 @@ class Model(Section, frozen=True):
     """Warm start of builtin:tiny."""
 
     def __post_init__(self) -> None:
-        """Every head of builtin:tiny is equally wide."""
+        """What flash-attn computes in; and every head of builtin:tiny is equally wide."""
+        if self.attention in FLASH and self.dtype != "bfloat16":
+            raise ValueError(f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"')
         if self.path == "builtin:tiny" and self.hidden_size % self.heads:
             raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
 
@@ -71,10 +76,42 @@ class EmbeddedEngine(Kind, frozen=True, tag="embedded"):
     """What a weight swap does with the cache of running completions."""
 
 
+class SGLangEngine(Kind, frozen=True, tag="sglang"):
+    """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a server that runs already."""
+
+    url: str = ""
+    """A running server or router, such as "http://10.0.0.7:30000"; without one every actor starts its own engine."""
+    api_key_env: str = "SGLANG_API_KEY"
+    """The environment variable that holds the key of the server at `url`."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """What a weight swap does with the cache of running completions."""
+    transport: Literal["tensor", "group", "disk"] = "tensor"
+    """How an actor hands weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
+    folder: str = ""
+    """With transport = "disk": a folder that the actor and SGLang can both reach."""
+    attention_backend: str = ""
+    """SGLang's name of an attention backend; empty takes SGLang's choice, and torch_native on a CPU."""
+    mem_fraction_static: Annotated[float, Meta(gt=0, lt=1)] = 0.8
+    """Share of a GPU's memory for weights and cache; the learner on the same GPU needs the rest."""
+    max_total_tokens: Count = 0
+    """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
+    prefix_cache: bool = True
+    """Prompts share the cache of what they begin with, within one version; needs SGLang 0.5.21."""
+    start_s: Seconds = 900.0
+    """An engine that has not started after so long has failed."""
+
+    def __post_init__(self) -> None:
+        """What belongs to one transport alone."""
+        if (self.transport == "disk") != bool(self.folder):
+            raise ValueError('folder is for transport = "disk", which needs it')
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url ({self.url!r}) must begin with http:// or https://")
+
+
 class Rollout(Section, frozen=True):
     """The actors that generate."""
 
-    engine: EmbeddedEngine = EmbeddedEngine()
+    engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
     """What samples the tokens."""
     actors: Positive = 1
     """Rollout actors; `streamppo scale` changes the number while the run goes on."""
@@ -94,6 +131,14 @@ class Rollout(Section, frozen=True):
     """CPU threads of one engine."""
     gpus: NonNegative = 0
     """GPUs of one actor."""
+
+    def __post_init__(self) -> None:
+        """What SGLang's log-probs can be."""
+        if isinstance(self.engine, SGLangEngine) and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError(
+                f"top_p ({self.top_p:g}) must be 1 and top_k ({self.top_k}) 0 with SGLang: its log-probs are those "
+                "before top-p and top-k, so that they would not be of the distribution that was sampled from"
+            )
 
 
 # --- replay --------------------------------------------------------------------------------------------------
@@ -147,7 +192,7 @@ class Learner(Section, frozen=True):
     minibatches: Positive = 1
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
-    """Tokens, padding included, of one forward and backward on one rank."""
+    """Tokens of one forward and backward on one rank, padding included; flash-attn has none."""
     threads: Positive = 1
     """CPU threads of one rank."""
     gpus: NonNegative = 0
@@ -184,13 +229,17 @@ class Checkpoint(Section, frozen=True):
     """Checkpoints of versions that this divides stay for good; 0 keeps none of them."""
 
 
+LOCAL = "local"
+"""The address of a Ray that is started here and used by nobody else."""
+
+
 class Cluster(Section, frozen=True):
     """Where Ray runs."""
 
-    address: str = "local"
+    address: str = LOCAL
     """ "local" starts Ray in this process's machine; anything else joins that cluster."""
     cpus: Positive | None = None
-    """Logical CPUs that local Ray hands out to learner ranks; all threads of all actors by default."""
+    """Logical CPUs that local Ray may hand out; all that the configuration asks for by default."""
     object_store_mib: Positive = 256
     """Shared memory of the local object store."""
 
@@ -267,10 +316,40 @@ class Config(Section, frozen=True):
                 "algorithm.proximal = 'loglinear' approximates what is exact and free where an update is one step: "
                 "learner.epochs (1) times learner.minibatches (1)"
             )
+        if wrong := _gpus(self):
+            raise ValueError(wrong)
         if self.environment is None and not self.reward.named():
             raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
+
+
+def shares_gpus(config: Config) -> bool:
+    """Whether ranks and rollout actors have GPUs between them: both ask for less than one."""
+    return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
+
+
+def _gpus(config: Config) -> str:
+    """What cannot be about the GPUs that are asked for; nothing if all can."""
+    learner, rollout, engine = config.learner, config.rollout, config.rollout.engine
+    together = learner.gpus + rollout.gpus * -(-rollout.actors // learner.ranks)
+    if learner.gpus > 1:
+        return f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
+    if config.model.attention in FLASH and not learner.gpus:
+        return f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
+    if rollout.gpus > 1 and (isinstance(engine, EmbeddedEngine) or rollout.gpus % 1):
+        most = "1 with the embedded engine" if isinstance(engine, EmbeddedEngine) else "below 1 or a whole number"
+        return f"rollout.gpus ({rollout.gpus:g}) must be {most}"
+    if isinstance(engine, SGLangEngine) and engine.url and rollout.gpus:
+        return f"rollout.gpus ({rollout.gpus:g}) must be 0: the server at rollout.engine.url has GPUs of its own"
+    if shares_gpus(config) and together > 1:
+        return (
+            f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
+            f"and its share of the {rollout.actors} rollout actors have one between them"
+        )
+    if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
+        return f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
+    return ""
 
 
 def learning(config: Config) -> Config:
@@ -280,6 +359,8 @@ def learning(config: Config) -> Config:
         name="-",
         reward=Reward(function="-"),
         environment=None,
+        # A part of a GPU computes what a whole one does.
+        learner=msgspec.structs.replace(config.learner, gpus=float(config.learner.gpus > 0)),
         rollout=Rollout(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
         queue=Queue(batch_size=config.queue.batch_size, max_lag=config.queue.max_lag, too_old=config.queue.too_old),
         evaluation=Evaluation(),

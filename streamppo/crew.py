@@ -11,9 +11,10 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A rollout actor, and the name under which it samples; `at_work` as soon as it has loaded what it needs."""
+    """A rollout actor, the name under which it samples, and its place (placement.py); `at_work` once it has loaded."""
 
     name: str
+    place: int
     actor: Any
     at_work: bool = False
 
@@ -24,13 +25,13 @@ class Seat:
 
 
 class Crew:
-    """`seats` are those who are there, the oldest first; `create` makes the actor of a name.
+    """`seats` are those who are there, the oldest first; `create` makes the actor of a name, in the first free place.
 
     No name comes twice: the queue ignores for ever whoever has left. A driver that goes on with a run has another
     queue, of which the actors of the one before know nothing.
     """
 
-    def __init__(self, create: Callable[[str], Any]) -> None:
+    def __init__(self, create: Callable[[str, int], Any]) -> None:
         self._create = create
         self._names = (f"rollout-{number}" for number in count())
         self.seats: list[Seat] = []
@@ -38,7 +39,8 @@ class Crew:
     def hire(self) -> Seat:
         """One more."""
         name = next(self._names)
-        self.seats.append(Seat(name, self._create(name)))
+        place = next(place for place in count() if place not in {seat.place for seat in self.seats})
+        self.seats.append(Seat(name, place, self._create(name, place)))
         return self.seats[-1]
 
     def find(self, actor_id: str | None) -> Seat | None:

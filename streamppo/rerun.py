@@ -18,6 +18,7 @@ from streamppo.cluster import describe, init_ray
 from streamppo.config import Config
 from streamppo.errors import Diverged, JournalError, RunError
 from streamppo.learner.group import LearnerGroup
+from streamppo.placement import Placement
 from streamppo.replay.journal import Journal
 from streamppo.replay.replayer import Replayer
 from streamppo.replay.saved import Made
@@ -67,7 +68,8 @@ def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[i
     init_ray(first)
     replayer: Any = ray.remote(Replayer)
     archive = replayer.options(num_cpus=0, max_concurrency=100).remote(str(run))
-    learner = LearnerGroup(first, msgspec.msgpack.encode(first), archive)
+    place = Placement(first, rollout=False).rank
+    learner = LearnerGroup(first, msgspec.msgpack.encode(first), archive, place)
     ray.get(learner.setup(learner.rendezvous(), model_path(first, run), None))
     reports: list[UpdateReport] = []
     for version in range(last):

@@ -23,12 +23,13 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from streamppo import configfile, running
-from streamppo.cluster import LOCAL, describe, init_ray
+from streamppo.cluster import describe, init_ray
 from streamppo.config import Config
 from streamppo.crew import Crew, Seat
 from streamppo.errors import LearnerLost, RunError
 from streamppo.interrupts import Interrupts
 from streamppo.learner.group import LearnerGroup
+from streamppo.placement import Placement
 from streamppo.replay.actor import ReplayActor
 from streamppo.rollout.actor import RolloutActor
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport, decode
@@ -90,6 +91,7 @@ class Stages:
         replay: Any = ray.remote(ReplayActor)
         options = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
         self.queue = replay.options(name="replay", num_cpus=0, **options).remote(self._encoded, str(self.folder))
+        self._placement = Placement(self.config)
         for _ in range(self.config.rollout.actors):
             self._crew.hire()
         self.learner, self._fresh = self._group(), True
@@ -128,18 +130,14 @@ class Stages:
         os._exit(1)
 
     def _group(self) -> LearnerGroup:
-        return LearnerGroup(self.config, self._encoded, self.queue, self.restarts["learner"])
+        return LearnerGroup(self.config, self._encoded, self.queue, self._placement.rank, self.restarts["learner"])
 
-    def _rollout(self, name: str) -> Any:
+    def _rollout(self, name: str, place: int) -> Any:
         rollout: Any = ray.remote(RolloutActor)
-        # Nobody else asks local Ray for its CPUs: there it is people who say how many actors the machine can bear.
-        cpus = 0 if self.config.cluster.address == LOCAL else self.config.rollout.threads
-        return rollout.options(
-            name=name,
-            num_cpus=cpus,
-            num_gpus=self.config.rollout.gpus,
-            max_concurrency=MAILBOX_CALLS,
-        ).remote(self._encoded, name, self.queue)
+        options = self._placement.actor(place)
+        return rollout.options(name=name, max_concurrency=MAILBOX_CALLS, **options).remote(
+            self._encoded, name, self.queue
+        )
 
     def _generate(self, seat: Seat) -> None:
         """Let an actor start, and then generate for ever."""
@@ -218,7 +216,7 @@ class Stages:
         starting = ", ".join(seat.name for seat in self._crew.seats if not seat.at_work) or "none"
         raise RunError(
             f"nothing has progressed for {stall_s:g} s: the driver waits for {doing}; the queue {queue}; "
-            f"rollout actors that have not started: {starting}"
+            f"rollout actors that have not started: {starting}{self._placement.waiting()}"
         )
 
     # --- deaths ----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from streamppo.config_reward import ModelScorer
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
 from streamppo.rollout import build
+from streamppo.rollout.engine import Engine
 from streamppo.rollout.episode import Player
 from streamppo.stages import BUILTIN, model_path
 from streamppo.tasks import read
@@ -62,24 +63,32 @@ def run(config: Config, count: int, completions: Path | None) -> int:
 async def _try(
     config: Config, task: Task, tokenizer: Tokenizer, path: str, count: int, completions: Path | None
 ) -> tuple[list[Tried], Sequence[ScorerReport]]:
-    rewards = Rewards(config.reward, lambda text: print(text, file=sys.stderr))
+    rewards = Rewards(config.reward, _complain)
     await rewards.start(task.sources())
     try:
         if completions is not None:
             given = list(_given(completions, task))
             return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
-        player = _player(config, tokenizer, path)
-        sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
+        engine = await _engine(config, path)
+        try:
+            player = Player(engine, tokenizer, config.environment)
+            sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
+        finally:
+            await engine.stop()
         return list(sampled), rewards.report()
     finally:
         await rewards.close()
 
 
-def _player(config: Config, tokenizer: Tokenizer, path: str) -> Player:
+async def _engine(config: Config, path: str) -> Engine:
     from transformers import AutoModelForCausalLM
 
     tensors = {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
-    return Player(build.engine(config, "reward-test", path, 0, tensors), tokenizer, config.environment)
+    return await build.engine(config, "reward-test", path, 0, tensors, say=_complain)
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:

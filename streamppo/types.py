@@ -140,7 +140,8 @@ class Trajectory(Crossing, frozen=True):
     """One finished, scored completion. All columns but `prompt_tokens` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
-    the distribution that was sampled from, and `versions` say which weights sampled each token. `reward` is the sum
+    the distribution that was sampled from, and `versions` say which weights sampled each token; without
+    `versions_known`, the engine did not say it, and they are the oldest that it can have been. `reward` is the sum
     of `token_rewards`; where those are empty, all of it stands on the last token that the policy sampled.
     """
 
@@ -155,6 +156,7 @@ class Trajectory(Crossing, frozen=True):
     reward: float
     token_rewards: bytes = b""
     components: dict[str, float] = {}
+    versions_known: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -248,7 +250,8 @@ class ScorerReport(Crossing, frozen=True):
 class EngineReport(Crossing, frozen=True):
     """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode.
 
-    `too_long` counts the prompts that were skipped or truncated when the task was loaded.
+    `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
+    engine's processes that it has survived.
     """
 
     actor: str
@@ -261,6 +264,7 @@ class EngineReport(Crossing, frozen=True):
     swap_s: float
     push_ms: float
     checksum: str
+    restarts: int = 0
     scorers: tuple[ScorerReport, ...] = ()
     too_long: dict[str, int] = {}
 

@@ -1,10 +1,9 @@
-"""The learner as the driver sees it: one Ray actor for each rank, in a placement group."""
+"""The learner as the driver sees it: one Ray actor for each rank."""
 
+from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamppo.config import Config
 from streamppo.learner.rank import Rank
@@ -13,32 +12,25 @@ from streamppo.learner.rank import Rank
 class LearnerGroup:
     """Every method calls every rank and returns one ObjectRef for each, rank 0 first.
 
-    The caller waits for all of them: where one rank fails, the others stand in a collective that never ends.
+    The caller waits for all of them: where one rank fails, the others stand in a collective that never ends. `place`
+    gives Ray's options for where a rank lives.
     """
 
-    def __init__(self, config: Config, config_bytes: bytes, queue: Any, epoch: int = 0) -> None:
-        learner = config.learner
-        bundle = {"CPU": float(learner.threads)} | ({"GPU": learner.gpus} if learner.gpus else {})
-        self._placement = placement_group([bundle] * learner.ranks, strategy="PACK")
+    def __init__(
+        self, config: Config, config_bytes: bytes, queue: Any, place: Callable[[int], dict[str, Any]], epoch: int = 0
+    ) -> None:
         actor: Any = ray.remote(Rank)
         self.ranks = [
-            actor.options(
-                name=f"learner-{rank}.{epoch}",
-                num_cpus=learner.threads,
-                num_gpus=learner.gpus,
-                max_concurrency=1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=rank
-                ),
-            ).remote(config_bytes, rank, queue, epoch)
-            for rank in range(learner.ranks)
+            actor.options(name=f"learner-{rank}.{epoch}", max_concurrency=1, **place(rank)).remote(
+                config_bytes, rank, queue, epoch
+            )
+            for rank in range(config.learner.ranks)
         ]
 
     def kill(self) -> None:
-        """End every rank and give the place back."""
+        """End every rank."""
         for rank in self.ranks:
             ray.kill(rank)
-        remove_placement_group(self._placement)
 
     def rendezvous(self) -> Any:
         """Where rank 0 can be met, as a reference to hand to `setup`."""

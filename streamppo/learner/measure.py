@@ -45,6 +45,8 @@ class Sums:
     ) -> None:
         """One micro-batch of the policy: its token sums, and its log-probs if it is the first with these rows."""
         width_T, logprobs_bT = mask_bT.shape[1], logprobs_bT.detach()
+        # Rows are dealt out on the CPU: such indices read a GPU's tensors, and are not read by them.
+        rows = rows.to(self._passed_B.device)
         self.update += update_sums(logprobs_bT, proximal_bT, mask_bT, policy.clipped)
         self._ratio_BT[rows, :width_T] = policy.ratio.float()
         self._seen_BT[rows, :width_T] = mask_bT.float()

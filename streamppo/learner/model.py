@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.tokens import chunked_logprobs_entropy
 from streamppo.config import Model
-from streamppo.learner import pretrained
+from streamppo.learner import attention, pretrained
+from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.packing import Packed
 
 Part: TypeAlias = Literal["policy", "critic", "both"]
@@ -41,15 +43,25 @@ class Scored(NamedTuple):
 class Policy(nn.Module):
     """Log-probs and entropies at `temperature`, and values, of given completions.
 
-    The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own.
+    The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Both
+    read rows in the same `layout`.
     """
 
-    def __init__(self, lm: Any, temperature: float, critic: Any = None, *, float32_head: bool = True) -> None:
+    def __init__(
+        self,
+        lm: Any,
+        temperature: float,
+        critic: Any = None,
+        *,
+        float32_head: bool = True,
+        layout: Layout = attention.padded,
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.critic = critic
         self.temperature = temperature
         self.float32_head = float32_head
+        self.layout = layout
         self.value_head = nn.Linear((lm if critic is None else critic).config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -57,12 +69,13 @@ class Policy(nn.Module):
     def forward(self, rows: Packed, part: Part) -> Scored:
         """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
         width_T, device = rows.mask_BT.shape[1], rows.start_B.device
-        width_L = rows.inputs_BL.shape[1]
-        at_BT = (rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device)).clamp(max=width_L - 1)
+        width_L, last_B = rows.inputs_BL.shape[1], rows.start_B + rows.length_B - 1
+        at_BT = torch.minimum(rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device), last_B[:, None])
+        reading = self.layout(rows)
         valid_BT = torch.arange(width_T, device=device) < rows.length_B[:, None]
         scored, hidden_BTD = nothing(rows), None
         if part != "critic":
-            hidden_BTD = self._hidden(self.lm.base_model, rows, at_BT)
+            hidden_BTD = self._hidden(self.lm.base_model, reading, at_BT)
             targets_BT = rows.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=width_L - 1))
             logprobs_N, entropy_N = chunked_logprobs_entropy(
                 hidden_BTD[:, :-1][valid_BT],
@@ -77,7 +90,7 @@ class Policy(nn.Module):
                 entropy_BT=scored.entropy_BT.masked_scatter(valid_BT, entropy_N),
             )
         if part != "policy":
-            values_BT = self._values(rows, at_BT, hidden_BTD)
+            values_BT = self._values(reading, at_BT, hidden_BTD)
             scored = scored._replace(
                 values_BT=values_BT[:, :-1].masked_fill(~valid_BT, 0.0),
                 bootstrap_B=values_BT[torch.arange(len(values_BT), device=device), rows.length_B],
@@ -89,15 +102,16 @@ class Policy(nn.Module):
         own = [] if self.critic is None else list(self.critic.parameters())
         return [*own, *self.value_head.parameters()]
 
-    def _values(self, rows: Packed, at_BT: Tensor, hidden_BTD: Tensor | None) -> Tensor:
+    def _values(self, reading: Reading, at_BT: Tensor, hidden_BTD: Tensor | None) -> Tensor:
         if self.critic is not None or hidden_BTD is None:
-            hidden_BTD = self._hidden(self.lm.base_model if self.critic is None else self.critic, rows, at_BT)
+            hidden_BTD = self._hidden(self.lm.base_model if self.critic is None else self.critic, reading, at_BT)
         weight_1D, bias_1 = self.value_head.weight.float(), self.value_head.bias.float()
         return nn.functional.linear(hidden_BTD.float(), weight_1D, bias_1).squeeze(-1)
 
-    def _hidden(self, transformer: Any, rows: Packed, at_BT: Tensor) -> Tensor:
-        hidden_BLD = transformer(input_ids=rows.inputs_BL, use_cache=False).last_hidden_state
-        return hidden_BLD.gather(1, at_BT[..., None].expand(-1, -1, hidden_BLD.shape[2]))
+    def _hidden(self, transformer: Any, reading: Reading, at_BT: Tensor) -> Tensor:
+        hidden_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
+        # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts the indices, here D times fewer.
+        return hidden_ND[reading.first_B[:, None] + at_BT]
 
 
 def nothing(rows: Packed) -> Scored:
@@ -123,9 +137,12 @@ def load(
     Raises `ModelError` if one of them cannot be loaded.
     """
     device = mesh.device_type
-    lm = pretrained.read(path, _attention(config, device))
-    own = None if critic == "head" else pretrained.critic(critic, path, _attention(config, device))
-    policy = Policy(lm, temperature, own and own.transformer, float32_head=config.float32_head)
+    chosen = attention.choose(config, device)
+    lm = pretrained.read(path, chosen)
+    own = None if critic == "head" else pretrained.critic(critic, path, chosen)
+    policy = Policy(
+        lm, temperature, own and own.transformer, float32_head=config.float32_head, layout=attention.layout(chosen)
+    )
     if own is not None and own.head_1D is not None:
         with torch.no_grad():
             policy.value_head.weight.copy_(own.head_1D)
@@ -133,11 +150,10 @@ def load(
     if config.gradient_checkpointing:
         for transformer in transformers:
             _checkpoint_activations(transformer)
-    if not offload:
-        policy = policy.to(device)
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
+    # FSDP moves layer by layer what it shards: no GPU ever holds the whole model in float32.
     where = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
         for transformer in transformers:
@@ -155,7 +171,7 @@ def _checkpoint_activations(transformer: Any) -> None:
 
 
 def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
-    """The whole policy, without its critic, on the CPU under its HF names. A collective: every rank must call it.
+    """The whole policy, without its critic, on the CPU under its HF names; on rank 0 alone, and a collective for all.
 
     Tied weights appear once, under the name that `named_parameters` gives them.
     """
@@ -164,14 +180,8 @@ def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
     for name, parameter in policy.lm.named_parameters():
         full = parameter.detach()
         full = full.full_tensor() if isinstance(full, DTensor) else full
+        if dist.get_rank():
+            continue
         # `to` returns the live parameter itself when nothing has to change, and training goes on under the push.
         whole[name] = full.to(device="cpu", dtype=target, copy=True)
     return whole
-
-
-def _attention(config: Model, device: str) -> str:
-    if config.attention != "auto":
-        return config.attention
-    from transformers.utils import is_flash_attn_2_available
-
-    return "flash_attention_2" if device == "cuda" and is_flash_attn_2_available() else "sdpa"

@@ -4,8 +4,10 @@ B trajectories, L prompt + completion tokens (padded), T completion tokens (padd
 causal attention no real token ever sees padding, so no attention mask is needed.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -107,8 +109,12 @@ def _padded(columns: Sequence[np.ndarray], value: float) -> np.ndarray:
     return padded
 
 
-def micro_batches(index: Tensor, tokens_B: Tensor, budget: int, ranks: int) -> list[list[Tensor]]:
-    """Split the rows `index` into micro-batches of at most `budget` padded tokens; entry r is for rank r.
+def micro_batches(
+    index: Tensor, tokens_B: Tensor, budget: int, ranks: int, *, padded: bool = True
+) -> list[list[Tensor]]:
+    """Split the rows `index` into micro-batches of at most `budget` tokens; entry r is for rank r.
+
+    Where rows are `padded`, each counts as many tokens as the longest of its micro-batch.
 
     Every rank gets the same number of micro-batches, because each of them is a collective: where rows run out, a
     micro-batch is empty. Longest first, each row goes to the rank with the fewest tokens so far, so that padding is
@@ -121,17 +127,28 @@ def micro_batches(index: Tensor, tokens_B: Tensor, budget: int, ranks: int) -> l
         lightest = loads.index(min(loads))
         dealt[lightest].append(row)
         loads[lightest] += tokens
-    shares = [_split(mine := index.new_tensor(rows), tokens_B[mine].tolist(), budget) for rows in dealt]
+    split = _split_padded if padded else _split_joined
+    shares = [split(mine := index.new_tensor(rows), tokens_B[mine].tolist(), budget) for rows in dealt]
     most = max(map(len, shares))
     return [share + [order[:0]] * (most - len(share)) for share in shares]
 
 
-def _split(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
+def _split_padded(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
     """Longest first, so that the first row of a micro-batch is its padded width."""
     pieces: list[Tensor] = []
     start = 0
     while start < len(tokens):
         count = max(1, budget // tokens[start])
+        pieces.append(rows[start : start + count])
+        start += count
+    return pieces
+
+
+def _split_joined(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
+    pieces: list[Tensor] = []
+    start = 0
+    while start < len(tokens):
+        count = max(1, bisect_right(list(accumulate(tokens[start:])), budget))
         pieces.append(rows[start : start + count])
         start += count
     return pieces

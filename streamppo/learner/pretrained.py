@@ -24,7 +24,7 @@ def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM") -
         return getattr(transformers, kind).from_pretrained(
             str(path), dtype=torch.float32, attn_implementation=attention
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 import torch
-import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,7 +24,7 @@ from streamppo import durable
 from streamppo.config import Config
 from streamppo.config import Learner as LearnerConfig
 from streamppo.errors import JournalError
-from streamppo.learner import checkpoint, model, objective, optimizer, tiny
+from streamppo.learner import checkpoint, device, model, objective, optimizer, tiny
 from streamppo.learner.manifest import State
 from streamppo.learner.packing import Packed, pack
 from streamppo.learner.update import Updater
@@ -70,16 +69,10 @@ class Rank:
 
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None) -> int:
         """Join the group, load the model or a checkpoint, push the first version. Returns that version."""
-        config = self.config.learner
-        device = "cuda" if config.gpus else "cpu"
-        host, port = address
-        dist.init_process_group(
-            "nccl" if config.gpus else "gloo",
-            init_method=f"tcp://{host}:{port}",
-            rank=self.rank,
-            world_size=config.ranks,
-        )
-        mesh = init_device_mesh(device, (config.ranks,))
+        ranks = self.config.learner.ranks
+        place = device.take(self.config.learner.gpus)
+        device.join(place, address, self.rank, ranks)
+        mesh = init_device_mesh(place.type, (ranks,))
         torch.manual_seed(self.config.seed)
         self.model_path = model_path
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature

@@ -19,6 +19,7 @@ from streamppo.algorithms.kl import kl, kl_reward, next_beta, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config import Config
 from streamppo.errors import UpdateError
+from streamppo.learner import attention
 from streamppo.learner.clip import clip
 from streamppo.learner.loss import Loss, Targets
 from streamppo.learner.measure import Sums, batch_metrics
@@ -106,8 +107,9 @@ class Updater:
 
     def _plan(self, batch: Packed, rows: Tensor) -> list[Tensor]:
         """This rank's micro-batches of `rows`."""
-        tokens_B = (batch.start_B + batch.length_B).cpu()
-        return micro_batches(rows, tokens_B, self.config.learner.micro_batch_tokens, self.ranks)[self.rank]
+        tokens_B, budget = (batch.start_B + batch.length_B).cpu(), self.config.learner.micro_batch_tokens
+        is_padded = self.policy.layout is attention.padded
+        return micro_batches(rows, tokens_B, budget, self.ranks, padded=is_padded)[self.rank]
 
     def _before(self, batch: Packed, plan: list[Tensor]) -> tuple[Scored, Scored | None]:
         """What must be known of the whole batch; and the graph of that pass, where nothing moves before its step."""

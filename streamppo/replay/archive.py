@@ -137,6 +137,8 @@ def _write(path: Path, batch: Batch) -> None:
     if names := sorted({name for row in rows for name in row.components}):
         columns["components"] = np.array([[row.components.get(name, np.nan) for name in names] for row in rows])
         attributes["component_names"] = names
+    if not all(row.versions_known for row in rows):
+        columns["versions_known"] = np.array([row.versions_known for row in rows])
     with ZipStore(path, mode="w") as store:
         group = zarr.create_group(store, attributes=attributes)
         for name, column in columns.items():
@@ -160,6 +162,7 @@ def _batch(columns: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any]) -
     words = {name: np.take(attributes[f"{name}s"], columns[name]).tolist() for name in ("task", "actor", "finish")}
     token_rewards, rewards_at = columns.get("token_rewards"), columns.get("token_reward_offsets")
     components, names = columns.get("components"), attributes.get("component_names", ())
+    known = columns.get("versions_known")
     rows: list[Trajectory] = []
     for row, reward in enumerate(columns["reward"].tolist()):
         span = slice(at[row], at[row + 1])
@@ -173,6 +176,7 @@ def _batch(columns: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any]) -
                 reward=reward,
                 token_rewards=b"" if token_rewards is None else _span(token_rewards, rewards_at, row).tobytes(),
                 components={} if components is None else _present(names, components[row]),
+                versions_known=known is None or bool(known[row]),
                 **{name: columns[name][span].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
             )
         )

@@ -78,7 +78,9 @@ class RolloutActor:
         self.rewards = Rewards(self.config.reward, self._say)
         await self.rewards.start(self.task.sources())
         push, tensors = await self._pull(-1)
-        self.engine: Engine = build.engine(self.config, self.name, model_path, push.version, tensors)
+        self.engine: Engine = await build.engine(
+            self.config, self.name, model_path, push.version, tensors, say=self._say
+        )
         self.player = Player(self.engine, self.tokenizer, self.config.environment)
         self._digest = push.digest
         garbage.collect_rarely()
@@ -124,6 +126,7 @@ class RolloutActor:
             swap_s=usage.swap_s,
             push_ms=self._push_ms,
             checksum=self._digest,
+            restarts=usage.restarts,
             scorers=self.rewards.report(),
             too_long=self.task.lengths(),
         )
@@ -164,6 +167,7 @@ class RolloutActor:
                     versions=episode.versions.tobytes(),
                     mask=episode.mask.tobytes(),
                     finish=episode.finish,
+                    versions_known=episode.versions_known,
                     reward=reward.total,
                     token_rewards=place(reward, episode.mask, episode.turn_ends),
                     components=reward.components,

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamppo.errors import ModelError, WeightsError
+from streamppo.errors import ModelError
+from streamppo.rollout.fit import check_fit, expected_shapes
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -64,14 +65,14 @@ class Decoder:
         self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.max_tokens = max_tokens
         self.parameters: Parameters | None = None
-        self._expected = _expected_shapes(config)
+        self._expected = expected_shapes(config)
         self.rotation_TD = _rotation(config, max_tokens, self.device)
         shape = (config.num_hidden_layers, rows, max_tokens, 2 * self.kv_heads, self.head_width)
         self.cache = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take `tensors` (HF names) as weights. Raises `WeightsError`, and keeps the old ones, if they do not fit."""
-        _check_fit(self._expected, tensors)
+        check_fit(self._expected, tensors)
         self.parameters = _fuse(self, tensors)
 
     @torch.inference_mode()
@@ -191,25 +192,6 @@ def _rotation(config: Any, max_tokens: int, device: torch.device) -> Tensor:
     angles_TD = torch.arange(max_tokens)[:, None].float() * rope.inv_freq[None].float()
     scale = torch.full_like(angles_TD, float(rope.attention_scaling))
     return torch.polar(scale, angles_TD).to(device)
-
-
-def _expected_shapes(config: Any) -> dict[str, torch.Size]:
-    """Name and shape of every tensor of the model, tied ones once: what a push has to hold."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
-def _check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
-    if missing := sorted(expected.keys() - tensors.keys()):
-        raise WeightsError(f"the push has no tensor {missing[0]!r} ({len(missing)} are missing)")
-    if unknown := sorted(tensors.keys() - expected.keys()):
-        raise WeightsError(f"the push has tensors that this model does not know: {', '.join(unknown[:3])}")
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}, the model wants {tuple(shape)}")
 
 
 def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:

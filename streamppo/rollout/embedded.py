@@ -20,9 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from streamppo.errors import ModelError, WeightsError
+from streamppo.errors import WeightsError
 from streamppo.rollout.decoder import Decoder
 from streamppo.rollout.engine import Completion, Sampling, Usage
+from streamppo.rollout.fit import check_prompt
 from streamppo.rollout.rows import Request, Rows
 from streamppo.types import Ints
 
@@ -76,7 +77,7 @@ class EmbeddedEngine:
 
     async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
         """See `Engine.generate`."""
-        self._check(prompt)
+        check_prompt(prompt, self._decoder.max_tokens - 1, self._decoder.config.vocab_size)
         limit = min(sampling.max_tokens, self._decoder.max_tokens - len(prompt))
         request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future())
         self._wake()
@@ -115,14 +116,6 @@ class EmbeddedEngine:
         self._fail_all(asyncio.CancelledError())
 
     # --- the driver ------------------------------------------------------------------------------------------
-
-    def _check(self, prompt: Ints) -> None:
-        """Refuse what would end the engine, and with it the completions of others."""
-        longest, vocabulary = self._decoder.max_tokens - 1, self._decoder.config.vocab_size
-        if not 1 <= len(prompt) <= longest:
-            raise ModelError(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
-        if prompt.min() < 0 or prompt.max() >= vocabulary:
-            raise ModelError(f"a prompt holds a token that is not one of the model's {vocabulary}")
 
     def _wake(self) -> None:
         if self._stopped:

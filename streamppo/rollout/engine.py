@@ -19,23 +19,29 @@ class Completion(NamedTuple):
     """One completion of T >= 1 tokens, the end-of-sequence token included when `finish` is "stop".
 
     `logprobs[t]` is under the distribution that token t was sampled from (after temperature, top-k and top-p);
-    greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled it.
+    greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled it; where the
+    engine does not know it (`versions_known` is false), an older one.
     """
 
     tokens: Ints
     logprobs: Floats
     versions: Ints
     finish: Literal["stop", "length"]
+    versions_known: bool = True
 
 
 class Usage(NamedTuple):
-    """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode."""
+    """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
+
+    `restarts` counts the deaths that it has survived.
+    """
 
     tokens: int
     busy_s: float
     idle_s: float
     swaps: int
     swap_s: float
+    restarts: int = 0
 
 
 class Engine(Protocol):

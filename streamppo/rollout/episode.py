@@ -29,6 +29,7 @@ class Episode(NamedTuple):
     mask: Flags
     finish: Literal["stop", "length"]
     turn_ends: tuple[int, ...]
+    versions_known: bool = True
     turns: tuple[str, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     end: Done = Done()
@@ -75,7 +76,8 @@ class Player:
             tokens = self.tokenizer.encode(prompt)
             done = await self._engine.generate(tokens, sampling)
             mask = np.ones(len(done.tokens), dtype=np.bool_)
-            return Episode(tokens, done.tokens, done.logprobs, done.versions, mask, done.finish, (len(mask) - 1,))
+            ends, known = (len(mask) - 1,), done.versions_known
+            return Episode(tokens, done.tokens, done.logprobs, done.versions, mask, done.finish, ends, known)
         world = self._make()
         try:
             return await self._turns(prompt, sampling, self._environment, world)
@@ -116,6 +118,7 @@ class Record:
         self.length = 0
         self._parts: list[tuple[Ints, Floats, Ints, Flags]] = []
         self._turn_ends: list[int] = []
+        self._versions_known = True
 
     def context(self) -> Ints:
         """All tokens so far."""
@@ -123,8 +126,8 @@ class Record:
 
     def say(self, completion: Completion, text: str) -> None:
         """A turn of the policy."""
-        tokens, logprobs, versions, _ = completion
-        self._add(tokens, logprobs, versions, sampled=True)
+        self._add(completion.tokens, completion.logprobs, completion.versions, sampled=True)
+        self._versions_known &= completion.versions_known
         self.turns.append(text)
         self._turn_ends.append(self.length - 1)
 
@@ -149,6 +152,7 @@ class Record:
             mask,
             finish,
             tuple(self._turn_ends),
+            self._versions_known,
             tuple(self.turns),
             rewards,
             end,

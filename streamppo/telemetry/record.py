@@ -121,7 +121,7 @@ class Record:
             "reward": _ends(rewards, WINDOW),
             "updates": self.version,
             "redone": self.redone,
-            "restarts": dict(self.restarts),
+            "restarts": {**self.restarts, "engine": sum(engine.restarts for engine in engines)},
             "wall_s": wall_s,
             "first_update_s": self.first_update_s,
             "trajectories": queue.consumed if queue else None,

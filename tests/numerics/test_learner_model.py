@@ -6,8 +6,8 @@ import learner_case as case
 import pytest
 import torch
 
-from streamppo.errors import UpdateError
-from streamppo.learner import checkpoint, optimizer
+from streamppo.errors import RunError, UpdateError
+from streamppo.learner import checkpoint, device, optimizer
 from streamppo.learner.manifest import State
 from streamppo.learner.packing import Packed, pack
 from streamppo.learner.update import Updater
@@ -179,3 +179,26 @@ def test_data_that_must_not_be_trained_on_changes_no_weight(folder: Path, messag
         updater.update(BAD[message]())
     after = case.whole(updater.policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --- the device ----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_was_promised_a_gpu_says_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.take(0).type == "cpu"
+    with pytest.raises(RunError, match=r"learner.gpus = 0.5, and torch .* sees no GPU here"):
+        device.take(0.5)
+
+
+def test_a_rank_on_a_gpu_computes_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        assert device.take(1.0) == torch.device("cuda", 0)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert device.os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    finally:
+        torch.use_deterministic_algorithms(False)

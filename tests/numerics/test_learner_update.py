@@ -262,6 +262,12 @@ def test_micro_batches_hold_every_row_once_within_the_budget_and_equal_counts() 
             assert len(piece) * int(tokens_B[piece].max()) <= 24
 
 
+def test_micro_batches_of_joined_rows_hold_as_many_as_the_budget_has_tokens_for() -> None:
+    tokens_B = torch.tensor([5, 30, 7, 7, 12, 1, 18, 9])
+    (share,) = micro_batches(torch.arange(8), tokens_B, 24, 1, padded=False)
+    assert [tokens_B[piece].tolist() for piece in share] == [[30], [18], [12, 9], [7, 7, 5, 1]]
+
+
 def test_the_heaviest_rank_is_ahead_of_the_lightest_by_its_shortest_row_at_most() -> None:
     generator = torch.Generator().manual_seed(0)
     for ranks in (2, 3, 7):

@@ -116,6 +116,11 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
         ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
         ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "by the KL in the reward"),
+        (["rollout.engine.kind=sglang", "rollout.engine.transport=disk"], "folder is for"),
+        (["rollout.engine.kind=sglang", "rollout.engine.folder=x"], "folder is for"),
+        (["rollout.engine.kind=sglang", "rollout.engine.url=localhost:1"], "must begin with http"),
+        (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_p \(0.9\) must be 1 and .* before top-p"),
+        (["rollout.engine.kind=sglang", "rollout.top_k=5"], r"top_k \(5\) 0 with SGLang"),
         ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),
     ],
 )

@@ -57,7 +57,7 @@ class Case:
         self.answers = Answers()
         patch.setattr(stages.ray, "get", self.answers.get)
         patch.setattr(stages.ray, "kill", lambda actor: self.killed.append(actor._name))
-        patch.setattr(Stages, "_rollout", lambda _, name: Actor(name))
+        patch.setattr(Stages, "_rollout", lambda _, name, place: Actor(name))
         nothing: Any = None
         self.folder = folder
         self.stages: Any = Stages(config, folder, self.said.append, nothing)

@@ -1,0 +1,111 @@
+"""What Ray is asked for: bundles of CPUs and GPUs, reserved together or not at all.
+
+apart      a bundle for each rank, and one for each rollout actor
+sharing    both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... have a GPU between them
+
+Reserved together, because a stage that waits for what another one holds would wait for ever; and whatever is started
+again finds its place kept. Rollout actors that are added later find their places outside.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from streamppo.config import LOCAL, Config, shares_gpus
+from streamppo.config_reward import ModelScorer
+from streamppo.errors import RunError
+
+Bundle = dict[str, float]
+
+
+class Plan(NamedTuple):
+    """The bundles, and in which of them each rank and each rollout actor lives. Reward models stand beside them."""
+
+    bundles: list[Bundle]
+    ranks: list[int]
+    actors: list[int]
+    reward_gpus: float
+
+    def total(self, resource: str) -> float:
+        """All that is asked for of "CPU" or "GPU"."""
+        beside = self.reward_gpus if resource == "GPU" else 0.0
+        return sum(bundle.get(resource, 0.0) for bundle in self.bundles) + beside
+
+
+def plan(config: Config, *, rollout: bool = True) -> Plan:
+    """Where the ranks go, and the rollout actors and reward models too, if the run has a `rollout`."""
+    learner, engine = config.learner, config.rollout
+    count = engine.actors if rollout else 0
+    reward_gpus = sum(one.gpus for one in config.reward.named().values() if isinstance(one, ModelScorer))
+    bundles = [_bundle(learner.threads, learner.gpus) for _ in range(learner.ranks)]
+    if not shares_gpus(config):
+        bundles += [_bundle(engine.threads, engine.gpus) for _ in range(count)]
+        places = [learner.ranks + number for number in range(count)]
+    else:
+        places = [number % learner.ranks for number in range(count)]
+        # All of the GPU: Ray must not put two ranks on one.
+        bundles = [_bundle(learner.threads + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)]
+    return Plan(bundles, list(range(learner.ranks)), places, reward_gpus if rollout else 0.0)
+
+
+def _bundle(cpus: int, gpus: float) -> Bundle:
+    return {"CPU": float(cpus)} | ({"GPU": gpus} if gpus else {})
+
+
+def shortage(wanted: Plan, there: Mapping[str, float]) -> str:
+    """What is missing in `there`, for people; nothing if all is there."""
+    missing = [
+        f"{wanted.total(resource):g} {resource}s (there are {there.get(resource, 0):g})"
+        for resource in ("GPU", "CPU")
+        if wanted.total(resource) > there.get(resource, 0)
+    ]
+    return " and ".join(missing)
+
+
+class Placement:
+    """The bundles of a run, once Ray is there. Raises `RunError` where a Ray of our own can never have enough."""
+
+    def __init__(self, config: Config, *, rollout: bool = True) -> None:
+        import ray
+        from ray.util import placement_group
+
+        self._config = config
+        self._plan = plan(config, rollout=rollout)
+        missing = shortage(self._plan, ray.cluster_resources())
+        if missing and config.cluster.address == LOCAL:
+            raise RunError(
+                f"the configuration asks for {missing}: learner.gpus, rollout.gpus and cluster.cpus say how many, "
+                "`streamppo check` says why"
+            )
+        self._group = placement_group(self._plan.bundles, strategy="PACK")
+
+    def rank(self, number: int) -> dict[str, Any]:
+        """Ray's options for rank `number`."""
+        learner = self._config.learner
+        return self._options(self._plan.ranks[number], learner.threads, learner.gpus)
+
+    def actor(self, number: int) -> dict[str, Any]:
+        """Ray's options for rollout actor `number`; for one that was not planned a demand that a cluster may grow by.
+
+        A Ray of our own does not count the CPUs of such a one: people say how many actors their machine can bear.
+        """
+        rollout = self._config.rollout
+        if number >= len(self._plan.actors):
+            cpus = 0 if self._config.cluster.address == LOCAL else rollout.threads
+            return {"num_cpus": cpus, "num_gpus": rollout.gpus}
+        return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
+
+    def waiting(self) -> str:
+        """What Ray has not found a place for yet; nothing once everything has one."""
+        import ray
+        from ray.util import placement_group_table
+
+        if placement_group_table(self._group)["state"] == "CREATED":
+            return ""
+        missing = shortage(self._plan, ray.cluster_resources()) or "its bundles in one piece on any node"
+        return f"; Ray has no place for the run: it asks for {missing}"
+
+    def _options(self, bundle: int, cpus: int, gpus: float) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}

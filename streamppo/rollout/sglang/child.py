@@ -1,0 +1,17 @@
+"""SGLang's processes write what they have to say into a file, so that the reason of a death can be told.
+
+Runs in those processes: they find this function by its name, before anything of SGLang is loaded.
+"""
+
+import importlib
+import os
+from typing import Any
+
+
+def run(log: str, target: str, *arguments: Any) -> Any:
+    """Call SGLang's own `target` ("module:function") with this process's output in the file `log`."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(*arguments)

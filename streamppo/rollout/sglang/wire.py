@@ -1,0 +1,211 @@
+"""What is said to SGLang and how its answers are read. Pure: nothing of SGLang is loaded here.
+
+Token ids go in and come out, never text.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from streamppo.config import Config, SGLangEngine
+from streamppo.errors import ModelError
+from streamppo.rollout.engine import Completion, Sampling
+from streamppo.types import Ints
+
+OLDEST = (0, 5, 17)
+"""Older ones can be made to run code by whoever reaches their ports."""
+FLUSHES_PAUSED = (0, 5, 21)
+"""From here on a paused engine can empty its cache of prefixes while requests wait; before, that ends it."""
+
+
+def installed() -> tuple[int, ...]:
+    """The version of the installed SGLang. Raises `ModelError` if there is none, or one that is too old."""
+    try:
+        return supported(metadata.version("sglang"), "the installed SGLang")
+    except metadata.PackageNotFoundError:
+        raise ModelError(
+            "SGLang is not installed: pip install 'streamppo[sglang]', or another rollout.engine"
+        ) from None
+
+
+def supported(version: str, what: str) -> tuple[int, ...]:
+    """`version` as numbers. Raises `ModelError` if it is too old to be used safely."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers < OLDEST:
+        raise ModelError(f"{what} is {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
+    return numbers
+
+
+def arguments(
+    config: Config, engine: SGLangEngine, model_path: str, tokens: int, version: tuple[int, ...]
+) -> dict[str, Any]:
+    """SGLang's arguments for an engine of our own, of `version`. On a CPU its cache holds `tokens`."""
+    rollout, model = config.rollout, config.model
+    unflushed = engine.kv == "recompute" and version < FLUSHES_PAUSED
+    made: dict[str, Any] = {
+        "model_path": model_path,
+        "skip_tokenizer_init": True,
+        "dtype": model.dtype,
+        "enable_fp32_lm_head": model.float32_head,
+        "tp_size": max(1, int(rollout.gpus)),
+        "max_running_requests": rollout.slots,
+        "mem_fraction_static": engine.mem_fraction_static,
+        "disable_radix_cache": not engine.prefix_cache or unflushed,
+        # With it, the last token of the version before a pause in place counts as one of the next.
+        "disable_overlap_schedule": engine.kv == "keep",
+        "grammar_backend": "none",
+        "host": "127.0.0.1",
+        "log_level": "error",
+        # Otherwise an engine without requests takes a whole core.
+        "sleep_on_idle": True,
+    }
+    if rollout.gpus:
+        chosen = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
+        return made | {name: value for name, value in chosen.items() if value}
+    return made | {
+        "device": "cpu",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "attention_backend": engine.attention_backend or "torch_native",
+        "max_total_tokens": engine.max_total_tokens or tokens,
+    }
+
+
+def environment(config: Config, *, local: bool) -> dict[str, str]:
+    """The environment of SGLang's processes. `local`: the model is a folder; nothing has to be asked of the hub."""
+    offline = {"HF_HUB_OFFLINE": "1"} if local else {}
+    # Log-probs are to be those of the distribution that is sampled from, after temperature.
+    return {"OMP_NUM_THREADS": str(config.rollout.threads), "SGLANG_RETURN_ORIGINAL_LOGPROB": "0", **offline}
+
+
+def request(
+    prompt: Ints, sampling: Sampling, *, room: int, eos_ids: Sequence[int], rid: str, key: str
+) -> dict[str, Any]:
+    """The fields of a `generate` call. Prompts share their cache with those of equal `key` alone."""
+    return {
+        "rid": rid,
+        "input_ids": prompt.tolist(),
+        "return_logprob": True,
+        "extra_key": key,
+        "sampling_params": {
+            "max_new_tokens": min(sampling.max_tokens, room),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop_token_ids": list(eos_ids),
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def completion(answer: Mapping[str, Any], oldest: int) -> Completion:
+    """The completion in the answer to a `generate` call that was sent at version `oldest`.
+
+    Where SGLang does not say which version sampled a token, `oldest` is taken for all of them: a lag is never
+    understated. Raises `ModelError` for what is no completion.
+    """
+    said = answer["meta_info"]
+    finish = (said.get("finish_reason") or {}).get("type")
+    if finish not in ("stop", "length"):
+        raise ModelError(f"SGLang gave up a completion: {(said.get('finish_reason') or {}).get('message') or finish}")
+    drawn = said.get("output_token_logprobs") or ()
+    if not drawn:
+        raise ModelError("SGLang gave a completion without tokens")
+    logprobs = np.array([entry[0] for entry in drawn], np.float32)
+    if not np.isfinite(logprobs).all():
+        raise ModelError("the log-probs are not finite: the weights have diverged")
+    spans = said.get("weight_versions")
+    return Completion(
+        tokens=np.array([entry[1] for entry in drawn], np.int32),
+        logprobs=logprobs,
+        versions=np.full(len(drawn), oldest, np.int32) if spans is None else versions(spans, len(drawn)),
+        finish=finish,
+        versions_known=spans is not None,
+    )
+
+
+def versions(spans: Sequence[Mapping[str, Any]], count: int) -> Ints:
+    """SGLang's spans [{version, start, end}] as one version for each of `count` tokens.
+
+    Raises `ModelError` if they leave a token out or name no version of ours.
+    """
+    made = np.full(count, -1, np.int32)
+    for span in spans:
+        try:
+            made[span["start"] : span["end"]] = int(span["version"])
+        except ValueError:
+            raise ModelError(f"SGLang sampled with weights {span['version']!r}, which nobody pushed") from None
+    if (made < 0).any():
+        raise ModelError(f"SGLang does not say which weights sampled token {int(np.argmin(made))} of {count}")
+    return made
+
+
+def check_server(said: Mapping[str, Any], kv: str, version: tuple[int, ...]) -> None:
+    """Refuse a server whose settings would make versions or caches wrong. Raises `ModelError`."""
+    if kv == "keep" and not said.get("disable_overlap_schedule"):
+        raise ModelError(
+            "with rollout.engine.kv = 'keep' the SGLang server needs --disable-overlap-schedule: otherwise the last "
+            "token of the version before counts as one of the next"
+        )
+    if kv == "recompute" and version < FLUSHES_PAUSED and not said.get("disable_radix_cache"):
+        raise ModelError("with rollout.engine.kv = 'recompute' an SGLang before 0.5.21 needs --disable-radix-cache")
+
+
+# --- attestation ---------------------------------------------------------------------------------------------
+
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Tensors that SGLang keeps as parts of one."""
+
+
+def checksums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The weights checker's checksum of every tensor of every rank."""
+    return {f"{rank}/{name}": sum_ for rank, said in enumerate(ranks) for name, sum_ in said["checksums"].items()}
+
+
+def unmoved(before: Mapping[str, str], after: Mapping[str, str], changed: Sequence[str]) -> list[str]:
+    """Those tensors of `changed` (HF names) whose checksum is the same as `before` in all ranks."""
+    same = []
+    for name in changed:
+        held = name
+        for part, whole in FUSED.items():
+            held = held.replace(f".{part}.", f".{whole}.")
+        keys = [key for key in after if key.partition("/")[2] == held]
+        if keys and all(after[key] == before.get(key) for key in keys):
+            same.append(name)
+    return same
+
+
+# --- reasons -------------------------------------------------------------------------------------------------
+
+MEMORY = (
+    "the model does not fit into the memory that SGLang may use: a larger rollout.engine.mem_fraction_static, more "
+    "rollout.gpus, or a smaller model"
+)
+KNOWN = (
+    (r"Not enough memory|out of memory|OutOfMemoryError|mem_fraction_static|mem-fraction-static", MEMORY),
+    (r"[Aa]ddress already in use|port \d+ is (already in use|not available)", "a port that it wants is taken"),
+    (r"No CUDA GPUs are available|no NVIDIA driver|libcuda", "there is no GPU: rollout.gpus must be 0 on a CPU"),
+    (r"No module named", "a package that SGLang needs is not installed"),
+)
+"""What to look for in SGLang's output, and what it means here."""
+
+
+def reason(output: str) -> str:
+    """One sentence for the last error in the output of SGLang's processes; empty if there is none."""
+    errors = re.findall(r"^(?:\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", output, re.MULTILINE)
+    if not errors:
+        return ""
+    last = errors[-1].strip()
+    for pattern, meaning in KNOWN:
+        if re.search(pattern, last):
+            return f"{meaning} ({last[:200]})"
+    return last[:400]

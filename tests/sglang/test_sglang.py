@@ -1,0 +1,269 @@
+"""The real SGLang behind the `Engine` protocol, against transformers."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import sglang_case as case
+import torch
+
+from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.engine import Sampling
+
+# What SGLang and its dependencies warn about when they are loaded is not ours.
+pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+CLOSE = 1e-4
+
+
+class Setting(NamedTuple):
+    """An engine, the model that it started with, and how to run a coroutine where it lives."""
+
+    engine: Any
+    model: Any
+    folder: str
+    run: Run
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Run]:
+    """One event loop for all: an engine belongs to the loop in which it was opened."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def setting(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    """The engine that most tests share: Qwen2 in float32, in-flight swaps that keep the cache."""
+    model = case.model()
+    folder = case.save(model, tmp_path_factory.mktemp("qwen2"))
+    engine = run(case.engine(folder, case.tensors(model)))
+    yield Setting(engine, model, folder, run)
+    run(engine.stop())
+
+
+@pytest.fixture
+def fresh(setting: Setting) -> Setting:
+    """The shared engine with the weights that it started with, as the next version."""
+    setting.run(setting.engine.update_weights(setting.engine.version + 1, case.tensors(setting.model)))
+    return setting
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(fresh: Setting, temperature: float) -> None:
+    given = case.prompts(24)
+
+    async def sample() -> Any:
+        return await asyncio.gather(*(fresh.engine.generate(prompt, Sampling(20, temperature)) for prompt in given))
+
+    done = fresh.run(sample())
+    for prompt, completion in zip(given, done, strict=True):
+        expected = case.logprobs(fresh.model, prompt, completion.tokens, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=CLOSE)
+        assert (completion.versions == fresh.engine.version).all()
+        assert completion.versions_known
+        assert (len(completion.tokens), completion.finish) == (20, "length")
+
+
+def test_greedy_tokens_are_those_of_transformers_beside_sampled_ones(fresh: Setting) -> None:
+    given = case.prompts(6, seed=1)
+
+    async def sample() -> Any:
+        greedy = (fresh.engine.generate(prompt, Sampling(16, 0.0)) for prompt in given)
+        others = (fresh.engine.generate(prompt, Sampling(16, 1.3)) for prompt in given)
+        return await asyncio.gather(*greedy, *others)
+
+    for prompt, completion in zip(given, fresh.run(sample())[: len(given)], strict=True):
+        text = torch.from_numpy(prompt.astype(np.int64))[None]
+        expected = fresh.model.generate(text, max_new_tokens=16, do_sample=False)[0, len(prompt) :].numpy()
+        assert completion.tokens.tolist() == expected.tolist()
+        np.testing.assert_allclose(
+            completion.logprobs, case.logprobs(fresh.model, prompt, completion.tokens), atol=CLOSE
+        )
+
+
+def test_a_swap_changes_the_distribution_at_the_token_that_the_spans_name(fresh: Setting) -> None:
+    before, after = fresh.model, case.model(seed=5)
+    first, given = fresh.engine.version, case.prompts(6, seed=2)
+    done = fresh.run(case.swapped(fresh.engine, given, 300, first + 1, case.tensors(after)))
+    crossed = 0
+    for prompt, completion in zip(given, done, strict=True):
+        at = int((completion.versions == first).sum())
+        assert completion.versions.tolist() == [first] * at + [first + 1] * (len(completion.tokens) - at)
+        kept = case.logprobs(before, prompt, completion.tokens)
+        np.testing.assert_allclose(completion.logprobs[:at], kept[:at], atol=CLOSE)
+        if 0 < at < len(completion.tokens):
+            crossed += 1
+            assert abs(completion.logprobs[at] - kept[at]) > 10 * CLOSE
+            expected = case.continued(before, after, prompt, completion.tokens, at)
+            np.testing.assert_allclose(completion.logprobs[at:], expected, atol=CLOSE)
+    assert crossed > 0
+
+
+def test_a_prompt_never_begins_with_the_cache_of_an_older_version(fresh: Setting) -> None:
+    """The same prompt again is served from the cache of its own version, and not from that of the one before."""
+    engine, after = fresh.engine, case.model(seed=6)
+    (prompt,) = [np.arange(3, 60, dtype=np.int32)]
+
+    async def cached() -> int:
+        answer = await engine._link.call(
+            "generate",
+            input_ids=prompt.tolist(),
+            sampling_params={"max_new_tokens": 1},
+            extra_key=f"{engine._run}-{engine.version}",
+        )
+        return answer["meta_info"]["cached_tokens"]
+
+    fresh.run(engine.generate(prompt, Sampling(4)))
+    assert fresh.run(cached()) > 40
+    fresh.run(engine.update_weights(engine.version + 1, case.tensors(after)))
+    done = fresh.run(engine.generate(prompt, Sampling(20)))
+    np.testing.assert_allclose(done.logprobs, case.logprobs(after, prompt, done.tokens), atol=CLOSE)
+
+
+def test_a_paused_engine_samples_nothing_and_goes_on(fresh: Setting) -> None:
+    engine, (prompt,) = fresh.engine, case.prompts(1, seed=3)
+
+    async def pause() -> Any:
+        under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
+        await asyncio.sleep(case.BEGUN_S)
+        await engine._link.call("pause_generation", mode="in_place")
+        await asyncio.sleep(1.0)
+        was_done = under_way.done()
+        await engine._link.call("continue_generation")
+        return was_done, await under_way
+
+    was_done, completion = fresh.run(pause())
+    assert not was_done
+    np.testing.assert_allclose(completion.logprobs, case.logprobs(fresh.model, prompt, completion.tokens), atol=CLOSE)
+
+
+def test_a_completion_that_nobody_waits_for_is_aborted(fresh: Setting) -> None:
+    engine = fresh.engine
+    waiting = engine._link._engine.tokenizer_manager.rid_to_state
+
+    async def abandon() -> None:
+        under_way = [asyncio.ensure_future(engine.generate(prompt, Sampling(400))) for prompt in case.prompts(4)]
+        await asyncio.sleep(case.BEGUN_S)
+        assert len(waiting) == 4
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        while waiting:
+            await asyncio.sleep(0.05)
+
+    fresh.run(asyncio.wait_for(abandon(), 60))
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves_on(fresh: Setting) -> None:
+    engine, version = fresh.engine, fresh.engine.version
+    wrong = case.tensors(case.model(seed=7))
+    wrong["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(WeightsError, match=r"model.norm.weight has shape \(3,\)"):
+        fresh.run(engine.update_weights(version + 1, wrong))
+    del wrong["model.norm.weight"]
+    with pytest.raises(WeightsError, match="no tensor 'model"):
+        fresh.run(engine.update_weights(version + 1, wrong))
+    assert_serves(fresh, fresh.model, version)
+    assert engine.usage().restarts == 0
+
+
+def test_weights_that_sglang_does_not_take_are_noticed_and_the_old_version_serves_on(
+    fresh: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, version = fresh.engine, fresh.engine.version
+
+    async def nothing(*arguments: Any, **options: Any) -> None:
+        pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._carrier, "carry", nothing)
+        with pytest.raises(WeightsError, match="SGLang has not taken"):
+            fresh.run(engine.update_weights(version + 1, case.tensors(case.model(seed=8))))
+    assert_serves(fresh, fresh.model, version)
+    assert engine.usage().restarts == 1
+
+
+def test_weights_that_are_not_finite_fail_the_completion(fresh: Setting) -> None:
+    engine, (prompt,) = fresh.engine, case.prompts(1)
+    diverged = case.tensors(fresh.model)
+    diverged["lm_head.weight"][5] = torch.nan
+    fresh.run(engine.update_weights(engine.version + 1, diverged))
+    with pytest.raises(ModelError, match="not finite"):
+        fresh.run(engine.generate(prompt, Sampling(20)))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_engine_process_that_is_killed_is_started_again_and_its_prompts_are_sampled_again(
+    fresh: Setting, which: int
+) -> None:
+    engine, given = fresh.engine, case.prompts(4, seed=9)
+    after = case.model(seed=10)
+    version, restarts = engine.version + 1, engine.usage().restarts
+    victims = [child.pid for child in engine._link._children]
+
+    async def kill() -> Any:
+        await engine.update_weights(version, case.tensors(after))
+        under_way = [asyncio.ensure_future(engine.generate(prompt, Sampling(300))) for prompt in given]
+        await asyncio.sleep(case.BEGUN_S)
+        os.kill(victims[which], signal.SIGKILL)
+        return await asyncio.gather(*under_way)
+
+    for prompt, completion in zip(given, fresh.run(asyncio.wait_for(kill(), 120)), strict=True):
+        assert (completion.versions == version).all()
+        np.testing.assert_allclose(completion.logprobs, case.logprobs(after, prompt, completion.tokens), atol=CLOSE)
+    assert_serves(fresh, after, version)
+    assert engine.usage().restarts == restarts + 1
+    assert not any(alive(victim) for victim in victims)
+
+
+def test_no_process_is_left_when_the_actor_is_killed(setting: Setting) -> None:
+    program = (
+        "import asyncio, time, sglang_case as case\n"
+        "async def main():\n"
+        f"    engine = await case.engine({setting.folder!r}, case.tensors(case.model()))\n"
+        "    print(*[child.pid for child in engine._link._children], flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    script = Path(setting.folder) / "actor.py"
+    script.write_text(program)
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as actor:
+        assert actor.stdout is not None
+        processes = [int(pid) for pid in actor.stdout.readline().split()]
+        assert len(processes) >= 2
+        actor.kill()
+    deadline = time.monotonic() + 60
+    while any(alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(alive(process) for process in processes)
+
+
+def alive(process: int) -> bool:
+    """Whether `process` runs: it is neither gone nor waiting to be buried."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_serves(setting: Setting, model: Any, version: int) -> None:
+    prompt = case.prompts(1, seed=11)[0]
+    completion = setting.run(setting.engine.generate(prompt, Sampling(20)))
+    assert (completion.versions == version).all()
+    np.testing.assert_allclose(completion.logprobs, case.logprobs(model, prompt, completion.tokens), atol=CLOSE)
