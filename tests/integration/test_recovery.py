@@ -119,7 +119,7 @@ def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None
         output, _ = process.communicate(timeout=60)
         assert output.count("starting rollout again") == 1
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
-    assert summary(tmp_path)["restarts"] == {"rollout": 1, "replay": 0, "learner": 0}
+    assert {stage: count for stage, count in summary(tmp_path)["restarts"].items() if count} == {"rollout": 1}
     stopped_at = summary(tmp_path)["updates"]
     resumed(tmp_path, f"updates={stopped_at + 4}")
     assert {engine["actor"] for engine in summary(tmp_path)["engines"]} == {"rollout-0", "rollout-1"}
