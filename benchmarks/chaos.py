@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,34 +209,60 @@ def table(trials: list[Trial]) -> dict[str, Any]:
     }
 
 
+def campaign(options: argparse.Namespace) -> Iterator[tuple[list[Trial], list[str]]]:
+    """After every trial: those that ended, and what was wrong with the others."""
+    generator = random.Random(options.seed)
+    trials: list[Trial] = []
+    failures: list[str] = []
+    jobs = [
+        ([generator.choice(list(KINDS)) for _ in range(options.kills)], generator.randrange(2**31))
+        for _ in range(options.trials)
+    ]
+
+    def attempt(job: tuple[list[str], int]) -> Trial | str:
+        kinds, seed = job
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return trial(options.config, Path(folder), tuple(options.set), kinds, seed, scale=options.scale)
+            except RuntimeError as error:
+                return f"kills {kinds}, seed {seed}: {error}"
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        for number, one in enumerate(pool.map(attempt, jobs)):
+            if isinstance(one, Trial):
+                trials.append(one)
+                print(json.dumps({"trial": number, **one._asdict()}), flush=True)
+            else:
+                failures.append(one)
+                print(json.dumps({"trial": number, "failure": one}), flush=True)
+            yield trials, failures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--kills", type=int, default=4, help="kills of one trial")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--scale", action="store_true", help="change the number of rollout actors before every kill")
     parser.add_argument("--set", nargs="*", default=["updates=60"], metavar="section.field=value")
-    parser.add_argument("--json", type=Path, help="write the table here too")
+    parser.add_argument("--json", type=Path, help="write the table here too, anew after every trial")
     options = parser.parse_args()
-    generator, trials = random.Random(options.seed), []
-    for number in range(options.trials):
-        kinds = [generator.choice(list(KINDS)) for _ in range(options.kills)]
-        with tempfile.TemporaryDirectory() as folder:
-            seed, overrides = generator.randrange(2**31), tuple(options.set)
-            trials.append(trial(options.config, Path(folder), overrides, kinds, seed, scale=options.scale))
-        print(json.dumps({"trial": number, **trials[-1]._asdict()}), flush=True)
-    result = {
+    described = {
         "machine": machine(),
         "config": str(options.config),
         "overrides": options.set,
         "scale": options.scale,
-        **table(trials),
+        "runs_at_a_time": options.parallel,
     }
+    result: dict[str, Any] = {}
+    for trials, failures in campaign(options):
+        result = described | table(trials) | {"failures": failures}
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    if result["lost"] or result["twice"] or result["replayed_bit_for_bit"] < len(trials):
+    if result["failures"] or result["lost"] or result["twice"] or result["replayed_bit_for_bit"] < result["trials"]:
         sys.exit(1)
 
 
