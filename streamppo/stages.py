@@ -9,7 +9,6 @@ too many of these in a short time     RunError
 """
 
 import logging
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -21,20 +20,20 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from streamppo.config import Cluster, Config
+from streamppo.config import BUILTIN, Cluster, Config
 from streamppo.errors import LearnerLost, RunError, StreamppoError
 from streamppo.interrupts import Interrupts
 from streamppo.learner.group import LearnerGroup
 from streamppo.placement import Placement, plan
 from streamppo.replay.actor import ReplayActor
 from streamppo.rollout.actor import RolloutActor
+from streamppo.tasks import plugins
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport, decode
 
 TICK_S = 0.5
 """How often the driver looks up while it waits."""
 BLAME_S = 5.0
 """How long the other ranks of a group may take to show which of them died."""
-BUILTIN = "builtin:tiny"
 MAILBOX_CALLS = 10_000
 """Calls that may wait inside the replay actor at one time; more than all actors ever make."""
 
@@ -341,15 +340,10 @@ def model_path(config: Config, run: Path) -> str:
     return str(run / "model") if config.model.path == BUILTIN else config.model.path
 
 
-def find_plugins() -> None:
-    """A reward module that stands beside the user's config is importable in every process that is started."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-
-
 def init_ray(config: Config) -> None:
     """Start Ray here, or join the cluster."""
     cluster: Cluster = config.cluster
-    find_plugins()
+    plugins.export_path()
     if cluster.address != "local":
         ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
         return
