@@ -77,6 +77,16 @@ def _parser() -> argparse.ArgumentParser:
     trial.add_argument("--n", type=int, default=16, help="completions to sample from the model (default: 16)")
     trial.add_argument("--completions", type=Path, help="a jsonl file of them instead: completion, prompt, columns")
     trial.set_defaults(command=_trial)
+    check = commands.add_parser(
+        "check",
+        help="look a configuration over",
+        description="Say what is wrong with CONFIG, what a run of it asks for and about how much memory it takes, "
+        "without starting anything. The exit code is 1 if no run can be made of it.",
+    )
+    check.add_argument("config", type=Path, help="a TOML file, such as configs/math.toml")
+    check.add_argument("overrides", nargs="*", metavar="section.field=value")
+    check.add_argument("--gpu-gib", type=float, help="memory of one GPU (default: that of the GPU here, else 80)")
+    check.set_defaults(command=_check)
     data = commands.add_parser("data", help="prepare a data set", description="Original files to one parquet file.")
     data.add_argument("name", choices=list(PREPARED))
     data.add_argument("--from", dest="folder", type=Path, required=True, help="the folder of the original files")
@@ -144,6 +154,12 @@ def _trial(options: argparse.Namespace) -> int:
     from streamppo.trial import run
 
     return run(config, options.n, options.completions)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from streamppo.check import run
+
+    return run(options.config, options.overrides, options.gpu_gib)
 
 
 def _data(options: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """Ray, as a run starts it, and what it says when something is wrong."""
 
 import logging
-import os
 
 import ray
 from ray.exceptions import RayTaskError
@@ -9,17 +8,13 @@ from ray.exceptions import RayTaskError
 from streamppo.config import LOCAL, Cluster, Config
 from streamppo.errors import StreamppoError
 from streamppo.placement import plan
-
-
-def find_plugins() -> None:
-    """A reward module that stands beside the user's config is importable in every process that is started."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+from streamppo.tasks import plugins
 
 
 def init_ray(config: Config) -> None:
     """Start Ray here, or join the cluster."""
     cluster: Cluster = config.cluster
-    find_plugins()
+    plugins.export_path()
     if cluster.address != LOCAL:
         ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
         return

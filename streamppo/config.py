@@ -15,6 +15,8 @@ from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, 
 from streamppo.config_reward import Reward
 from streamppo.config_task import Environment, Task
 
+BUILTIN = "builtin:tiny"
+"""The model.path of a model that the run makes itself."""
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention that reads rows end to end, without padding."""
 
@@ -62,7 +64,7 @@ class Model(Section, frozen=True):
         """What flash-attn computes in; and every head of builtin:tiny is equally wide."""
         if self.attention in FLASH and self.dtype != "bfloat16":
             raise ValueError(f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"')
-        if self.path == "builtin:tiny" and self.hidden_size % self.heads:
+        if self.path == BUILTIN and self.hidden_size % self.heads:
             raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
 
 
@@ -340,7 +342,7 @@ def _gpus(config: Config) -> str:
     if rollout.gpus > 1 and (isinstance(engine, EmbeddedEngine) or rollout.gpus % 1):
         most = "1 with the embedded engine" if isinstance(engine, EmbeddedEngine) else "below 1 or a whole number"
         return f"rollout.gpus ({rollout.gpus:g}) must be {most}"
-    if isinstance(engine, SGLangEngine) and engine.url and rollout.gpus:
+    if isinstance(engine, SGLangEngine) and engine.url and rollout.gpus and engine.transport != "group":
         return f"rollout.gpus ({rollout.gpus:g}) must be 0: the server at rollout.engine.url has GPUs of its own"
     if shares_gpus(config) and together > 1:
         return (

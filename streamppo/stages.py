@@ -24,7 +24,7 @@ from ray.exceptions import RayActorError, RayError
 
 from streamppo import configfile, running
 from streamppo.cluster import describe, init_ray
-from streamppo.config import Config
+from streamppo.config import BUILTIN, Config
 from streamppo.crew import Crew, Seat
 from streamppo.errors import LearnerLost, RunError
 from streamppo.interrupts import Interrupts
@@ -40,7 +40,6 @@ CLOSING_S = 10.0
 """How long Ray may take to end its processes."""
 BLAME_S = 5.0
 """How long the other ranks of a group may take to show which of them died."""
-BUILTIN = "builtin:tiny"
 MAILBOX_CALLS = 10_000
 """Calls that may wait inside the replay actor at one time; more than all actors ever make."""
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 import sys
 import tempfile
 import time
@@ -14,16 +13,15 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from streamppo.cluster import find_plugins
-from streamppo.config import Config
+from streamppo.config import BUILTIN, Config
 from streamppo.config_reward import ModelScorer
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
 from streamppo.rollout import build
 from streamppo.rollout.engine import Engine
 from streamppo.rollout.episode import Player
-from streamppo.stages import BUILTIN, model_path
-from streamppo.tasks import read
+from streamppo.stages import model_path
+from streamppo.tasks import plugins, read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.task import Task
@@ -45,8 +43,7 @@ class Tried(NamedTuple):
 
 def run(config: Config, count: int, completions: Path | None) -> int:
     """Print the table; the exit code is 0 only if every completion has a reward."""
-    find_plugins()
-    sys.path.insert(0, os.getcwd())
+    plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, _ray(config):
         path = model_path(config, Path(folder))

@@ -17,8 +17,8 @@ from torch import Tensor
 from streamppo.config import FLASH, Model
 from streamppo.learner.packing import Packed
 
-CAPABILITY = {"flash_attention_4": 9, "flash_attention_3": 9, "flash_attention_2": 8}
-"""Newest first; the compute capability that each needs."""
+RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
+"""Newest first; the major compute capabilities on which each has a deterministic backward pass."""
 
 
 class Reading(NamedTuple):
@@ -74,8 +74,8 @@ def choose(config: Model, device: str) -> str:
     if device != "cuda" or config.dtype == "float32":
         return "sdpa"
     major, _ = torch.cuda.get_device_capability()
-    for name, needed in CAPABILITY.items():
-        if major >= needed and installed(name):
+    for name, capabilities in RUNS_ON.items():
+        if major in capabilities and installed(name):
             return name
     _warn("no flash-attn that runs on this GPU is installed: the learner uses SDPA, which computes padding too")
     return "sdpa"

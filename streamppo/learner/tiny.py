@@ -8,12 +8,13 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.config import Config, WarmStart
+from streamppo.config import Config, Model, WarmStart
 from streamppo.tasks import task as tasks
 from streamppo.tasks.arithmetic import ALPHABET
 from streamppo.tasks.tokens import character_tokenizer
@@ -32,26 +33,11 @@ WARM_UP_STEPS = 10
 
 def make(config: Config, folder: Path) -> None:
     """Create, warm up and save the model; `folder` exists only when it is complete."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(config.seed)
     tokenizer = character_tokenizer(ALPHABET)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=config.model.hidden_size,
-            intermediate_size=config.model.hidden_size * 2,
-            num_hidden_layers=config.model.layers,
-            num_attention_heads=config.model.heads,
-            num_key_value_heads=config.model.heads,
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
-            initializer_range=INIT_STD,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    model = Qwen2ForCausalLM(settings(config.model))
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
@@ -62,6 +48,27 @@ def make(config: Config, folder: Path) -> None:
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     aside.rename(folder)
+
+
+def settings(config: Model) -> Any:
+    """The model's Hugging Face configuration."""
+    from transformers import Qwen2Config
+
+    tokenizer = character_tokenizer(ALPHABET)
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.hidden_size * 2,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=INIT_STD,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def _warm_up(model, tokenizer, problems: Sequence[Prompt], config: WarmStart, seed: int) -> None:

@@ -1,6 +1,7 @@
 """From the rows of data sets to prompts."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ SPECIALS = 8
 
 
 class Data:
-    """The rows of one source. Raises `TaskError` with file and row for whatever cannot be used.
+    """The rows of one source, or its first `limit`. Raises `TaskError` with file and row for whatever cannot be used.
 
     `lengths` counts the training prompts that were "skipped" or will be "truncated".
     """
 
-    def __init__(self, name: str, source: Source, seed: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, name: str, source: Source, seed: int, tokenizer: Tokenizer | None, limit: int | None = None
+    ) -> None:
+        self._limit = limit
         self.lengths = {"skipped": 0, "truncated": 0}
         self.training: Sequence[Prompt] = self._read(name, source, source.data, source.split, tokenizer)
         self.held_out: Sequence[Prompt]
@@ -39,7 +43,8 @@ class Data:
             raise TaskError(f"{source.data}: all {len(rows)} rows are held out: lower held_out")
 
     def _read(self, name: str, source: Source, data: str, split: str, tokenizer: Tokenizer | None) -> list[Prompt]:
-        found = ((where, prompt(row, where, name, source)) for where, row in read.rows(data, split, source.subset))
+        rows = islice(read.rows(data, split, source.subset), self._limit)
+        found = ((where, prompt(row, where, name, source)) for where, row in rows)
         fitting = [made for where, made in found if tokenizer is None or self._fits(made, where, source, tokenizer)]
         if not fitting:
             raise TaskError(f"{data}: no rows" + (" that are short enough" if self.lengths["skipped"] else ""))

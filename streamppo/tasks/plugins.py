@@ -3,12 +3,21 @@
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from streamppo.errors import TaskError
+
+
+def export_path() -> None:
+    """A module that stands beside the user's config is importable here, and in every process that is started."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
 
 
 def load(name: str, what: str) -> Any:

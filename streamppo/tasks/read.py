@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 from streamppo.errors import TaskError
 
 Row: TypeAlias = Mapping[str, Any]
+BATCH = 1024
+"""Rows of a parquet file that are in memory as Python objects at one time."""
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
@@ -51,23 +53,29 @@ def _names(part: str, split: str) -> bool:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise TaskError(f"{path}, line {number}: a row must be an object, this is a {type(row).__name__}")
-        yield row
+    with path.open() as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _object(line, f"{path}, line {number}")
+
+
+def _object(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise TaskError(f"{where}: a row must be an object, this is a {type(row).__name__}")
+    return row
 
 
 def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        yield from pyarrow.parquet.read_table(path).to_pylist()
+        with pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=BATCH):
+                yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise TaskError(f"{path}: not a parquet file: {error}") from error
 

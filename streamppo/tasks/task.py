@@ -91,9 +91,10 @@ class Task:
         }
 
 
-def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None) -> Task:
+def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None, *, limit: int | None = None) -> Task:
     """The task that the configuration names; without a tokenizer no prompt is measured.
 
+    With a `limit`, no more than that many rows of any data set are read, to see whether they can be.
     Raises `TaskError` if its data cannot be read.
     """
     match config:
@@ -101,7 +102,7 @@ def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None) -> 
             return Task([_arithmetic(config, seed)], seed)
         case DataTask(sources=sources):
             named = sources or {"data": config}
-            streams = [_data(name, source, seed, tokenizer, len(named)) for name, source in named.items()]
+            streams = [_data(name, source, seed, tokenizer, len(named), limit) for name, source in named.items()]
             return Task(streams, seed)
         case GymTask(dataset=name):
             rows = Gym(config, seed)
@@ -123,8 +124,10 @@ def _arithmetic(config: ArithmeticTask, seed: int) -> Stream:
     return Stream("arithmetic", rows, order)
 
 
-def _data(name: str, source: Source, seed: int, tokenizer: Tokenizer | None, of: int) -> Stream:
-    rows = Data(name, source, seed, tokenizer)
+def _data(
+    name: str, source: Source, seed: int, tokenizer: Tokenizer | None, of: int, limit: int | None = None
+) -> Stream:
+    rows = Data(name, source, seed, tokenizer, limit)
     # Sources of equal length must not be visited in equal orders.
     key = (seed,) if of == 1 else (seed, crc32(name.encode()))
     return Stream(name, rows, Shuffled(len(rows.training), *key), source.weight, rows.lengths)

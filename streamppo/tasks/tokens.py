@@ -13,13 +13,17 @@ Said: TypeAlias = str | tuple[Message, ...]
 
 
 class Tokenizer:
-    """A thin face on the Hugging Face tokenizer of a model folder or hub name."""
+    """A thin face on the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none."""
 
     def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
         self.eos_id: int | None = self._tokenizer.eos_token_id
+        self.vocabulary = len(self._tokenizer)
+        # Without its files transformers makes one that knows nothing but its special tokens.
+        if self.vocabulary <= len(self._tokenizer.all_special_ids):
+            raise TaskError(f"{path}: no tokenizer is there")
 
     def render(self, prompt: Prompt) -> str:
         """The text of a prompt: its messages in the chat template, with the opening of the answer; or its text.

@@ -88,7 +88,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     torch.manual_seed(9)
     policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model)
     reference = model.load(config.model, folder, temperature, mesh, offload=kl.offload) if kl.on else None
-    fill = (torch.randn(1, 32) * 0.1).to(device)
+    fill = (torch.randn(policy.value_head.weight.shape) * 0.1).to(device)
     with torch.no_grad():
         policy.value_head.weight.copy_(
             torch.distributed.tensor.distribute_tensor(fill, mesh, policy.value_head.weight.placements)

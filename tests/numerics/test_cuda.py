@@ -1,18 +1,25 @@
 """What a GPU computes is what the CPU computes. `pytest -m gpu`"""
 
 import asyncio
+import os
 from pathlib import Path
+from typing import Any
 
 import learner_case as case
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from streamppo.learner.packing import pack
+from streamppo.config import FLASH
+from streamppo.learner import attention, device, model, optimizer, pretrained
+from streamppo.learner.packing import Packed, pack
 from streamppo.rollout.embedded import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
 
+DEVICE = "cuda"
+# cuBLAS looks at it once, before the first product.
+os.environ.update(device.DETERMINISTIC)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -45,16 +52,109 @@ def test_the_engine_samples_on_cuda_with_the_log_probs_of_transformers(dtype: to
         np.testing.assert_allclose(logprobs, expected, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("overrides", [[], ["algorithm.advantage.kind=vtrace"], ["algorithm.kl.loss_beta=0.1"]])
+UPDATES = [
+    [],
+    ["algorithm.advantage.kind=vtrace"],
+    ["algorithm.kl.loss_beta=0.1"],
+    ["algorithm.kl.loss_beta=0.1", "algorithm.kl.offload=true"],
+    ["algorithm.critic.model=policy", "model.gradient_checkpointing=true", "learner.minibatches=2"],
+    ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=2", "learner.norm=max-norm"],
+]
+
+
+@pytest.mark.parametrize("overrides", UPDATES, ids=" ".join)
 def test_an_update_on_cuda_over_nccl_is_the_update_on_the_cpu_over_gloo(tmp_path: Path, overrides: list[str]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     case.save_model(tmp_path / "model")
     results = {}
-    for device, backend in (("cpu", "gloo"), ("cuda", "nccl")):
-        with case.group(0, 1, tmp_path / f"store-{device}", backend):
-            updater = case.updater(case.config_of(*overrides), tmp_path / "model", device)
+    for place, backend in (("cpu", "gloo"), ("cuda", "nccl")):
+        with case.group(0, 1, tmp_path / f"store-{place}", backend):
+            updater = case.updater(case.config_of(*overrides), tmp_path / "model", place)
             metrics = updater.update(pack(case.batch()).to(updater.device))
-            results[device] = ({name: tensor.cpu() for name, tensor in case.whole(updater.policy).items()}, metrics)
+            results[place] = ({name: tensor.cpu() for name, tensor in case.whole(updater.policy).items()}, metrics)
     for name, tensor in results["cpu"][0].items():
         torch.testing.assert_close(results["cuda"][0][name], tensor, rtol=0, atol=1e-5, msg=name)
     assert results["cuda"][1]["policy_loss"] == pytest.approx(results["cpu"][1]["policy_loss"], abs=1e-5)
+
+
+# --- bfloat16, attention, the same bits ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads are as wide as every flash-attn wants them."""
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 17}
+    config = Qwen2Config(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, eos_token_id=1, **sizes)
+    path = tmp_path_factory.mktemp("wide")
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def policy(folder: Path, implementation: str) -> model.Policy:
+    """In bfloat16, as FSDP's mixed precision computes it, with a critic that is not zero."""
+    torch.manual_seed(9)
+    made = model.Policy(pretrained.read(folder, implementation), 0.7, layout=attention.layout(implementation))
+    torch.nn.init.normal_(made.value_head.weight, std=0.05)
+    return made.to(DEVICE, torch.bfloat16)
+
+
+def each_attention() -> list[Any]:
+    missing = [pytest.mark.skipif(torch.cuda.is_available(), reason="not installed")]
+    return [
+        "sdpa",
+        "eager",
+        *(pytest.param(name, marks=[] if attention.installed(name) else missing) for name in FLASH),
+    ]
+
+
+def rows() -> Packed:
+    return pack(case.batch()).to(torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("implementation", each_attention())
+def test_no_row_sees_another_whatever_computes_attention(wide: Path, implementation: str) -> None:
+    """Rows that see each other have log-probs that are off by about 1."""
+    batch = rows()
+    with torch.no_grad():
+        made = policy(wide, implementation)
+        together = made(batch, "both")
+        for row in range(case.BATCH):
+            alone, length = made(batch.rows(torch.tensor([row])), "both"), int(batch.length_B[row])
+            for name in ("logprobs_BT", "values_BT"):
+                got, expected = getattr(together, name)[row, :length], getattr(alone, name)[0]
+                torch.testing.assert_close(got, expected, rtol=0, atol=0.05, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("implementation", each_attention())
+def test_gradients_in_bfloat16_are_near_those_in_float32(wide: Path, implementation: str) -> None:
+    def gradients(name: str, dtype: torch.dtype) -> torch.Tensor:
+        made = policy(wide, name).to(dtype)
+        scored = made(rows(), "both")
+        (scored.logprobs_BT.sum() + scored.values_BT.square().sum()).backward()
+        found = [parameter.grad for parameter in made.parameters() if parameter.grad is not None]
+        return torch.cat([gradient.float().flatten() for gradient in found])
+
+    expected, got = gradients("eager", torch.float32), gradients(implementation, torch.bfloat16)
+    assert torch.nn.functional.cosine_similarity(got, expected, dim=0) > 0.99
+    assert ((got - expected).norm() / expected.norm()).item() < 0.1
+
+
+@pytest.mark.parametrize("implementation", each_attention())
+def test_updates_on_a_gpu_make_the_same_bits_every_time(wide: Path, tmp_path: Path, implementation: str) -> None:
+    """Also that none of their operations lacks a deterministic form, which would raise."""
+    options = ["model.dtype=bfloat16", f"model.attention={implementation}", "learner.gpus=1", "learner.epochs=2"]
+    config = case.config_of(*options, "algorithm.kl.loss_beta=0.1", "algorithm.critic.model=policy", "learner.lr=0.001")
+    made = []
+    try:
+        device.take(config.learner.gpus)
+        for attempt in range(2):
+            with case.group(0, 1, tmp_path / f"store-{attempt}", "nccl"):
+                updater = case.updater(config, wide, DEVICE)
+                updater.optimizer = optimizer.adamw(updater.policy, config)
+                for version in (3, 4):
+                    updater.update(pack(case.batch(version, seed=version)).to(updater.device))
+                made.append(case.whole(updater.policy))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(tensor, made[1][name]) for name, tensor in made[0].items())

@@ -152,7 +152,13 @@ TWO, THREE, FOUR = FLASH
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("capability", "there", "expected"),
-    [(9, {TWO, THREE, FOUR}, FOUR), (9, {TWO, THREE}, THREE), (8, {TWO, THREE}, TWO), (7, {TWO}, "sdpa")],
+    [
+        (9, {TWO, THREE, FOUR}, FOUR),
+        (9, {TWO, THREE}, THREE),
+        (8, {TWO, THREE, FOUR}, TWO),
+        (12, {FOUR}, "sdpa"),
+        (7, {TWO}, "sdpa"),
+    ],
 )
 def test_auto_takes_the_newest_flash_attention_that_runs(
     monkeypatch: pytest.MonkeyPatch, capability: int, there: set[str], expected: str

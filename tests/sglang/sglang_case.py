@@ -1,11 +1,12 @@
 """What the tests of SGLang share: small models, an engine for each, and what transformers says about its tokens."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from conftest import MATH
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -14,6 +15,8 @@ from streamppo import configfile
 from streamppo.rollout import build
 from streamppo.rollout.engine import Completion, Sampling
 
+CLOSE = 1e-4
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -95,3 +98,44 @@ async def swapped(made: Any, given: list[np.ndarray], length: int, version: int,
     await asyncio.sleep(BEGUN_S)
     await made.update_weights(version, pushed)
     return list(await asyncio.gather(*begun))
+
+
+class Setting(NamedTuple):
+    """An engine, the model that it started with, and how to run a coroutine where it lives."""
+
+    engine: Any
+    model: Any
+    folder: str
+    run: Run
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Run]:
+    """One event loop for all: an engine belongs to the loop in which it was opened."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def setting(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    """The engine that most tests share: Qwen2 in float32, in-flight swaps that keep the cache."""
+    made = model()
+    folder = save(made, tmp_path_factory.mktemp("qwen2"))
+    opened = run(engine(folder, tensors(made)))
+    yield Setting(opened, made, folder, run)
+    run(opened.stop())
+
+
+def alive(process: int) -> bool:
+    """Whether `process` runs: it is neither gone nor waiting to be buried."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_serves(setting: Setting, model: Any, version: int) -> None:
+    prompt = prompts(1, seed=11)[0]
+    completion = setting.run(setting.engine.generate(prompt, Sampling(20)))
+    assert (completion.versions == version).all()
+    np.testing.assert_allclose(completion.logprobs, logprobs(model, prompt, completion.tokens), atol=CLOSE)

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -64,13 +63,13 @@ class OwnEngine:
         self._arguments, self._environment, self._seed, self._start_s = arguments, environment, seed, start_s
         self._engine: Any = None
         self._children: list[Any] = []
-        self._log = Path(tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")[1])
         # SGLang's processes send their parent this signal when they die; its default is to end the process.
         ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))
 
     async def start(self, life: int) -> None:
         """See `Link.start`."""
-        self._log.write_bytes(b"")
+        descriptor, self._log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
+        self._output = os.fdopen(descriptor, "rb")
         self._others = {process.pid for process in multiprocessing.active_children()}
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name=f"sglang-{life}", daemon=True)
@@ -80,9 +79,12 @@ class OwnEngine:
                 self._engine = await self._there(self._build(self._seed + life))
         except Exception as error:
             await self.stop()
-            late = isinstance(error, TimeoutError)
-            why = f"not within rollout.engine.start_s ({self._start_s:g} s)" if late else str(error)
+            late = f"not within rollout.engine.start_s ({self._start_s:g} s)"
+            why = late if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
             raise ModelError(f"SGLang cannot start: {self._reason() or why}") from error
+        finally:
+            # Whoever writes to it has it open: nothing is left of it when the last of them dies.
+            os.unlink(self._log)
         self._children = self._own()
 
     async def call(self, name: str, /, **fields: Any) -> Any:
@@ -108,9 +110,12 @@ class OwnEngine:
             # Its own shutdown would kill every process that this one ever started.
             atexit.unregister(engine.shutdown)
             engine.tokenizer_manager._subprocess_watchdog.stop()
+        if self._loop.is_closed():
+            return
         await asyncio.to_thread(_kill, self._own())
         self._loop.call_soon_threadsafe(_end, self._loop)
         await asyncio.to_thread(self._thread.join)
+        self._loop.close()
 
     def _own(self) -> list[Any]:
         """The processes that SGLang has started."""
@@ -134,7 +139,7 @@ class OwnEngine:
         return Logged(**self._arguments, random_seed=seed)
 
     def _logged(self, function: Any) -> Any:
-        return partial(child.run, str(self._log), f"{function.__module__}:{function.__name__}")
+        return partial(child.run, self._log, f"{function.__module__}:{function.__name__}")
 
     async def _call(self, name: str, fields: dict[str, Any]) -> Any:
         from sglang.srt.managers import io_struct
@@ -154,7 +159,8 @@ class OwnEngine:
         return more[0] if more else None
 
     def _reason(self) -> str:
-        return wire.reason(self._log.read_text(errors="replace"))
+        self._output.seek(0)
+        return wire.reason(self._output.read().decode(errors="replace"))
 
 
 def _kill(children: list[Any]) -> None:

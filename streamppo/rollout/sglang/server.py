@@ -50,10 +50,11 @@ class Server:
             raise ConnectionError(f"{type(error).__name__} at {self._url}") from error
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise NotImplementedError(name)
-        said = answer.json()
-        if answer.is_error or (isinstance(said, dict) and said.get("success") is False):
-            raise ValueError(str(said.get("message") or said.get("error") or said) if isinstance(said, dict) else said)
-        return said["ranks"] if name == "weights_checker" else said
+        said = answer.json() if answer.content else None
+        fields = said if isinstance(said, dict) else {}
+        if answer.is_error or fields.get("success") is False:
+            raise ValueError(str(fields.get("message") or fields.get("error") or f"status {answer.status_code}"))
+        return fields["ranks"] if name == "weights_checker" else said
 
     async def abort(self, rid: str) -> None:
         """See `Link.abort`."""

@@ -33,8 +33,7 @@ class Rewards:
     async def start(self, sources: set[str]) -> None:
         """Load every scorer. Raises `TaskError` if one cannot be loaded, or if a data source has none."""
         for source in sources:
-            if self._scorers and not self._for(source):
-                raise TaskError(f"no scorer of [reward.scorers] is for the data source {source!r}")
+            self.of(source)
         for name, scorer in self._scorers.items():
             self._guards[name] = await self._build(name, scorer)
 
@@ -43,7 +42,7 @@ class Rewards:
 
         Raises `RewardFailed` if one fails, or if none applies.
         """
-        names = self._for(prompt.source)
+        names = self.of(prompt.source)
         if not names:
             return Reward()
         if len(names) == 1:
@@ -73,14 +72,17 @@ class Rewards:
         for service in self._services.values():
             await service.close()
 
-    # --- combining -------------------------------------------------------------------------------------------
-
-    def _for(self, source: str) -> list[str]:
+    def of(self, source: str) -> list[str]:
+        """Which scorers score a data source. Raises `TaskError` if there are scorers, and none of them does."""
         if source not in self._selected:
             self._selected[source] = [
                 name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources
             ]
+        if self._scorers and not self._selected[source]:
+            raise TaskError(f"no scorer of [reward.scorers] is for the data source {source!r}")
         return self._selected[source]
+
+    # --- combining -------------------------------------------------------------------------------------------
 
     def _weights(self, names: list[str]) -> list[float]:
         """0 for functions where a model's score takes precedence."""
@@ -133,12 +135,7 @@ class Rewards:
 
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[Many, int, int]:
         """(the call, trajectories in one call, calls at once)."""
-        found = plugins.load(scorer.function, "reward.function")
-        how = signature.recognise(found, scorer.function, scorer.arguments)
-        ours = getattr(found, "__module__", "").startswith("streamppo.")
-        in_actor = scorer.where == "actor" or (scorer.where == "auto" and ours and how.is_async)
-        if in_actor and not how.is_async:
-            raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
+        how, in_actor = recognised(scorer)
         kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
         self._say(f"{name} is {scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}")
         size = scorer.batch_size if how.style == "batched" else 1
@@ -152,6 +149,17 @@ class Rewards:
         await pool.start()
         self._pools[name] = pool
         return pool.call, size, scorer.concurrency if how.is_async else scorer.processes
+
+
+def recognised(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
+    """How a function is called, and whether in the actor. Raises `TaskError` if it cannot be."""
+    found = plugins.load(scorer.function, "reward.function")
+    how = signature.recognise(found, scorer.function, scorer.arguments)
+    ours = getattr(found, "__module__", "").startswith("streamppo.")
+    in_actor = scorer.where == "actor" or (scorer.where == "auto" and ours and how.is_async)
+    if in_actor and not how.is_async:
+        raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
+    return how, in_actor
 
 
 def _of_a_model(scorer: choices.Scorer) -> bool:

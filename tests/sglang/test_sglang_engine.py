@@ -6,9 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,46 +18,20 @@ from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
 
 # What SGLang and its dependencies warn about when they are loaded is not ours.
+pytest_plugins = ["sglang_case"]
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-CLOSE = 1e-4
-
-
-class Setting(NamedTuple):
-    """An engine, the model that it started with, and how to run a coroutine where it lives."""
-
-    engine: Any
-    model: Any
-    folder: str
-    run: Run
-
-
-@pytest.fixture(scope="session")
-def run() -> Iterator[Run]:
-    """One event loop for all: an engine belongs to the loop in which it was opened."""
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-@pytest.fixture(scope="session")
-def setting(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
-    """The engine that most tests share: Qwen2 in float32, in-flight swaps that keep the cache."""
-    model = case.model()
-    folder = case.save(model, tmp_path_factory.mktemp("qwen2"))
-    engine = run(case.engine(folder, case.tensors(model)))
-    yield Setting(engine, model, folder, run)
-    run(engine.stop())
+CLOSE = case.CLOSE
 
 
 @pytest.fixture
-def fresh(setting: Setting) -> Setting:
+def fresh(setting: case.Setting) -> case.Setting:
     """The shared engine with the weights that it started with, as the next version."""
     setting.run(setting.engine.update_weights(setting.engine.version + 1, case.tensors(setting.model)))
     return setting
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(fresh: Setting, temperature: float) -> None:
+def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(fresh: case.Setting, temperature: float) -> None:
     given = case.prompts(24)
 
     async def sample() -> Any:
@@ -73,7 +46,7 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(fresh: Se
         assert (len(completion.tokens), completion.finish) == (20, "length")
 
 
-def test_greedy_tokens_are_those_of_transformers_beside_sampled_ones(fresh: Setting) -> None:
+def test_greedy_tokens_are_those_of_transformers_beside_sampled_ones(fresh: case.Setting) -> None:
     given = case.prompts(6, seed=1)
 
     async def sample() -> Any:
@@ -90,7 +63,7 @@ def test_greedy_tokens_are_those_of_transformers_beside_sampled_ones(fresh: Sett
         )
 
 
-def test_a_swap_changes_the_distribution_at_the_token_that_the_spans_name(fresh: Setting) -> None:
+def test_a_swap_changes_the_distribution_at_the_token_that_the_spans_name(fresh: case.Setting) -> None:
     before, after = fresh.model, case.model(seed=5)
     first, given = fresh.engine.version, case.prompts(6, seed=2)
     done = fresh.run(case.swapped(fresh.engine, given, 300, first + 1, case.tensors(after)))
@@ -108,7 +81,7 @@ def test_a_swap_changes_the_distribution_at_the_token_that_the_spans_name(fresh:
     assert crossed > 0
 
 
-def test_a_prompt_never_begins_with_the_cache_of_an_older_version(fresh: Setting) -> None:
+def test_a_prompt_never_begins_with_the_cache_of_an_older_version(fresh: case.Setting) -> None:
     """The same prompt again is served from the cache of its own version, and not from that of the one before."""
     engine, after = fresh.engine, case.model(seed=6)
     (prompt,) = [np.arange(3, 60, dtype=np.int32)]
@@ -129,7 +102,7 @@ def test_a_prompt_never_begins_with_the_cache_of_an_older_version(fresh: Setting
     np.testing.assert_allclose(done.logprobs, case.logprobs(after, prompt, done.tokens), atol=CLOSE)
 
 
-def test_a_paused_engine_samples_nothing_and_goes_on(fresh: Setting) -> None:
+def test_a_paused_engine_samples_nothing_and_goes_on(fresh: case.Setting) -> None:
     engine, (prompt,) = fresh.engine, case.prompts(1, seed=3)
 
     async def pause() -> Any:
@@ -146,7 +119,7 @@ def test_a_paused_engine_samples_nothing_and_goes_on(fresh: Setting) -> None:
     np.testing.assert_allclose(completion.logprobs, case.logprobs(fresh.model, prompt, completion.tokens), atol=CLOSE)
 
 
-def test_a_completion_that_nobody_waits_for_is_aborted(fresh: Setting) -> None:
+def test_a_completion_that_nobody_waits_for_is_aborted(fresh: case.Setting) -> None:
     engine = fresh.engine
     waiting = engine._link._engine.tokenizer_manager.rid_to_state
 
@@ -163,7 +136,7 @@ def test_a_completion_that_nobody_waits_for_is_aborted(fresh: Setting) -> None:
     fresh.run(asyncio.wait_for(abandon(), 60))
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves_on(fresh: Setting) -> None:
+def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves_on(fresh: case.Setting) -> None:
     engine, version = fresh.engine, fresh.engine.version
     wrong = case.tensors(case.model(seed=7))
     wrong["model.norm.weight"] = torch.zeros(3)
@@ -172,12 +145,12 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves_on(fresh
     del wrong["model.norm.weight"]
     with pytest.raises(WeightsError, match="no tensor 'model"):
         fresh.run(engine.update_weights(version + 1, wrong))
-    assert_serves(fresh, fresh.model, version)
+    case.assert_serves(fresh, fresh.model, version)
     assert engine.usage().restarts == 0
 
 
 def test_weights_that_sglang_does_not_take_are_noticed_and_the_old_version_serves_on(
-    fresh: Setting, monkeypatch: pytest.MonkeyPatch
+    fresh: case.Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, version = fresh.engine, fresh.engine.version
 
@@ -188,11 +161,24 @@ def test_weights_that_sglang_does_not_take_are_noticed_and_the_old_version_serve
         patch.setattr(engine._carrier, "carry", nothing)
         with pytest.raises(WeightsError, match="SGLang has not taken"):
             fresh.run(engine.update_weights(version + 1, case.tensors(case.model(seed=8))))
-    assert_serves(fresh, fresh.model, version)
+    case.assert_serves(fresh, fresh.model, version)
     assert engine.usage().restarts == 1
 
 
-def test_weights_that_are_not_finite_fail_the_completion(fresh: Setting) -> None:
+def test_weights_that_kill_sglang_are_refused_and_the_old_version_serves_on(
+    fresh: case.Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, version, restarts = fresh.engine, fresh.engine.version, fresh.engine.usage().restarts
+    wrong = case.tensors(fresh.model)
+    wrong["model.norm.weight"] = torch.zeros(3)
+    monkeypatch.setattr("streamppo.rollout.sglang.engine.check_fit", lambda expected, tensors: None)
+    with pytest.raises(WeightsError, match=rf"died while it took version {version + 1} \(\w+Error"):
+        fresh.run(engine.update_weights(version + 1, wrong))
+    case.assert_serves(fresh, fresh.model, version)
+    assert engine.usage().restarts == restarts + 1
+
+
+def test_weights_that_are_not_finite_fail_the_completion(fresh: case.Setting) -> None:
     engine, (prompt,) = fresh.engine, case.prompts(1)
     diverged = case.tensors(fresh.model)
     diverged["lm_head.weight"][5] = torch.nan
@@ -203,7 +189,7 @@ def test_weights_that_are_not_finite_fail_the_completion(fresh: Setting) -> None
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_engine_process_that_is_killed_is_started_again_and_its_prompts_are_sampled_again(
-    fresh: Setting, which: int
+    fresh: case.Setting, which: int
 ) -> None:
     engine, given = fresh.engine, case.prompts(4, seed=9)
     after = case.model(seed=10)
@@ -215,17 +201,20 @@ def test_an_engine_process_that_is_killed_is_started_again_and_its_prompts_are_s
         under_way = [asyncio.ensure_future(engine.generate(prompt, Sampling(300))) for prompt in given]
         await asyncio.sleep(case.BEGUN_S)
         os.kill(victims[which], signal.SIGKILL)
-        return await asyncio.gather(*under_way)
+        completions = await asyncio.gather(*under_way)
+        while engine.usage().restarts == restarts:
+            await asyncio.sleep(0.1)
+        return completions
 
     for prompt, completion in zip(given, fresh.run(asyncio.wait_for(kill(), 120)), strict=True):
         assert (completion.versions == version).all()
         np.testing.assert_allclose(completion.logprobs, case.logprobs(after, prompt, completion.tokens), atol=CLOSE)
-    assert_serves(fresh, after, version)
+    case.assert_serves(fresh, after, version)
     assert engine.usage().restarts == restarts + 1
-    assert not any(alive(victim) for victim in victims)
+    assert not any(case.alive(victim) for victim in victims)
 
 
-def test_no_process_is_left_when_the_actor_is_killed(setting: Setting) -> None:
+def test_no_process_is_left_when_the_actor_is_killed(setting: case.Setting) -> None:
     program = (
         "import asyncio, time, sglang_case as case\n"
         "async def main():\n"
@@ -249,21 +238,6 @@ def test_no_process_is_left_when_the_actor_is_killed(setting: Setting) -> None:
         assert len(processes) >= 2
         actor.kill()
     deadline = time.monotonic() + 60
-    while any(alive(process) for process in processes) and time.monotonic() < deadline:
+    while any(case.alive(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(alive(process) for process in processes)
-
-
-def alive(process: int) -> bool:
-    """Whether `process` runs: it is neither gone nor waiting to be buried."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def assert_serves(setting: Setting, model: Any, version: int) -> None:
-    prompt = case.prompts(1, seed=11)[0]
-    completion = setting.run(setting.engine.generate(prompt, Sampling(20)))
-    assert (completion.versions == version).all()
-    np.testing.assert_allclose(completion.logprobs, case.logprobs(model, prompt, completion.tokens), atol=CLOSE)
+    assert not any(case.alive(process) for process in processes)

@@ -1,0 +1,169 @@
+"""SGLang servers by URL, the other ways for weights, and caches that are computed again."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sglang_case as case
+
+from streamppo.errors import ModelError
+from streamppo.rollout.engine import Sampling
+
+pytest_plugins = ["sglang_case"]
+pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
+KEY = "a key"
+SERVER = (
+    *("--device=cpu", "--host=127.0.0.1", "--attention-backend=torch_native", "--sampling-backend=pytorch"),
+    *("--grammar-backend=none", "--dtype=float32", "--disable-cuda-graph", "--max-total-tokens=8192"),
+    *("--max-running-requests=8", "--mem-fraction-static=0.1", "--sleep-on-idle", "--skip-server-warmup"),
+    *("--skip-tokenizer-init", "--log-level=error", "--disable-overlap-schedule", f"--api-key={KEY}"),
+)
+
+
+def start_server(folder: str, port: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", f"--model-path={folder}", f"--port={port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen([*command, *SERVER], env=environment, start_new_session=True)
+
+
+def kill(server: subprocess.Popen[bytes]) -> None:
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+@pytest.fixture
+def url(setting: case.Setting, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server with the model of the shared engine."""
+    monkeypatch.setenv("SGLANG_API_KEY", KEY)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        # SGLang takes another port 10000 above.
+        port = free.getsockname()[1] % 20000 + 20000
+    server = start_server(setting.folder, port)
+    yield f"http://127.0.0.1:{port}"
+    kill(server)
+
+
+async def opened(setting: case.Setting, *overrides: str) -> Any:
+    return await case.engine(setting.folder, case.tensors(setting.model), *overrides)
+
+
+async def exact_swap(engine: Any, before: Any, after: Any, *, kept: bool) -> int:
+    """Swap in flight; compare every log-prob with transformers. How many completions had the swap inside them."""
+    given, crossed = case.prompts(4, seed=12), 0
+    for prompt, done in zip(given, await case.swapped(engine, given, 400, 1, case.tensors(after)), strict=True):
+        at = int((done.versions == 0).sum())
+        assert done.versions.tolist() == [0] * at + [1] * (len(done.tokens) - at)
+        old = case.logprobs(before, prompt, done.tokens)
+        np.testing.assert_allclose(done.logprobs[:at], old[:at], atol=case.CLOSE)
+        if 0 < at < len(done.tokens):
+            crossed += 1
+            mixed = case.continued(before, after, prompt, done.tokens, at)
+            new = mixed if kept else case.logprobs(after, prompt, done.tokens)[at:]
+            np.testing.assert_allclose(done.logprobs[at:], new, atol=case.CLOSE)
+    return crossed
+
+
+def test_a_server_is_used_and_updated_by_its_url_and_its_death_is_survived(setting: case.Setting, url: str) -> None:
+    after = case.model(seed=13)
+
+    async def use() -> None:
+        engine = await opened(setting, f"rollout.engine.url={url}")
+        try:
+            assert engine._link.capacity == 8
+            assert await exact_swap(engine, setting.model, after, kept=True) > 0
+            prompt = case.prompts(1)[0]
+            under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
+            await asyncio.sleep(case.BEGUN_S)
+            under_way.cancel()
+            done = await engine.generate(prompt, Sampling(20))
+            np.testing.assert_allclose(done.logprobs, case.logprobs(after, prompt, done.tokens), atol=case.CLOSE)
+            assert engine.usage().restarts == 0
+        finally:
+            await engine.stop()
+
+    setting.run(use())
+
+
+def test_a_server_that_dies_and_comes_back_is_given_the_version_that_was_served(
+    setting: case.Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", KEY)
+    port, after, prompt = 21987, case.model(seed=14), case.prompts(1)[0]
+
+    async def use() -> None:
+        servers = [start_server(setting.folder, port)]
+        try:
+            engine = await opened(setting, f"rollout.engine.url=http://127.0.0.1:{port}")
+            await engine.update_weights(1, case.tensors(after))
+            under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
+            await asyncio.sleep(case.BEGUN_S)
+            kill(servers[0])
+            servers.append(start_server(setting.folder, port))
+            done = await under_way
+            np.testing.assert_allclose(done.logprobs, case.logprobs(after, prompt, done.tokens), atol=case.CLOSE)
+            assert (done.versions == 1).all()
+            assert engine.usage().restarts == 1
+            await engine.stop()
+        finally:
+            for server in servers:
+                if server.poll() is None:
+                    kill(server)
+
+    setting.run(use())
+
+
+def test_a_server_refuses_a_wrong_key_in_one_sentence(
+    setting: case.Setting, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "another key")
+    with pytest.raises(ModelError, match="refuses the key"):
+        setting.run(opened(setting, f"rollout.engine.url={url}"))
+
+
+@pytest.mark.parametrize("transport", ["group", "disk"])
+def test_weights_also_come_by_a_process_group_and_by_files(
+    setting: case.Setting, transport: str, tmp_path: Path
+) -> None:
+    more = [f"rollout.engine.folder={tmp_path / 'weights'}"] if transport == "disk" else []
+    # Several parts, so that a version holds only when the last has come.
+    parts = "weights.bucket_bytes=50000"
+
+    async def use() -> None:
+        engine = await opened(setting, f"rollout.engine.transport={transport}", parts, *more)
+        try:
+            assert await exact_swap(engine, setting.model, case.model(seed=15), kept=True) > 0
+        finally:
+            await engine.stop()
+
+    setting.run(use())
+    assert not any((tmp_path / "weights").rglob("*.safetensors"))
+
+
+def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Setting, tmp_path: Path) -> None:
+    """A llama, whose values SGLang gives back; its end token ends completions."""
+    before, after = case.model("llama"), case.model("llama", seed=16)
+    folder = case.save(before, tmp_path)
+
+    async def use() -> None:
+        engine = await case.engine(folder, case.tensors(before), "rollout.engine.kv=recompute")
+        try:
+            assert engine._attestation.means == "values"
+            ends = await asyncio.gather(*(engine.generate(prompt, Sampling(450)) for prompt in case.prompts(8)))
+            assert all((done.tokens == 1).nonzero()[0].tolist() == [len(done.tokens) - 1] for done in ends)
+            assert {done.finish for done in ends} == {"stop"}
+            crossed = 0
+            while not crossed:
+                crossed = await exact_swap(engine, before, after, kept=False)
+                await engine.update_weights(0, case.tensors(before))
+        finally:
+            await engine.stop()
+
+    setting.run(asyncio.wait_for(use(), 200))
