@@ -5,6 +5,7 @@ object is built. Reading files and overrides is configfile.py; the mathematics i
 config_task.py, rewards in config_reward.py.
 """
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -101,6 +102,10 @@ class SGLangEngine(Kind, frozen=True, tag="sglang"):
             raise ValueError('folder is for transport = "disk", which needs it')
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url ({self.url!r}) must begin with http:// or https://")
+        if self.transport == "tensor" and self.url and not re.match(r"https?://(localhost|127\.|\[::1\])", self.url):
+            raise ValueError(
+                f"transport = 'tensor' is memory of one machine: with url ({self.url!r}) it must be 'group' or 'disk'"
+            )
 
 
 class Rollout(Section, frozen=True):
@@ -309,6 +314,11 @@ class Config(Section, frozen=True):
             )
         if self.environment is None and not self.reward.named():
             raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
+        if isinstance(self.rollout.engine, SGLangEngine) and self.rollout.engine.url and self.rollout.actors > 1:
+            raise ValueError(
+                f"rollout.actors ({self.rollout.actors}) must be 1 with rollout.engine.url: every actor updates the "
+                "engine that it uses"
+            )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
 
