@@ -133,24 +133,28 @@ def _mismatch(kind: str, dtype: str, kv: str, updates: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure everything, print it and write it to a file."""
+    """Measure everything; every row is printed and written as it is made."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--updates", type=int, default=10)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     machine = runs.machine()
     machine["versions"]["sglang"] = metadata.version("sglang")
     result: dict[str, Any] = {"machine": machine, "engines": [], "mismatch": []}
+
+    def keep(table: str, row: dict[str, Any]) -> None:
+        result[table].append(row)
+        print(json.dumps(row), flush=True)
+        if chosen.output:
+            chosen.output.write_text(json.dumps(result, indent=2) + "\n")
+
     for kind in ("sglang", "embedded"):
         for dtype in ("float32", "bfloat16"):
-            result["engines"].append(asyncio.run(_measure(kind, dtype)))
-            print(json.dumps(result["engines"][-1]), flush=True)
-            for kv in ("recompute", "keep"):
-                result["mismatch"].append(_mismatch(kind, dtype, kv, chosen.updates))
-                print(json.dumps(result["mismatch"][-1]), flush=True)
-    if chosen.output:
-        chosen.output.write_text(json.dumps(result, indent=2) + "\n")
+            keep("engines", asyncio.run(_measure(kind, dtype)))
+    for dtype, kv in (("float32", "recompute"), ("bfloat16", "recompute"), ("float32", "keep")):
+        for kind in ("sglang", "embedded"):
+            keep("mismatch", _mismatch(kind, dtype, kv, chosen.updates))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class SGLangEngine(Kind, frozen=True, tag="sglang"):
     max_total_tokens: Count = 0
     """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
     prefix_cache: bool = True
-    """Prompts share the cache of what they begin with, within one version; needs SGLang 0.5.21."""
+    """Prompts share the cache of what they begin with, within one version."""
     start_s: Seconds = 900.0
     """An engine that has not started after so long has failed."""
 

@@ -93,7 +93,8 @@ class OwnEngine:
 
     async def abort(self, rid: str) -> None:
         """See `Link.abort`."""
-        self._loop.call_soon_threadsafe(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
+        if self._engine is not None:
+            self._loop.call_soon_threadsafe(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
 
     async def death(self) -> str:
         """See `Link.death`."""
