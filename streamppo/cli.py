@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from streamppo import __version__, configfile, running
 from streamppo.errors import CheckpointError, StreamppoError
@@ -35,9 +36,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="streamppo", description="Asynchronous streaming PPO for language models.")
     parser.add_argument("--version", action="version", version=f"streamppo {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_training(commands)
+    _add_looking(commands)
+    _add_preparing(commands)
+    return parser
+
+
+def _add_training(commands: Any) -> None:
     run = commands.add_parser("run", help="train", description="Train as CONFIG says, with overrides.")
-    run.add_argument("config", type=Path, help="a TOML file, such as configs/math.toml")
-    run.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example learner.lr=3e-4")
+    _add_config(run)
     run.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint of runs/NAME")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="where run folders are made (default: runs)")
@@ -54,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("run", type=Path, help="the folder of a run")
     scale.add_argument("--rollouts", type=_positive, required=True, metavar="N", help="rollout actors, at least 1")
     scale.set_defaults(command=_scale)
+
+
+def _add_looking(commands: Any) -> None:
     replay = commands.add_parser(
         "replay",
         help="train again from the archive",
@@ -71,9 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--update", type=int, help="the version that the batch made (default: the newest)")
     inspect.add_argument("--n", type=int, default=4, help="trajectories to show (default: 4)")
     inspect.set_defaults(command=_inspect)
+
+
+def _add_preparing(commands: Any) -> None:
     trial = commands.add_parser("reward-test", help="try a reward", description="Score a few completions and say how.")
-    trial.add_argument("config", type=Path, help="a TOML file, such as configs/math.toml")
-    trial.add_argument("overrides", nargs="*", metavar="section.field=value")
+    _add_config(trial)
     trial.add_argument("--n", type=int, default=16, help="completions to sample from the model (default: 16)")
     trial.add_argument("--completions", type=Path, help="a jsonl file of them instead: completion, prompt, columns")
     trial.set_defaults(command=_trial)
@@ -83,8 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what is wrong with CONFIG, what a run of it asks for and about how much memory it takes, "
         "without starting anything. The exit code is 1 if no run can be made of it.",
     )
-    check.add_argument("config", type=Path, help="a TOML file, such as configs/math.toml")
-    check.add_argument("overrides", nargs="*", metavar="section.field=value")
+    _add_config(check)
     check.add_argument("--gpu-gib", type=float, help="memory of one GPU (default: that of the GPU here, else 80)")
     check.set_defaults(command=_check)
     data = commands.add_parser("data", help="prepare a data set", description="Original files to one parquet file.")
@@ -93,7 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--to", type=Path, required=True, help="the parquet file to write")
     data.add_argument("--split", default="train", help="which split (default: train)")
     data.set_defaults(command=_data)
-    return parser
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", type=Path, help="a TOML file, such as configs/math.toml")
+    command.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example learner.lr=3e-4")
 
 
 def _run(options: argparse.Namespace) -> int:

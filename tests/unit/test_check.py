@@ -283,9 +283,7 @@ def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> No
     assert memory.engine(bounded, model, 64, free=2e6) == (engine.weights, 100 * model.cache_per_token // 2, 100)
     starved = memory.engine(config, model, 64, free=1.0)
     assert starved is not None and starved.tokens == 0
-    assert (
-        memory.engine(configfile.load(MATH, ["rollout.engine={kind='sglang', url='http://h:1'}"]), model, 64, 1.0)
-        is None
-    )
+    elsewhere = ["rollout.engine={kind='sglang', url='http://h:1', transport='group'}"]
+    assert memory.engine(configfile.load(MATH, elsewhere), model, 64, 1.0) is None
     slots = memory.engine(configfile.load(MATH), model, 64, free=1.0)
     assert slots is not None and slots.tokens == 64 * 64

@@ -12,6 +12,7 @@ from streamppo import garbage, trial
 from streamppo.config import Config
 from streamppo.learner import tiny
 from streamppo.rollout import build
+from streamppo.rollout.episode import Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.tokens import Tokenizer
@@ -35,7 +36,8 @@ async def _unreachable(config: Config, model: str) -> int:
     """Objects in cycles after `COUNT` trajectories have been sampled and scored in a process."""
     tokenizer = Tokenizer(model)
     task = tasks.build(config.task, config.seed, tokenizer)
-    player = trial._player(config, tokenizer, model)
+    engine = await trial._engine(config, model)
+    player = Player(engine, tokenizer, config.environment)
     rewards = Rewards(config.reward, print)
     await rewards.start(task.sources())
 
@@ -50,6 +52,7 @@ async def _unreachable(config: Config, model: str) -> int:
         await asyncio.gather(*map(one, range(1, COUNT + 1)))
         return gc.collect()
     finally:
+        await engine.stop()
         await rewards.close()
 
 
