@@ -162,9 +162,10 @@ def test_an_actor_that_is_killed_takes_its_reward_processes_with_it() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as actor:
         assert actor.stdout and actor.stdout.readline() == b"started\n"
-        time.sleep(0.5)
-        children = psutil.Process(actor.pid).children(recursive=True)
-        assert len(children) == 3
+        deadline = time.monotonic() + 30.0
+        while len(children := psutil.Process(actor.pid).children(recursive=True)) < 3:
+            assert time.monotonic() < deadline, children
+            time.sleep(0.05)
         actor.kill()
         _, alive = psutil.wait_procs(children, timeout=30.0)
         assert alive == []
