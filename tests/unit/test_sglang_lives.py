@@ -30,6 +30,8 @@ class Fake:
         self.aborted: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.look = asyncio.Event()
+        self.look.set()
         self.dead = ""
         self.swallows = self.deadly = self.barren = False
         self.running = self.most = 0
@@ -54,6 +56,7 @@ class Fake:
         if name != "generate":
             return None
         if "rid" not in fields:
+            await self.look.wait()
             return {"meta_info": {"input_token_logprobs": [(None, 1, None), (self.norm, 2, None)]}}
         if self.deadly:
             raise ConnectionError("it fell over")
@@ -136,6 +139,31 @@ def test_a_push_that_was_swallowed_is_noticed_and_ends_that_life() -> None:
         assert (engine.version, fake.lives, fake.norm) == (5, [0, 1], 1.0)
         await engine.update_weights(6, pushed(2.0))
         assert (await engine.generate(PROMPT, Sampling(1))).versions.tolist() == [6]
+        await engine.stop()
+
+    run(case())
+
+
+def test_a_completion_of_weights_in_doubt_is_not_handed_over() -> None:
+    async def case() -> None:
+        fake = Fake()
+        engine = await opened(fake)
+        fake.gate.clear()
+        fake.look.clear()
+        under_way = asyncio.ensure_future(engine.generate(PROMPT, Sampling(1)))
+        await asyncio.sleep(0.05)
+        fake.swallows = True
+        update = asyncio.ensure_future(engine.update_weights(6, pushed(2.0)))
+        await asyncio.sleep(0.05)
+        fake.gate.set()
+        await asyncio.sleep(0.05)
+        assert not under_way.done()
+        fake.swallows = False
+        fake.look.set()
+        with pytest.raises(WeightsError):
+            await update
+        assert (await under_way).versions.tolist() == [5]
+        assert fake.lives == [0, 1]
         await engine.stop()
 
     run(case())
