@@ -14,7 +14,7 @@ from streamppo.config import FLASH
 from streamppo.errors import ConfigError, ModelError
 from streamppo.learner import attention, pretrained
 from streamppo.learner.model import Policy, Scored
-from streamppo.learner.packing import Packed, pack
+from streamppo.learner.packing import Packed, micro_batches, pack
 
 
 class Call(NamedTuple):
@@ -127,10 +127,11 @@ def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alon
         updater = case.updater(case.config_of(*options), folder)
         results[choice] = updater.update(pack(case.batch()))
     rows = pack(case.batch())
-    total = int((rows.start_B + rows.length_B).sum())
-    passes = flash[::2]
-    assert sum(call.tokens for call in passes) == 3 * total
-    assert max(call.tokens for call in passes) <= 40 and len(passes) <= 3 * -(-total // 28)
+    widths_B, every = rows.start_B + rows.length_B, torch.arange(case.BATCH)
+    (plan,), (wasteful,) = (micro_batches(every, widths_B, 40, 1, padded=padded) for padded in (False, True))
+    passes = [call.tokens for call in flash[::2]]
+    assert passes == 3 * [int(widths_B[piece].sum()) for piece in plan]
+    assert max(passes) <= 40 and len(plan) < len(wasteful)
     for name in ("policy_loss", "value_loss", "entropy", "grad_norm"):
         assert results["flash_attention_2"][name] == pytest.approx(results["sdpa"][name], rel=0.05, abs=0.02), name
 
