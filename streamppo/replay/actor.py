@@ -5,7 +5,7 @@
     waits for    nothing but the disk; its callers wait here, on one condition that every change notifies
 
     nothing is acknowledged before it is in the journal: those who come while one transaction runs share the next
-    no version is published before the batch that made it is in the archive, which is written while the update runs
+    no version is published before the batch that made it is in the archive, with what the critic said of it
 
 Queue and ledger share a process, so that a version becomes known, ends the lease of the batch that made it and lets
 engines pull it in one step. A new process rebuilds the queue from the journal; the learner brings the weights again.
@@ -161,16 +161,16 @@ class ReplayActor(Lessons):
                 await self._changed.wait()
         if batch is None:
             return b""
-        self._archive_of(version)
         await self._commit()
         await self._notify()
         return encode(batch)
 
-    async def publish(self, push: bytes, refs: list[Any], learner: int) -> None:
-        """A new version: its batch is consumed, its weights can be pulled, its admission slots are free.
+    async def publish(self, push: bytes, refs: list[Any], values: bytes, learner: int) -> None:
+        """A new version: its batch is archived and consumed, its weights can be pulled, its admission slots are free.
 
-        One that was published before is compared with what it was. Raises `Diverged` if it is another one, and
-        `QueueError` for a learner that was given up for dead.
+        `values` are what the critic said of every token of the batch (float32); empty without one. A version that was
+        published before is compared with what it was. Raises `Diverged` if it is another one, and `QueueError` for a
+        learner that was given up for dead.
         """
         described = decode(push, Push)
         version, self._learner = described.version, max(learner, self._learner)
@@ -178,7 +178,7 @@ class ReplayActor(Lessons):
             raise QueueError(f"version {version} comes from learner {learner}, which was given up for dead")
         known = self._made.get(version)
         if known is None:
-            checksum = await self._archive_of(version - 1) if version else None
+            checksum = await self._archive_of(version - 1, values) if version else None
             self._queue.publish(version)
             self._made[version] = Made(version=version, digest=described.digest, archive_sha256=checksum)
             self._unwritten.append(self._made[version])
@@ -214,10 +214,10 @@ class ReplayActor(Lessons):
                 raise
             self._written = upto
 
-    def _archive_of(self, version: int) -> asyncio.Task[str]:
+    def _archive_of(self, version: int, values: bytes) -> asyncio.Task[str]:
         """The writing of a leased batch, begun once."""
         if version not in self._archiving:
-            writing = asyncio.to_thread(self._archive.write, self._queue.leased(version))
+            writing = asyncio.to_thread(self._archive.write, self._queue.leased(version), values)
             self._archiving[version] = asyncio.create_task(writing)
         return self._archiving[version]
 
