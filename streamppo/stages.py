@@ -91,7 +91,9 @@ class Stages:
         """
         replay: Any = ray.remote(ReplayActor)
         options = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
-        self.queue = replay.options(name="replay", num_cpus=0, **options).remote(self._encoded, str(self.folder))
+        self.queue = replay.options(name="replay", num_cpus=0, **options).remote(
+            self._encoded, str(self.folder), self._model_path
+        )
         self._seats = [self._seat(f"rollout-{number}") for number in range(self.config.rollout.actors)]
         self.learner, self._fresh = self._group(), True
         (newest,) = self.wait([self.queue.begin.remote(version)], "opening the journal")

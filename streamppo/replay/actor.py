@@ -24,6 +24,7 @@ from streamppo.config import Config, learning
 from streamppo.config_algorithm import GROUP_BASED
 from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
 from streamppo.replay.archive import Archive
+from streamppo.replay.defects import limits_of
 from streamppo.replay.journal import Journal
 from streamppo.replay.lessons import Lessons
 from streamppo.replay.memory import DurableQueue
@@ -39,8 +40,9 @@ T = TypeVar("T")
 class ReplayActor(Lessons):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
-    def __init__(self, config: bytes, run: str) -> None:
+    def __init__(self, config: bytes, run: str, model_path: str) -> None:
         self.config = msgspec.msgpack.decode(config, type=Config)
+        self._model_path = model_path
         self._queue = queue_of(self.config)
         self._journal = Journal(Path(run) / "journal.sqlite")
         if (saved := self._journal.read()) is not None:
@@ -131,11 +133,16 @@ class ReplayActor(Lessons):
 
     async def deliver(self, trajectories: bytes, failures: bytes) -> None:
         """What a rollout actor has finished since it last called; in the journal when this returns."""
-        for trajectory in decode(trajectories, tuple[Trajectory, ...]):
-            self._queue.put(trajectory)
-        for failure in decode(failures, tuple[Failure, ...]):
-            self._queue.fail(failure)
-        await self._commit()
+        if self._queue.limits is None:
+            self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
+        try:
+            for trajectory in decode(trajectories, tuple[Trajectory, ...]):
+                self._queue.put(trajectory)
+            for failure in decode(failures, tuple[Failure, ...]):
+                self._queue.fail(failure)
+        finally:
+            # If these were too many failures, the letters that say why are kept.
+            await self._commit()
         await self._notify()
 
     async def weights_after(self, actor: str, version: int) -> tuple[bytes, list[Any]] | None:
