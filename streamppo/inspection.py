@@ -9,7 +9,7 @@ from streamppo.errors import JournalError
 from streamppo.replay import archive
 from streamppo.stages import model_path
 from streamppo.tasks.tokens import Tokenizer
-from streamppo.types import Batch, Ints, Trajectory, flags, floats, ints
+from streamppo.types import Batch, Floats, Ints, Trajectory, flags, floats, ints
 
 
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
@@ -18,19 +18,22 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     versions = found.versions()
     if not versions:
         raise JournalError(f"{run}: no update was archived yet")
-    batch = found.batch(versions[-1] if update is None else update - 1)
+    version = versions[-1] if update is None else update - 1
+    batch, columns = found.batch(version), found.columns(version)
     tokenizer = Tokenizer(model_path(config, run))
     rewards = [row.reward for row in batch.trajectories]
     print(
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
         f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
     )
-    for row in batch.trajectories[:count]:
-        print("\n".join(_lines(batch, row, tokenizer)))
+    ends = columns["offsets"][1:].tolist()
+    for row, end in zip(batch.trajectories[:count], ends, strict=False):
+        values = columns["values"][end - row.num_tokens : end] if "values" in columns else None
+        print("\n".join(_lines(batch, row, values, tokenizer)))
     return 0
 
 
-def _lines(batch: Batch, row: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
+def _lines(batch: Batch, row: Trajectory, values: Floats | None, tokenizer: Tokenizer) -> Iterator[str]:
     identity, versions = row.identity, ints(row.versions)
     yield (
         f"\n{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}, "
@@ -40,6 +43,8 @@ def _lines(batch: Batch, row: Trajectory, tokenizer: Tokenizer) -> Iterator[str]
     yield f"  completion  {tokenizer.decode(ints(row.tokens))!r}"
     yield f"  tokens      {' '.join(map(str, ints(row.tokens).tolist()))}"
     yield f"  log-probs   {' '.join(f'{value:.3f}' for value in floats(row.logprobs).tolist())}"
+    if values is not None:
+        yield f"  values      {' '.join(f'{value:.3f}' for value in values.tolist())}"
     yield f"  versions    {_runs(versions)}; oldest token {batch.version - row.oldest_version} versions old"
     if not flags(row.mask).all():
         yield f"  not sampled by the policy: {int((~flags(row.mask)).sum())} tokens"

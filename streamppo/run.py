@@ -82,7 +82,7 @@ def _loop(config: Config, stages: Stages, record: Record, version: int) -> None:
         for report in stages.finished(updates):
             record.update(report)
         raise
-    stages.wait(stages.learner.save(checkpoints), "the last checkpoint")
+    stages.wait([*stages.learner.save(checkpoints), *stages.learner.settle()], "the last checkpoint")
     exported = stages.wait(stages.learner.export(str(record.folder / "final")), "exporting the model")
     record.checksum = exported[0]
     _evaluate(stages, record, config.updates)

@@ -89,7 +89,9 @@ class Stages:
         """
         replay: Any = ray.remote(ReplayActor)
         options = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
-        self.queue = replay.options(name="replay", num_cpus=0, **options).remote(self._encoded, str(self.folder))
+        self.queue = replay.options(name="replay", num_cpus=0, **options).remote(
+            self._encoded, str(self.folder), self._model_path
+        )
         self._placement = Placement(self.config)
         for _ in range(self.config.rollout.actors):
             self._crew.hire()
@@ -338,15 +340,16 @@ class Stages:
     def save(self, checkpoints: str) -> None:
         """A last checkpoint of whatever version the learner has, if `watchdog.shutdown_s` is enough for it."""
         self.queue.stop.remote()
-        refs = self.learner.save(checkpoints)
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=self.config.watchdog.shutdown_s)
-        if len(ready) < len(refs):
-            self.say("no checkpoint in time; the journal and the archive have everything since the last one")
-            return
+        refs = [*self.learner.save(checkpoints), *self.learner.settle()]
+        ready, late = ray.wait(refs, num_returns=len(refs), timeout=self.config.watchdog.shutdown_s)
         try:
-            ray.get(refs)
+            ray.get(ready)
         except RayError as error:
+            # Where one rank fails, the others may stand in a collective that never ends.
             self.say(f"no last checkpoint: {describe(error)}")
+            return
+        if late:
+            self.say("no checkpoint in time; the journal and the archive have everything since the last one")
 
     def finished(self, updates: Sequence[list[Any]]) -> list[UpdateReport]:
         """The reports of those of `updates` that were made before the learner stopped."""

@@ -1,9 +1,15 @@
-"""Checkpoints by torch.distributed.checkpoint: written aside, flushed, renamed; complete only with their manifest."""
+"""Checkpoints by torch.distributed.checkpoint: written aside, flushed, renamed; complete only with their manifest.
+
+start        a copy on the CPU; the learner waits for no more than that, and goes on
+a thread     writes the files, waits until the version is published, adds the manifest, gives the name
+"""
 
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -14,31 +20,74 @@ from streamppo.config import Checkpoint
 from streamppo.errors import CheckpointError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import State
+from streamppo.weights.transport import Pushed
 
 
-def save(
-    folder: Path, state: State, policy: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Checkpoint
-) -> None:
-    """Write a checkpoint under `folder`, and drop those that `config` does not keep. A collective.
+class Saver:
+    """Writes checkpoints beside training, one after another: memory holds one copy at most.
 
-    Raises `CheckpointError` if the disk refuses.
+    `group` is of CPU tensors and used by nothing else, for its collectives run beside those of the updates.
     """
-    final = folder / f"{state.version:08d}"
-    if final.exists():
-        return
-    first = dist.get_rank() == 0
-    try:
-        if first:
+
+    def __init__(self, group: dist.ProcessGroup, config: Checkpoint) -> None:
+        self._group = group
+        self._config = config
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def start(
+        self,
+        folder: Path,
+        state: State,
+        policy: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pushed: "Future[Pushed]",
+    ) -> None:
+        """Start a checkpoint under `folder`, after the one before; both modules may change when this returns.
+
+        `pushed` is the push of its version, whose digest `state` gets. A collective. Raises `CheckpointError` if the
+        one before could not be written.
+        """
+        self.wait()
+        final = folder / f"{state.version:08d}"
+        if self._is_there(final):
+            return
+        if dist.get_rank() == 0:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
-            durable.aside(final).mkdir(parents=True)
-        dist.barrier()
-        dcp.save(_tensors(policy, optimizer), checkpoint_id=durable.aside(final))
-        if first:
-            manifest.write(durable.aside(final), state)
-            durable.settle(final)
-            manifest.drop(folder, config.keep, config.keep_every)
-    except (OSError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{final}: cannot be written: {error}") from error
+        tensors = _tensors(policy, optimizer)
+        written: Any = dcp.async_save(tensors, checkpoint_id=durable.aside(final), process_group=self._group)
+        self._under_way = self._thread.submit(self._complete, final, state, written, pushed)
+
+    def wait(self) -> None:
+        """Until the last checkpoint has its name. Raises `CheckpointError` if the disk refused it."""
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def check(self) -> None:
+        """What `wait` raises, without waiting."""
+        if self._under_way is not None and self._under_way.done():
+            self._under_way.result()
+
+    def _is_there(self, final: Path) -> bool:
+        """The answer of rank 0 on every rank: the others do not know when it gives a name."""
+        found = [final.exists()]
+        dist.broadcast_object_list(found, group=self._group, group_src=0)
+        return found[0]
+
+    def _complete(self, final: Path, state: State, written: "Future[Any]", pushed: "Future[Pushed]") -> None:
+        try:
+            written.result()
+            if dist.get_rank() == 0:
+                # A version that nobody knows must not be gone on from.
+                whole = msgspec.structs.replace(state, digest=pushed.result().digest)
+                manifest.write(durable.aside(final), whole)
+                durable.settle(final)
+                manifest.drop(final.parent, self._config.keep, self._config.keep_every)
+        except OSError as error:
+            raise CheckpointError(f"{final}: cannot be written: {error}") from error
+        except dcp.api.CheckpointException as error:
+            reasons = [str(failure) for failure, _ in error.failures.values()]
+            raise CheckpointError(f"{final}: cannot be written: {reasons[0]}") from error
 
 
 def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:

@@ -53,11 +53,11 @@ class LearnerGroup:
         return [rank.configure.remote(config_bytes) for rank in self.ranks]
 
     def settle(self) -> list[Any]:
-        """Wait until the last push is published."""
+        """Wait until the last push is published and the last checkpoint written."""
         return [rank.settle.remote() for rank in self.ranks]
 
     def save(self, folder: str) -> list[Any]:
-        """Write a checkpoint."""
+        """Start a checkpoint; it is written beside the updates that follow."""
         return [rank.save.remote(folder) for rank in self.ranks]
 
     def export(self, folder: str) -> list[Any]:

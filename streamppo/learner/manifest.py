@@ -25,7 +25,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint holds besides tensors.
 
     `version` is the queue's position too: batch number `version` is the next to be trained on. `digest` is that of the
-    weights as they were pushed, `beta` the adaptive weight of the KL in the reward.
+    weights as they were pushed, known when they are published; `beta` the adaptive weight of the KL in the reward.
     """
 
     version: int

@@ -109,6 +109,12 @@ def _padded(columns: Sequence[np.ndarray], value: float) -> np.ndarray:
     return padded
 
 
+def unpadded(column_BT: Tensor, length_B: Tensor) -> bytes:
+    """The float32 entries of all completions, one after another, as a bytes column."""
+    valid_BT = torch.arange(column_BT.shape[1], device=column_BT.device) < length_B[:, None]
+    return column_BT[valid_BT].cpu().numpy().astype("<f4").tobytes()
+
+
 def micro_batches(
     index: Tensor, tokens_B: Tensor, budget: int, ranks: int, *, padded: bool = True
 ) -> list[list[Tensor]]:

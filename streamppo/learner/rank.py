@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 import torch
+import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +27,7 @@ from streamppo.config import Learner as LearnerConfig
 from streamppo.errors import JournalError
 from streamppo.learner import checkpoint, device, model, objective, optimizer, tiny
 from streamppo.learner.manifest import State
-from streamppo.learner.packing import Packed, pack
+from streamppo.learner.packing import Packed, pack, unpadded
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, UpdateReport, decode, encode
 from streamppo.weights.transport import Pusher
@@ -91,6 +92,8 @@ class Rank:
         elif algorithm.critic.pretrain:
             self._pretrain(algorithm.critic.pretrain)
         self.pusher = Pusher(self._publish, self.config.weights.bucket_bytes)
+        cpu_group: Any = dist.new_group(backend="gloo")
+        self.saver = checkpoint.Saver(cpu_group, self.config.checkpoint)
         if self.rank == 0:
             life = ray.get(self.queue.another_life.remote(""))
             Thread(target=self._follow_queue, args=(life,), name="follow queue", daemon=True).start()
@@ -99,8 +102,12 @@ class Rank:
         return self.version
 
     def update(self) -> bytes:
-        """Make the next version. Returns an `UpdateReport`, equal on every rank but for times; nothing if stopped."""
+        """Make the next version. Returns an `UpdateReport`, equal on every rank but for times; nothing if stopped.
+
+        Raises `CheckpointError` if the checkpoint that was written beside training could not be written.
+        """
         begin = time.perf_counter()
+        self.saver.check()
         assert self._next is not None, "setup comes first"
         fetched = self._next.result()
         if fetched is None:
@@ -109,9 +116,10 @@ class Rank:
         if self.version + 1 < self.config.updates:
             self._prefetch(self.version + 1)
         self._schedule()
-        metrics = self.updater.update(fetched.batch.to(self.updater.device))
+        batch = fetched.batch.to(self.updater.device)
+        metrics, values_BT = self.updater.update(batch)
         self.version += 1
-        push_ms = self._push()
+        push_ms = self._push(b"" if values_BT is None else unpadded(values_BT, batch.length_B))
         metrics |= {
             "wait_s": wait_s,
             "fetch_s": fetched.fetch_s,
@@ -130,28 +138,27 @@ class Rank:
         self._prefetch(self.version)
 
     def settle(self) -> None:
-        """Wait until the last push is published."""
-        self.pusher.wait()
+        """Wait until the last push is published and the last checkpoint has its name."""
+        self.pusher.last.result()
+        self.saver.wait()
 
     def save(self, folder: str) -> None:
-        """Write a checkpoint of the present version under `folder`, once it is published. A collective."""
-        self.pusher.wait()
+        """Start a checkpoint of the present version under `folder`; it is written beside training. A collective."""
         state = State(
             version=self.version,
-            digest=self.pusher.digest,
+            digest="",
             ranks=self.config.learner.ranks,
             beta=self.updater.beta,
             bad_steps=self.updater.bad_steps,
         )
-        checkpoint.save(Path(folder), state, self.policy, self.optimizer, self.config.checkpoint)
+        self.saver.start(Path(folder), state, self.policy, self.optimizer, self.pusher.last)
 
     def export(self, folder: str) -> str:
         """The present policy as a Hugging Face folder. A collective. Returns the digest of the last push."""
         whole = model.snapshot(self.policy, self.config.model.dtype)
-        self.pusher.wait()
         if self.rank == 0:
             _export(whole, self.model_path, Path(folder), self.config.model.dtype)
-        return self.pusher.digest
+        return self.pusher.last.result().digest
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
@@ -186,13 +193,13 @@ class Rank:
         histogram = dict(zip(lags.tolist(), counts.tolist(), strict=True))
         return Fetched(packed, histogram, time.perf_counter() - begin)
 
-    def _push(self) -> float:
+    def _push(self, values: bytes = b"") -> float:
         """Snapshot on every rank, carry from rank 0. Returns how long the push before it took, in ms."""
         whole = model.snapshot(self.policy, self.config.model.dtype)
-        return self.pusher.push(self.version, whole) if self.rank == 0 else 0.0
+        return self.pusher.push(self.version, whole, values) if self.rank == 0 else 0.0
 
-    def _publish(self, push: bytes, refs: list[Any]) -> None:
-        ray.get(self.queue.publish.remote(push, refs, self.epoch))
+    def _publish(self, push: bytes, refs: list[Any], values: bytes) -> None:
+        ray.get(self.queue.publish.remote(push, refs, values, self.epoch))
 
     def _follow_queue(self, life: str) -> None:
         """A queue that was started again has no weights to give: it gets the last ones once more."""

@@ -7,6 +7,7 @@ computed on every rank from the whole gathered [B, T] batch, so no function of `
 
 import math
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,13 @@ from streamppo.learner.measure import Sums, batch_metrics
 from streamppo.learner.model import Part, Policy, Scored, nothing
 from streamppo.learner.objective import Objective, Phase
 from streamppo.learner.packing import Packed, micro_batches
+
+
+class Updated(NamedTuple):
+    """Metrics, equal on every rank but for times, and what the critic, if there is one, said of the batch before."""
+
+    metrics: dict[str, float]
+    values_BT: Tensor | None
 
 
 class Updater:
@@ -56,8 +64,8 @@ class Updater:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.bad_steps = 0
 
-    def update(self, batch: Packed) -> dict[str, float]:
-        """Train on `batch` for all epochs and minibatches. Returns metrics that are equal on every rank.
+    def update(self, batch: Packed) -> Updated:
+        """Train on `batch` for all epochs and minibatches.
 
         Raises `UpdateError` for data that must not be trained on, and for gradients that stay non-finite.
         """
@@ -72,7 +80,7 @@ class Updater:
         if self.objective.anchor is not None:
             first_BT, passed_B = sums.first_logprobs()
             scored = scored._replace(logprobs_BT=first_BT)
-        return {
+        metrics = {
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT),
             **sums.means(),
             **self._kl_metrics(batch, targets, scored, passed_B),
@@ -80,6 +88,7 @@ class Updater:
             "score_s": scored_s,
             "train_s": time.perf_counter() - start - scored_s,
         }
+        return Updated(metrics, scored.values_BT if self.config.algorithm.has_critic else None)
 
     def pretrain(self, batch: Packed) -> float:
         """Teach the critic alone the returns of `batch`, which may be another run's.

@@ -5,7 +5,7 @@
     waits for    nothing but the disk; its callers wait here, on one condition that every change notifies
 
     nothing is acknowledged before it is in the journal: those who come while one transaction runs share the next
-    no version is published before the batch that made it is in the archive, which is written while the update runs
+    no version is published before the batch that made it is in the archive, with what the critic said of it
 
 Queue and ledger share a process, so that a version becomes known, ends the lease of the batch that made it and lets
 engines pull it in one step. A new process rebuilds the queue from the journal; the learner brings the weights again.
@@ -25,6 +25,7 @@ from streamppo.config import Config, learning
 from streamppo.config_algorithm import GROUP_BASED
 from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
 from streamppo.replay.archive import Archive
+from streamppo.replay.defects import limits_of
 from streamppo.replay.journal import Journal
 from streamppo.replay.lessons import Lessons
 from streamppo.replay.memory import DurableQueue
@@ -40,8 +41,9 @@ T = TypeVar("T")
 class ReplayActor(Lessons):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
-    def __init__(self, config: bytes, run: str) -> None:
+    def __init__(self, config: bytes, run: str, model_path: str) -> None:
         self.config = msgspec.msgpack.decode(config, type=Config)
+        self._model_path = model_path
         self._queue = queue_of(self.config)
         self._journal = Journal(Path(run) / "journal.sqlite")
         if (saved := self._journal.read()) is not None:
@@ -133,11 +135,16 @@ class ReplayActor(Lessons):
 
     async def deliver(self, trajectories: bytes, failures: bytes) -> None:
         """What a rollout actor has finished since it last called; in the journal when this returns."""
-        for trajectory in decode(trajectories, tuple[Trajectory, ...]):
-            self._queue.put(trajectory)
-        for failure in decode(failures, tuple[Failure, ...]):
-            self._queue.fail(failure)
-        await self._commit()
+        if self._queue.limits is None:
+            self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
+        try:
+            for trajectory in decode(trajectories, tuple[Trajectory, ...]):
+                self._queue.put(trajectory)
+            for failure in decode(failures, tuple[Failure, ...]):
+                self._queue.fail(failure)
+        finally:
+            # If these were too many failures, the letters that say why are kept.
+            await self._commit()
         await self._notify()
 
     async def weights_after(self, actor: str, version: int) -> tuple[bytes, list[Any]] | None:
@@ -163,16 +170,16 @@ class ReplayActor(Lessons):
                 await self._changed.wait()
         if batch is None:
             return b""
-        self._archive_of(version)
         await self._commit()
         await self._notify()
         return encode(batch)
 
-    async def publish(self, push: bytes, refs: list[Any], learner: int) -> None:
-        """A new version: its batch is consumed, its weights can be pulled, its admission slots are free.
+    async def publish(self, push: bytes, refs: list[Any], values: bytes, learner: int) -> None:
+        """A new version: its batch is archived and consumed, its weights can be pulled, its admission slots are free.
 
-        One that was published before is compared with what it was. Raises `Diverged` if it is another one, and
-        `QueueError` for a learner that was given up for dead.
+        `values` are what the critic said of every token of the batch (float32); empty without one. A version that was
+        published before is compared with what it was. Raises `Diverged` if it is another one, and `QueueError` for a
+        learner that was given up for dead.
         """
         described = decode(push, Push)
         version, self._learner = described.version, max(learner, self._learner)
@@ -180,7 +187,7 @@ class ReplayActor(Lessons):
             raise QueueError(f"version {version} comes from learner {learner}, which was given up for dead")
         known = self._made.get(version)
         if known is None:
-            checksum = await self._archive_of(version - 1) if version else None
+            checksum = await self._archive_of(version - 1, values) if version else None
             self._queue.publish(version)
             self._made[version] = Made(version=version, digest=described.digest, archive_sha256=checksum)
             self._unwritten.append(self._made[version])
@@ -216,10 +223,10 @@ class ReplayActor(Lessons):
                 raise
             self._written = upto
 
-    def _archive_of(self, version: int) -> asyncio.Task[str]:
+    def _archive_of(self, version: int, values: bytes) -> asyncio.Task[str]:
         """The writing of a leased batch, begun once."""
         if version not in self._archiving:
-            writing = asyncio.to_thread(self._archive.write, self._queue.leased(version))
+            writing = asyncio.to_thread(self._archive.write, self._queue.leased(version), values)
             self._archiving[version] = asyncio.create_task(writing)
         return self._archiving[version]
 

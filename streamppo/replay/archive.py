@@ -7,7 +7,8 @@ runs/NAME/archive/00000042.zarr.zip       the batch of version 42, exactly
 B trajectories lie one after another in flat columns: those of trajectory i are `offsets[i] : offsets[i + 1]`, its
 prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. Where rewards stand on single tokens there is a flat column
 `token_rewards` with offsets of its own, and where they have components a table of them [B, components], NaN where a
-trajectory has none of a name. A file is complete when it has its name; it counts once the journal holds its SHA-256.
+trajectory has none of a name. Where there is a critic, `values` has for each token what the critic expected before it
+was sampled, as the update began. A file is complete when it has its name; it counts once the journal holds its SHA-256.
 """
 
 # zarr and pyarrow leave parts of their signatures untyped.
@@ -44,12 +45,15 @@ class Archive:
         """The versions whose batch is here, in order."""
         return sorted(self.checksums)
 
-    def write(self, batch: Batch) -> str:
-        """Make `batch` durable; returns the SHA-256 of its file, which counts from here on."""
+    def write(self, batch: Batch, values: bytes = b"") -> str:
+        """Make `batch` durable; returns the SHA-256 of its file, which counts from here on.
+
+        `values` are one float32 for each token of its completions, or empty. Raises `JournalError` if the disk refuses.
+        """
         path = self.path(batch.version)
         try:
             self.folder.mkdir(exist_ok=True)
-            _write(durable.aside(path), batch)
+            _write(durable.aside(path), batch, values)
             checksum = durable.sha256(durable.aside(path))
             durable.settle(path)
         except OSError as error:
@@ -72,7 +76,8 @@ class Archive:
 
         columns, attributes = self._read(version)
         at, prompt_at = columns.pop("offsets"), columns.pop("prompt_offsets")
-        flat = {name: pyarrow.ListArray.from_arrays(at.astype(np.int32), columns.pop(name)) for name in FLAT}
+        names = [name for name in (*FLAT, "values") if name in columns]
+        flat = {name: pyarrow.ListArray.from_arrays(at.astype(np.int32), columns.pop(name)) for name in names}
         flat["prompt_tokens"] = pyarrow.ListArray.from_arrays(prompt_at.astype(np.int32), columns.pop("prompt_tokens"))
         if "token_rewards" in columns:
             rewards_at = columns.pop("token_reward_offsets").astype(np.int32)
@@ -113,7 +118,7 @@ def open(run: Path) -> Archive:
     return Archive(run / "archive", checksums)
 
 
-def _write(path: Path, batch: Batch) -> None:
+def _write(path: Path, batch: Batch, values: bytes) -> None:
     rows = batch.trajectories
     words = {"task": [row.identity.task for row in rows], "actor": [row.actor for row in rows]}
     known = {name: sorted(set(column)) for name, column in words.items()}
@@ -134,6 +139,9 @@ def _write(path: Path, batch: Batch) -> None:
     if any(row.token_rewards for row in rows):
         columns["token_rewards"] = floats(b"".join(row.token_rewards for row in rows))
         columns["token_reward_offsets"] = _offsets([len(row.token_rewards) // 4 for row in rows])
+    if values:
+        columns["values"] = floats(values)
+        assert len(columns["values"]) == len(columns["tokens"]), "one value for each token"
     if names := sorted({name for row in rows for name in row.components}):
         columns["components"] = np.array([[row.components.get(name, np.nan) for name in names] for row in rows])
         attributes["component_names"] = names

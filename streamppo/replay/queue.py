@@ -17,8 +17,9 @@ from collections import Counter, deque
 from typing import Literal
 
 from streamppo.errors import QueueError, TooManyFailures
+from streamppo.replay.defects import Limits, defect
 from streamppo.replay.saved import DeadLetter
-from streamppo.replay.slot import Slot, Unit, count_older, defect
+from streamppo.replay.slot import Slot, Unit, count_older
 from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, ints
 
 WINDOW = 256
@@ -36,7 +37,8 @@ QUOTED = 3
 class ReplayQueue:
     """`whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together.
 
-    `resample_equal` gives up groups whose rewards are all equal, so that other prompts take their slots.
+    `resample_equal` gives up groups whose rewards are all equal, so that other prompts take their slots. `limits` are
+    set when the model is there, which is before anything can arrive.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ReplayQueue:
         resample_equal: bool = False,
     ) -> None:
         self.version = 0
+        self.limits: Limits | None = None
         self._task = task
         self._batch_size = batch_size
         self._samples = samples_per_prompt
@@ -106,12 +109,13 @@ class ReplayQueue:
     def put(self, trajectory: Trajectory) -> bool:
         """Store a finished trajectory. False if nobody waits for it: delivered twice, or by one given up for dead.
 
+        One that cannot be trained on is a dead letter, and a failure of its slot.
         Raises `QueueError` for tokens of a version that was never published.
         """
         slot = self._in_flight(trajectory.identity)
         if slot is None:
             return False
-        if reason := defect(trajectory):
+        if reason := defect(trajectory, self.limits):
             self._dead.append(DeadLetter(trajectory=trajectory, reason=reason))
             self.fail(Failure(identity=trajectory.identity, actor=trajectory.actor, stage="engine", reason=reason))
             return False

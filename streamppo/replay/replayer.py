@@ -24,7 +24,7 @@ class Replayer(Lessons):
         """The batch that was trained on from `version`."""
         return encode(await asyncio.to_thread(self._archive.batch, version))
 
-    async def publish(self, push: bytes, refs: list[Any], learner: int) -> None:
+    async def publish(self, push: bytes, refs: list[Any], values: bytes, learner: int) -> None:
         """Note what the learner made."""
         described = decode(push, Push)
         self._digests[described.version] = described.digest

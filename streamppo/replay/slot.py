@@ -2,20 +2,15 @@
 
 open -> in flight -> ready -> leased -> consumed
  ^          |          |
- +----------+----------+     failed, lost with its actor, too old: the same slot again, attempt + 1
+ +----------+----------+     failed, a dead letter, lost with its actor, too old: the same slot again, attempt + 1
             |
             +-> abandoned    failed too often: the slot is given up, and its unit with it
 """
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from streamppo.replay.saved import SavedSlot
-from streamppo.types import Identity, Trajectory, flags, floats, ints
-
-LOGPROB_SLACK = 1e-4
-"""How far above 0 rounding may carry a log-prob."""
+from streamppo.types import Identity, Trajectory, flags, ints
 
 
 @dataclass(slots=True, eq=False)
@@ -70,23 +65,3 @@ def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
     """(tokens that the policy sampled before `version`, all that it sampled)."""
     mask = flags(trajectory.mask)
     return int((ints(trajectory.versions)[mask] < version).sum()), int(mask.sum())
-
-
-def defect(trajectory: Trajectory) -> str | None:
-    """Why a trajectory cannot be trained on, or None."""
-    count = len(trajectory.tokens) // 4
-    lengths = {len(trajectory.tokens), len(trajectory.logprobs), len(trajectory.versions), 4 * len(trajectory.mask)}
-    if len(lengths) != 1 or len(trajectory.tokens) % 4 or not count:
-        return f"columns of different lengths, or empty: {sorted(lengths)} bytes"
-    mask, logprobs = flags(trajectory.mask), floats(trajectory.logprobs)
-    if not mask.any():
-        return "no token was sampled by the policy"
-    if not np.isfinite(logprobs[mask]).all() or (logprobs[mask] > LOGPROB_SLACK).any():
-        return "a log-prob is not finite, or positive"
-    if (ints(trajectory.tokens) < 0).any() or not trajectory.prompt_tokens:
-        return "a token id is negative, or the prompt is empty"
-    if trajectory.token_rewards and len(trajectory.token_rewards) != len(trajectory.tokens):
-        return f"token rewards of {len(trajectory.token_rewards)} bytes for tokens of {len(trajectory.tokens)} bytes"
-    if not np.isfinite(trajectory.reward) or not np.isfinite(floats(trajectory.token_rewards)).all():
-        return f"the reward is {trajectory.reward}"
-    return None

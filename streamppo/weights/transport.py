@@ -7,7 +7,7 @@ Push   consumes a snapshot (HF names -> CPU tensors)     produces a version in t
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -16,48 +16,50 @@ from streamppo.types import Push, decode, encode
 from streamppo.weights import buckets
 
 
+class Pushed(NamedTuple):
+    """A published version: the hash of its bytes, and the milliseconds that its push took."""
+
+    digest: str
+    ms: float
+
+
 class Pusher:
     """Encodes, checksums and publishes snapshots in a thread of its own, in order of version.
 
     At most one push is under way: `push` waits for the one before, so memory holds two snapshots at most. Nobody
-    waits for an engine.
+    waits for an engine. `last` is the newest push.
     """
 
-    def __init__(self, publish: Callable[[bytes, list[Any]], None], bucket_bytes: int) -> None:
+    def __init__(self, publish: Callable[[bytes, list[Any], bytes], None], bucket_bytes: int) -> None:
         self._publish = publish
         self._bucket_bytes = bucket_bytes
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
-        self._under_way: Future[float] | None = None
+        self.last: Future[Pushed] = Future()
+        self.last.set_result(Pushed("", 0.0))
         self._base: int | None = None
-        self._last: tuple[bytes, list[Any]] | None = None
-        self.digest = ""
+        self._carried: tuple[bytes, list[Any], bytes] | None = None
 
-    def push(self, version: int, snapshot: Mapping[str, torch.Tensor]) -> float:
+    def push(self, version: int, snapshot: Mapping[str, torch.Tensor], values: bytes = b"") -> float:
         """Start pushing `snapshot`, which must not change any more. Returns the milliseconds of the push before.
 
-        Raises what that push raised.
+        `values`, what the critic said of the batch that made the version, go along. Raises what the push before raised.
         """
-        took_ms = self.wait()
-        self._under_way = self._thread.submit(self._carry, version, snapshot)
-        return took_ms
-
-    def wait(self) -> float:
-        """Until the push under way is published; its milliseconds, or 0."""
-        under_way, self._under_way = self._under_way, None
-        return under_way.result() if under_way else 0.0
+        before = self.last.result()
+        self.last = self._thread.submit(self._carry, version, snapshot, values)
+        return before.ms
 
     def again(self) -> None:
         """The ledger has forgotten everything: publish the last version once more, after what is under way."""
-        if self._last is not None:
-            self._thread.submit(lambda: self._last and self._publish(*self._last))
+        if self._carried is not None:
+            self._thread.submit(lambda: self._carried and self._publish(*self._carried))
 
-    def _carry(self, version: int, snapshot: Mapping[str, torch.Tensor]) -> float:
+    def _carry(self, version: int, snapshot: Mapping[str, torch.Tensor], values: bytes) -> Pushed:
         start = time.perf_counter()
         push, arrays = buckets.flatten(version, self._base, snapshot, self._bucket_bytes)
-        self._last = encode(push), [ray.put(array) for array in arrays]
-        self._publish(*self._last)
-        self._base, self.digest = version, push.digest
-        return (time.perf_counter() - start) * 1e3
+        self._carried = encode(push), [ray.put(array) for array in arrays], values
+        self._publish(*self._carried)
+        self._base = version
+        return Pushed(push.digest, (time.perf_counter() - start) * 1e3)
 
 
 def unpack(push_bytes: bytes, fetched: Sequence[Any]) -> tuple[Push, dict[str, torch.Tensor]]:

@@ -287,7 +287,7 @@ def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_r
     assert last["recorded"]["behavior_kl"] != last["replayed"]["behavior_kl"]
     shown = command("inspect", str(run), "--update", "3", "--n", "2").stdout
     assert "update 2 -> 3: 64 trajectories" in shown
-    assert shown.count("completion  ") == 2
+    assert shown.count("completion  ") == shown.count("values  ") == 2
 
 
 def test_a_slow_learner_keeps_the_queue_bounded_and_nothing_is_dropped(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_an_update_on_cuda_over_nccl_is_the_update_on_the_cpu_over_gloo(tmp_path
     for place, backend in (("cpu", "gloo"), ("cuda", "nccl")):
         with case.group(0, 1, tmp_path / f"store-{place}", backend):
             updater = case.updater(case.config_of(*overrides), tmp_path / "model", place)
-            metrics = updater.update(pack(case.batch()).to(updater.device))
+            metrics = updater.update(pack(case.batch()).to(updater.device)).metrics
             results[place] = ({name: tensor.cpu() for name, tensor in case.whole(updater.policy).items()}, metrics)
     for name, tensor in results["cpu"][0].items():
         torch.testing.assert_close(results["cuda"][0][name], tensor, rtol=0, atol=1e-5, msg=name)

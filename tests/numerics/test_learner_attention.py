@@ -125,7 +125,7 @@ def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alon
     for choice in ("sdpa", "flash_attention_2"):
         monkeypatch.setattr(attention, "choose", lambda config, device, choice=choice: choice)
         updater = case.updater(case.config_of(*options), folder)
-        results[choice] = updater.update(pack(case.batch()))
+        results[choice] = updater.update(pack(case.batch())).metrics
     rows = pack(case.batch())
     widths_B, every = rows.start_B + rows.length_B, torch.arange(case.BATCH)
     (plan,), (wasteful,) = (micro_batches(every, widths_B, 40, 1, padded=padded) for padded in (False, True))

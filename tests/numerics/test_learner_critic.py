@@ -20,7 +20,7 @@ OWN = "algorithm.critic.model=policy"
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     updater = case.updater(case.config_of(OWN, *overrides), folder)
-    metrics = updater.update(pack(case.batch()))
+    metrics = updater.update(pack(case.batch())).metrics
     return case.whole(updater.policy), metrics
 
 

@@ -1,4 +1,4 @@
-"""Precision, memory and gradient norms of the learner's model; what a checkpoint brings back; what is refused."""
+"""Precision, memory and gradient norms of the learner's model; what is refused."""
 
 from pathlib import Path
 
@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from streamppo.errors import RunError, UpdateError
-from streamppo.learner import checkpoint, device, optimizer
-from streamppo.learner.manifest import State
+from streamppo.learner import device
 from streamppo.learner.packing import Packed, pack
-from streamppo.learner.update import Updater
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -23,7 +21,7 @@ BF16 = "model.dtype=bfloat16"
 def test_bfloat16_trains_float32_master_weights(folder: Path) -> None:
     before = case.whole(case.updater(case.config_of(BF16), folder).policy)
     updater = case.updater(case.config_of(BF16, "learner.minibatches=2"), folder)
-    metrics = updater.update(pack(case.batch()))
+    metrics = updater.update(pack(case.batch())).metrics
     assert metrics["steps"] == 2
     assert metrics["value_loss"] > 0
     for name, tensor in case.whole(updater.policy).items():
@@ -70,7 +68,8 @@ def test_an_offloaded_reference_stays_on_the_cpu_and_says_the_same(folder: Path)
     plain, offloaded = (
         case.updater(case.config_of(*kl, f"algorithm.kl.offload={choice}"), folder) for choice in ("false", "true")
     )
-    assert plain.update(pack(case.batch()))["reference_kl"] == offloaded.update(pack(case.batch()))["reference_kl"]
+    said = [updater.update(pack(case.batch())).metrics["reference_kl"] for updater in (plain, offloaded)]
+    assert said[0] == said[1]
     assert offloaded.reference is not None
     assert {parameter.device.type for parameter in offloaded.reference.parameters()} == {"cpu"}
 
@@ -84,62 +83,9 @@ def test_the_step_is_as_long_as_the_chosen_norm_allows(folder: Path, norm: str, 
     config = case.config_of(f"learner.norm={norm}", f"learner.max_grad_norm={bound}")
     updater = case.updater(config, folder)
     before = case.whole(updater.policy)
-    assert updater.update(pack(case.batch()))["grad_norm"] > bound
+    assert updater.update(pack(case.batch())).metrics["grad_norm"] > bound
     moved = torch.cat([(after - before[name]).flatten() for name, after in case.whole(updater.policy).items()])
     assert moved.norm(size).item() == pytest.approx(config.learner.lr * 100 * bound, rel=1e-2)
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------
-
-
-def carried_over(one: Updater, two: Updater, folder: Path) -> State:
-    """Save `one` as version 1 and load it into `two`."""
-    state = State(version=1, digest="", ranks=1, beta=one.beta, bad_steps=one.bad_steps)
-    checkpoint.save(folder, state, one.policy, one.optimizer, one.config.checkpoint)
-    return checkpoint.load(folder / "00000001", two.policy, two.optimizer)
-
-
-def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(folder: Path, tmp_path: Path) -> None:
-    config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01")
-    one, two = (case.updater(config, folder) for _ in range(2))
-    one.update(pack(case.batch()))
-    one.bad_steps = 2
-    state = carried_over(one, two, tmp_path)
-    assert (state.version, state.beta, state.bad_steps) == (1, one.beta, 2)
-    assert one.beta != 0.1
-    two.beta = state.beta
-    one.update(pack(case.batch(seed=1)))
-    two.update(pack(case.batch(seed=1)))
-    assert two.beta == one.beta
-    expected = case.whole(one.policy)
-    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
-
-
-@pytest.mark.parametrize(
-    "choices",
-    [[], ["algorithm.advantage.kind=rloo"], ["algorithm.critic.model=policy", "algorithm.critic.warmup_updates=9"]],
-    ids=["all learn", "no critic", "the policy stands still"],
-)
-def test_a_checkpoint_is_whole_whatever_has_not_learned_yet(folder: Path, tmp_path: Path, choices: list[str]) -> None:
-    one, two = (case.updater(case.config_of(*choices), folder) for _ in range(2))
-    for updater in (one, two):
-        updater.optimizer = optimizer.adamw(updater.policy, updater.config)
-    one.update(pack(case.batch()))
-    carried_over(one, two, tmp_path)
-    for updater in (one, two):
-        updater.update(pack(case.batch(version=30, min_version=28)))
-    expected = case.whole(one.policy)
-    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
-
-
-def test_moments_made_at_the_start_are_those_made_at_the_first_gradient(folder: Path) -> None:
-    one, two = (case.updater(case.config_of("learner.minibatches=3"), folder) for _ in range(2))
-    one.optimizer, learner = optimizer.adamw(one.policy, one.config), one.config.learner
-    two.optimizer = torch.optim.AdamW(two.policy.parameters(), learner.lr, learner.betas, weight_decay=0.0)
-    for updater in (one, two):
-        updater.update(pack(case.batch()))
-    expected = case.whole(two.policy)
-    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(one.policy).items())
 
 
 # --- what is refused -----------------------------------------------------------------------------------------

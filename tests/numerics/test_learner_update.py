@@ -4,17 +4,18 @@ import multiprocessing
 from pathlib import Path
 
 import learner_case as case
+import numpy as np
 import pytest
 import torch
 
 from streamppo.errors import UpdateError
-from streamppo.learner.packing import Packed, micro_batches, pack
+from streamppo.learner.packing import Packed, micro_batches, pack, unpadded
 
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Parameters and metrics after one update."""
     updater = case.updater(case.config_of(*overrides), folder)
-    metrics = updater.update(pack(case.batch()))
+    metrics = updater.update(pack(case.batch())).metrics
     return case.whole(updater.policy), metrics
 
 
@@ -107,7 +108,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_st
         return (found := real(*arguments))._replace(loss=found.loss * torch.inf)
 
     updater.objective = updater.objective._replace(policy_loss=explosive)
-    assert updater.update(pack(case.batch()))["bad_steps"] == 1
+    assert updater.update(pack(case.batch())).metrics["bad_steps"] == 1
     with pytest.raises(UpdateError, match="2 optimizer steps in a row"):
         updater.update(pack(case.batch()))
     after = case.whole(updater.policy)
@@ -129,7 +130,7 @@ def test_the_controller_moves_beta_towards_its_target(folder: Path) -> None:
     updater = case.updater(
         case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01"), folder
     )
-    assert updater.update(pack(case.batch()))["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert updater.update(pack(case.batch())).metrics["reference_kl"] == pytest.approx(0.0, abs=1e-6)
     below = updater.beta
     updater.update(pack(case.batch()))
     assert below < 0.1
@@ -210,6 +211,33 @@ def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folde
             values_L = head_1D @ hidden_LD.T
             torch.testing.assert_close(scored.values_BT[row, :length], values_L[0, start - 1 : -1], rtol=0, atol=1e-5)
             torch.testing.assert_close(scored.bootstrap_B[row], values_L[0, -1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "choices",
+    [[], ["learner.minibatches=3", "learner.epochs=2"], ["algorithm.critic.model=policy"]],
+    ids=["one step", "six steps", "a critic of its own"],
+)
+def test_an_update_tells_what_the_critic_said_before_it(folder: Path, choices: list[str]) -> None:
+    updater = case.updater(case.config_of(*choices, "learner.micro_batch_tokens=40"), folder)
+    packed = pack(case.batch())
+    with torch.no_grad():
+        before = updater.policy(packed, "both").values_BT
+    values_BT = updater.update(packed).values_BT
+    assert values_BT is not None
+    flat = np.frombuffer(unpadded(values_BT, packed.length_B), np.float32)
+    rows = [before[row, :length] for row, length in enumerate(packed.length_B.tolist())]
+    np.testing.assert_allclose(flat, torch.cat(rows).numpy(), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        after = updater.policy(packed, "both").values_BT
+    assert (after - before).abs().max() > 1e-3
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_a_critic_an_update_tells_of_none(folder: Path) -> None:
+    updater = case.updater(case.config_of("algorithm.advantage.kind=rloo"), folder)
+    assert updater.update(pack(case.batch())).values_BT is None
 
 
 RANKED = [

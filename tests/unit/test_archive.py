@@ -1,7 +1,9 @@
 """The archive: the very batch comes back, anybody can read it, and no damage goes unnoticed."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -52,11 +54,11 @@ def rewarded(version: int = 3) -> Batch:
     )
 
 
-def recorded(run: Path, *batches: Batch) -> Archive:
+def recorded(run: Path, *batches: Batch, values: Mapping[int, bytes] = MappingProxyType({})) -> Archive:
     """Written and recorded as the queue does it."""
     journal, made = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
     for one in batches:
-        checksum = made.write(one)
+        checksum = made.write(one, values.get(one.version, b""))
         journal.write(Changes(COUNTERS), [Made(version=one.version + 1, digest="", archive_sha256=checksum)])
     journal.close()
     return archive.open(run)
@@ -69,6 +71,17 @@ def test_the_very_batch_comes_back(tmp_path: Path) -> None:
     rows = found.table(4).to_pylist()
     assert [row["token_rewards"] for row in rows] == [[], [0.25], np.float32([0.0, -1e-30]).tolist()]
     assert [row["a"] for row in rows][:2] == [1e-300, 2.0]
+
+
+def test_what_the_critic_said_lies_beside_the_tokens(tmp_path: Path) -> None:
+    values = np.float32([0.5, -0.25, 1e-30, 3.0, 4.0, 5.0])
+    found = recorded(tmp_path, batch(3), batch(4), values={4: values.tobytes()})
+    assert found.batch(4).trajectories == batch(3).trajectories, "values are no part of what was trained on"
+    assert found.columns(4)["values"].tobytes() == values.tobytes()
+    assert [row["values"] for row in found.table(4).to_pylist()] == [values[:3].tolist(), [3.0], [4.0, 5.0]]
+    assert "values" not in found.columns(3)
+    with pytest.raises(AssertionError, match="one value for each token"):
+        found.write(batch(5), values.tobytes()[4:])
 
 
 def test_anybody_reads_it_with_plain_zarr(tmp_path: Path) -> None:

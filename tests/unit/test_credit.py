@@ -7,7 +7,7 @@ import torch
 from conftest import trajectory
 
 from streamppo.learner.packing import pack
-from streamppo.replay.slot import defect
+from streamppo.replay.defects import defect
 from streamppo.rollout.credit import place
 from streamppo.types import Batch, Reward, floats
 
@@ -54,4 +54,4 @@ def test_the_queue_refuses_token_rewards_of_another_length_or_not_finite() -> No
         (b"\0" * 4, "token rewards of 4 bytes"),
         (np.float32([0, np.nan]).tobytes(), "the reward is"),
     ):
-        assert reason in (defect(msgspec.structs.replace(good, token_rewards=column)) or "")
+        assert reason in (defect(msgspec.structs.replace(good, token_rewards=column), None) or "")

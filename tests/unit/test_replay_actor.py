@@ -2,19 +2,21 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from conftest import trajectory
 
 from streamppo.config import Config
-from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
+from streamppo.config_task import DataTask, Environment, Source
+from streamppo.errors import CheckpointError, Diverged, JournalError, ModelError, QueueError, TooManyFailures
 from streamppo.replay import archive
 from streamppo.replay.actor import ReplayActor
+from streamppo.replay.defects import Limits, defect, limits_of
 from streamppo.replay.journal import Journal
 from streamppo.replay.replayer import Replayer
 from streamppo.types import Batch, Push, Ticket, Trajectory, decode, encode
@@ -24,8 +26,10 @@ SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
 
 @pytest.fixture
 def actor_of(math_config: Callable[..., Config], tmp_path: Path) -> Callable[..., ReplayActor]:
+    (tmp_path / "config.json").write_text('{"vocab_size": 17}')
+
     def make(*overrides: str) -> ReplayActor:
-        return ReplayActor(msgspec.msgpack.encode(math_config(*SMALL, *overrides)), str(tmp_path))
+        return ReplayActor(msgspec.msgpack.encode(math_config(*SMALL, *overrides)), str(tmp_path), str(tmp_path))
 
     return make
 
@@ -52,10 +56,10 @@ async def deliver(actor: ReplayActor, made: list[Trajectory]) -> None:
 async def made_version_1(actor: ReplayActor) -> Batch:
     """Version 0, a batch, version 1."""
     await actor.begin(0)
-    await actor.publish(push(0), [], 0)
+    await actor.publish(push(0), [], b"", 0)
     await deliver(actor, await sample(actor, 0, 4))
     batch = decode(await actor.take(0), Batch)
-    await actor.publish(push(1), [], 0)
+    await actor.publish(push(1), [], b"", 0)
     return batch
 
 
@@ -63,7 +67,7 @@ def test_whatever_was_acknowledged_is_there_after_a_kill(actor_of: Callable[...,
     async def main() -> None:
         first = actor_of()
         await first.begin(0)
-        await first.publish(push(0), [], 0)
+        await first.publish(push(0), [], b"", 0)
         made = await sample(first, 0, 6)
         await deliver(first, made[1:5])
         batch = await first.take(0)
@@ -82,25 +86,27 @@ def test_a_version_waits_until_its_batch_is_in_the_archive(
     actor_of: Callable[..., ReplayActor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, write = threading.Event(), archive.Archive.write
-    monkeypatch.setattr(archive.Archive, "write", lambda self, batch: (gate.wait(20), write(self, batch))[1])
+    monkeypatch.setattr(archive.Archive, "write", lambda *arguments: (gate.wait(20), write(*arguments))[1])
 
     async def main() -> None:
         actor = actor_of()
         await actor.begin(0)
-        await actor.publish(push(0), [], 0)
+        await actor.publish(push(0), [], b"", 0)
         await deliver(actor, await sample(actor, 0, 4))
-        begin = time.monotonic()
         batch = decode(await actor.take(0), Batch)
-        assert time.monotonic() - begin < 15, "the learner waits for the archive"
-        publishing = asyncio.create_task(actor.publish(push(1), [], 0))
+        values = np.arange(8, dtype=np.float32)
+        publishing = asyncio.create_task(actor.publish(push(1), [], values.tobytes(), 0))
+        again = asyncio.create_task(actor.publish(push(1), [], values.tobytes(), 0))
         await asyncio.sleep(0.3)
         assert not publishing.done()
         assert actor._ledger.newest == 0
         assert 1 not in Journal(tmp_path / "journal.sqlite").versions()
         gate.set()
-        await publishing
+        await asyncio.gather(publishing, again)
         assert actor._ledger.newest == 1
-        assert archive.open(tmp_path).batch(0) == batch
+        found = archive.open(tmp_path)
+        assert found.batch(0) == batch
+        assert found.columns(0)["values"].tolist() == values.tolist()
 
     try:
         asyncio.run(asyncio.wait_for(main(), 30))
@@ -116,12 +122,12 @@ def test_what_was_trained_on_before_comes_from_the_archive_and_is_compared(
         actor = actor_of()
         assert await actor.begin(0) == 1
         assert decode(await actor.take(0), Batch) == batch
-        await actor.publish(push(0), ["again"], 0)
+        await actor.publish(push(0), ["again"], b"", 0)
         assert actor._ledger.newest is None, "engines start from the newest version"
-        await actor.publish(push(1), ["again"], 0)
+        await actor.publish(push(1), ["again"], b"", 0)
         assert actor._ledger.newest == 1
         with pytest.raises(Diverged, match="version 1 was made again and has other weights"):
-            await actor.publish(push(1, "another"), [], 0)
+            await actor.publish(push(1, "another"), [], b"", 0)
 
     asyncio.run(main())
 
@@ -129,9 +135,9 @@ def test_what_was_trained_on_before_comes_from_the_archive_and_is_compared(
 def test_a_learner_that_was_given_up_cannot_publish(actor_of: Callable[..., ReplayActor]) -> None:
     async def main() -> None:
         actor = actor_of()
-        await actor.publish(push(0), [], 1)
+        await actor.publish(push(0), [], b"", 1)
         with pytest.raises(QueueError, match="learner 0, which was given up for dead"):
-            await actor.publish(push(0), [], 0)
+            await actor.publish(push(0), [], b"", 0)
 
     asyncio.run(main())
 
@@ -170,6 +176,126 @@ def test_after_a_failed_transaction_nothing_is_acknowledged_any_more(
         assert actor_of()._queue.report().ready == 0
 
     asyncio.run(main())
+
+
+DEFECTS = {
+    "token 17 of the completion is none of the model's 17": {"tokens": [5, 17]},
+    "token -1 of the completion is none of the model's 17": {"tokens": [-1, 5]},
+    "token 99 of the prompt is none of the model's 17": {"prompt": [3, 99]},
+    "too long: a completion of 6 tokens, and 5 are allowed": {"tokens": [5] * 6},
+    "a log-prob is not finite": {"logprobs": [-1.0, float("nan")]},
+    "a log-prob is positive: 0.25": {"logprobs": [-1.0, 0.25]},
+    "columns of different lengths, or empty: 2 tokens, 2 log-probs, 2 versions, 3 mask": {"mask": [True] * 3},
+    "the mask says 7, which is neither yes nor no": {"mask": [True, 7]},
+    "no token was sampled by the policy": {"mask": [False, False]},
+    "the reward is nan": {"reward": float("nan")},
+}
+
+
+def broken(ticket: Ticket, columns: dict[str, Any]) -> Trajectory:
+    mask = np.array(columns.get("mask", [True] * len(columns.get("tokens", "ab"))), np.uint8).tobytes()
+    made = trajectory(columns.get("tokens", [5, 6]), **{name: columns[name] for name in columns if name[0] in "plr"})
+    return msgspec.structs.replace(made, identity=ticket.identity, actor="a", mask=mask)
+
+
+async def tickets(actor: ReplayActor, call: int, count: int) -> tuple[Ticket, ...]:
+    return decode(await actor.issue("a", 0, count, call), tuple[Ticket, ...])
+
+
+@pytest.mark.parametrize("reason", DEFECTS)
+def test_what_cannot_be_trained_on_is_kept_with_its_reason_and_its_slot_is_sampled_again(
+    actor_of: Callable[..., ReplayActor], reason: str
+) -> None:
+    async def main() -> None:
+        actor = actor_of()
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        given = await tickets(actor, 0, 4)
+        letter = broken(given[1], DEFECTS[reason])
+        await deliver(actor, [done(given[0]), letter, done(given[2]), done(given[3])])
+        await deliver(actor, [letter])
+        # The payload is bytes for bytes the same, NaN included, in a process that was not there.
+        (kept,) = actor_of()._journal.dead_letters()
+        assert (encode(kept.trajectory), kept.reason) == (encode(letter), reason)
+        assert actor._queue.report().failed == {"engine": 1}
+        (again,) = await tickets(actor, 1, 1)
+        assert (again.slot, again.identity.attempt) == (given[1].slot, 1)
+        await deliver(actor, [done(again)])
+        batch = decode(await actor.take(0), Batch)
+        assert [row.identity for row in batch.trajectories] == [
+            given[0].identity,
+            again.identity,
+            given[2].identity,
+            given[3].identity,
+        ]
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_only_makes_dead_letters_is_given_up(actor_of: Callable[..., ReplayActor]) -> None:
+    async def main() -> None:
+        actor = actor_of("queue.max_attempts=3", "queue.max_lag=0")
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        first, *others = await tickets(actor, 0, 4)
+        await deliver(actor, [done(ticket) for ticket in others])
+        for attempt in range(3):
+            # A queue that dies in between does not begin to count anew.
+            actor = actor_of("queue.max_attempts=3", "queue.max_lag=0")
+            assert (first.identity.prompt, first.identity.attempt) == (0, attempt)
+            await deliver(actor, [broken(first, {"tokens": [99]})])
+            (first,) = await tickets(actor, attempt + 1, 9)
+        assert (first.identity.prompt, first.identity.attempt) == (4, 0)
+        assert actor._queue.report().dropped["abandoned"] == 1
+        assert [letter.trajectory.identity.attempt for letter in actor_of()._journal.dead_letters()] == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_only_makes_dead_letters_ends_the_run_and_the_letters_are_kept(
+    actor_of: Callable[..., ReplayActor],
+) -> None:
+    async def main() -> None:
+        actor = actor_of("queue.batch_size=64")
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        made = [broken(ticket, {"logprobs": [0.5, -1.0]}) for ticket in await tickets(actor, 0, 64)]
+        with pytest.raises(TooManyFailures, match=r"100% of the last 64 .*: engine: a log-prob is positive: 0.5"):
+            await deliver(actor, made)
+        assert len(actor_of()._journal.dead_letters()) == 64
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(3, None), (2, "too long: a prompt of 3 tokens, and 2 are allowed")])
+def test_prompts_are_as_long_as_the_data_task_allows(
+    math_config: Callable[..., Config], tmp_path: Path, limit: int, reason: str | None
+) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 17}}')
+    task = DataTask(
+        sources={"a": Source(data="x", max_prompt_tokens=limit), "b": Source(data="y", max_prompt_tokens=1)}
+    )
+    limits = limits_of(msgspec.structs.replace(math_config(), task=task), str(tmp_path))
+    assert limits == Limits(vocabulary=17, completion=5, prompt=limit)
+    assert defect(trajectory([5]), limits) == reason
+
+
+def test_with_an_environment_all_turns_together_have_its_limit(
+    math_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 17}')
+    environment = Environment(name="a:b", max_tokens=9)
+    limits = limits_of(msgspec.structs.replace(math_config(), environment=environment), str(tmp_path))
+    assert limits == Limits(vocabulary=17, completion=9, prompt=None)
+
+
+@pytest.mark.parametrize("content", ["{}", "not json"])
+def test_a_model_that_does_not_say_how_many_tokens_it_has_is_named(
+    math_config: Callable[..., Config], tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=f"{tmp_path}: its config.json does not say how many tokens it has"):
+        limits_of(math_config(), str(tmp_path))
 
 
 def test_those_who_wait_share_a_transaction(actor_of: Callable[..., ReplayActor]) -> None:
@@ -213,7 +339,7 @@ def test_the_replayer_gives_the_archived_batches(actor_of: Callable[..., ReplayA
         batch = await made_version_1(actor_of())
         replayer = Replayer(str(tmp_path))
         assert decode(await replayer.take(0), Batch) == batch
-        await replayer.publish(push(1), [], 0)
+        await replayer.publish(push(1), [], b"", 0)
         assert list(await replayer.digests()) == [1]
 
     asyncio.run(main())

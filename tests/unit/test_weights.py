@@ -126,7 +126,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_pushes_overlap_what_follows_and_arrive_whole_and_in_order(store: list[Any]) -> None:
     gate, published = threading.Event(), list[tuple[Push, list[Any]]]()
 
-    def publish(described: bytes, refs: list[Any]) -> None:
+    def publish(described: bytes, refs: list[Any], values: bytes) -> None:
         assert gate.wait(10)
         published.append((decode(described, Push), [store[ref] for ref in refs]))
 
@@ -135,30 +135,30 @@ def test_pushes_overlap_what_follows_and_arrive_whole_and_in_order(store: list[A
     assert published == []
     gate.set()
     assert pusher.push(1, {"w": torch.ones(3)}) > 0.0
-    pusher.wait()
+    pusher.last.result()
     assert [(described.version, described.base_version) for described, _ in published] == [(0, None), (1, 0)]
     _, arrived = transport.unpack(encode(published[1][0]), published[1][1])
     assert torch.equal(arrived["w"], torch.ones(3))
-    assert pusher.digest == published[1][0].digest
+    assert pusher.last.result().digest == published[1][0].digest
 
 
 def test_a_ledger_that_has_forgotten_gets_the_last_version_once_more(store: list[Any]) -> None:
     published: list[int] = []
-    pusher = transport.Pusher(lambda described, _: published.append(decode(described, Push).version), 1 << 20)
+    pusher = transport.Pusher(lambda described, *_: published.append(decode(described, Push).version), 1 << 20)
     pusher.again()
     for version in (0, 1):
         pusher.push(version, {"w": torch.zeros(3)})
-    pusher.wait()
+    pusher.last.result()
     pusher.again()
     pusher.push(2, {"w": torch.zeros(3)})
-    pusher.wait()
+    pusher.last.result()
     assert published == [0, 1, 1, 2]
     assert len(store) == 3
 
 
 @pytest.mark.usefixtures("store")
 def test_a_push_that_failed_is_told_to_the_next_one() -> None:
-    def publish(described: bytes, refs: list[Any]) -> None:
+    def publish(described: bytes, refs: list[Any], values: bytes) -> None:
         raise WeightsError("the ledger refused")
 
     pusher = transport.Pusher(publish, 1 << 20)
