@@ -5,6 +5,7 @@ object is built. Reading files and overrides is configfile.py; the mathematics i
 config_task.py, rewards in config_reward.py.
 """
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -98,7 +99,7 @@ class SGLangEngine(Kind, frozen=True, tag="sglang"):
     max_total_tokens: Count = 0
     """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
     prefix_cache: bool = True
-    """Prompts share the cache of what they begin with, within one version; needs SGLang 0.5.21."""
+    """Prompts share the cache of what they begin with, within one version."""
     start_s: Seconds = 900.0
     """An engine that has not started after so long has failed."""
 
@@ -108,6 +109,10 @@ class SGLangEngine(Kind, frozen=True, tag="sglang"):
             raise ValueError('folder is for transport = "disk", which needs it')
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url ({self.url!r}) must begin with http:// or https://")
+        if self.transport == "tensor" and self.url and not re.match(r"https?://(localhost|127\.|\[::1\])", self.url):
+            raise ValueError(
+                f"transport = 'tensor' is memory of one machine: with url ({self.url!r}) it must be 'group' or 'disk'"
+            )
 
 
 class Rollout(Section, frozen=True):
@@ -318,6 +323,11 @@ class Config(Section, frozen=True):
             raise ValueError(wrong)
         if self.environment is None and not self.reward.named():
             raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
+        if isinstance(self.rollout.engine, SGLangEngine) and self.rollout.engine.url and self.rollout.actors > 1:
+            raise ValueError(
+                f"rollout.actors ({self.rollout.actors}) must be 1 with rollout.engine.url: every actor updates the "
+                "engine that it uses"
+            )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
 

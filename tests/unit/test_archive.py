@@ -39,7 +39,7 @@ def batch(version: int = 3) -> Batch:
 
 
 def rewarded(version: int = 3) -> Batch:
-    """Rewards of every kind: in one number, on tokens, with components that not every trajectory has."""
+    """Rewards of every kind: in one number, on tokens, with components that not all have; versions that are guessed."""
     plain, one, two = batch(version).trajectories
     return Batch(
         version=version,
@@ -47,7 +47,7 @@ def rewarded(version: int = 3) -> Batch:
         trajectories=(
             msgspec.structs.replace(plain, components={"b": -0.0, "a": 1e-300}),
             msgspec.structs.replace(one, token_rewards=np.float32([0.25]).tobytes(), components={"a": 2.0}),
-            msgspec.structs.replace(two, token_rewards=np.float32([0.0, -1e-30]).tobytes()),
+            msgspec.structs.replace(two, token_rewards=np.float32([0.0, -1e-30]).tobytes(), versions_known=False),
         ),
     )
 

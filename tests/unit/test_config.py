@@ -19,6 +19,7 @@ from streamppo.errors import ConfigError
 
 RLOO = "algorithm.advantage.kind=rloo"
 OWN_CRITIC = "algorithm.critic.model=policy"
+SERVER = ("rollout.engine.kind=sglang", "rollout.engine.url=http://localhost:1")
 LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
 
 
@@ -119,6 +120,8 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["rollout.engine.kind=sglang", "rollout.engine.transport=disk"], "folder is for"),
         (["rollout.engine.kind=sglang", "rollout.engine.folder=x"], "folder is for"),
         (["rollout.engine.kind=sglang", "rollout.engine.url=localhost:1"], "must begin with http"),
+        ([*SERVER, "rollout.engine.url=http://10.0.0.1:1"], "memory of one machine"),
+        ([*SERVER, "rollout.actors=2"], r"rollout.actors \(2\) must be 1"),
         (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_p \(0.9\) must be 1 and .* before top-p"),
         (["rollout.engine.kind=sglang", "rollout.top_k=5"], r"top_k \(5\) 0 with SGLang"),
         ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),

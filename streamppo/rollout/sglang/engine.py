@@ -79,6 +79,7 @@ class SGLangEngine:
         except BaseException:
             await self._link.stop()
             raise
+        self._capacity = asyncio.Semaphore(self._link.capacity)
         self._begin = self._since = time.perf_counter()
         self._watch = asyncio.create_task(self._keep_alive())
 
@@ -138,7 +139,6 @@ class SGLangEngine:
         await self._link.start(self._lives)
         self._lives += 1
         self._end = asyncio.get_running_loop().create_future()
-        self._capacity = asyncio.Semaphore(self._link.capacity)
         await self._carrier.connect(self._link)
         try:
             await self._load(self._version, self._tensors)
@@ -223,7 +223,8 @@ class SGLangEngine:
         try:
             answer = await self._alive(self._link.call("generate", **fields))
         except asyncio.CancelledError:
-            await self._link.abort(rid)
+            with suppress(ConnectionError):
+                await self._link.abort(rid)
             raise
         except ValueError as refused:
             raise ModelError(f"SGLang refuses a prompt of {len(prompt)} tokens: {refused}") from refused

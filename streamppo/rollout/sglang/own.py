@@ -93,7 +93,8 @@ class OwnEngine:
 
     async def abort(self, rid: str) -> None:
         """See `Link.abort`."""
-        self._loop.call_soon_threadsafe(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
+        if self._engine is not None:
+            self._loop.call_soon_threadsafe(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
 
     async def death(self) -> str:
         """See `Link.death`."""
@@ -112,9 +113,11 @@ class OwnEngine:
             engine.tokenizer_manager._subprocess_watchdog.stop()
         if self._loop.is_closed():
             return
-        await asyncio.to_thread(_kill, self._own())
         self._loop.call_soon_threadsafe(_end, self._loop)
-        await asyncio.to_thread(self._thread.join)
+        # A start that is given up may bring up more of them before it notices.
+        while self._thread.is_alive():
+            await asyncio.to_thread(_kill, self._own())
+            await asyncio.to_thread(self._thread.join, 1.0)
         self._loop.close()
 
     def _own(self) -> list[Any]:
