@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("run", type=Path, help="the folder of a run")
     inspect.add_argument("--update", type=int, help="the version that the batch made (default: the newest)")
+    inspect.add_argument("--dead-letters", action="store_true", help="what could not be trained on, and why")
     inspect.add_argument("--n", type=int, default=4, help="trajectories to show (default: 4)")
     inspect.set_defaults(command=_inspect)
     trial = commands.add_parser("reward-test", help="try a reward", description="Score a few completions and say how.")
@@ -115,8 +116,10 @@ def _inspect(options: argparse.Namespace) -> int:
     folder = _existing(options.run.resolve())
     config = configfile.load(folder / configfile.CONFIG)
     _quiet()
-    from streamppo.inspection import inspect
+    from streamppo.inspection import inspect, inspect_dead_letters
 
+    if options.dead_letters:
+        return inspect_dead_letters(folder, options.n)
     return inspect(config, folder, options.update, options.n)
 
 
