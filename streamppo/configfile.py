@@ -16,7 +16,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.config import Config
-from streamppo.errors import ConfigError
+from streamppo.errors import ConfigError, RunError
 
 CONFIG = "config.json"
 
@@ -54,8 +54,9 @@ def change(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def save(config: Config, run: Path) -> None:
-    """Keep `config` as that of the run in the folder `run`, which goes on with it."""
-    durable.write(run / CONFIG, json.dumps(msgspec.to_builtins(config), indent=2).encode())
+    """Keep `config` as that of the run in the folder `run`, which goes on with it. Raises `RunError`."""
+    with durable.naming(run / CONFIG, RunError):
+        durable.write(run / CONFIG, json.dumps(msgspec.to_builtins(config), indent=2).encode())
 
 
 def show(config: Config) -> str:

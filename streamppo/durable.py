@@ -5,7 +5,11 @@ Whoever dies in between leaves a name that ends in `.tmp`, which nobody reads an
 
 import hashlib
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+
+from streamppo.errors import StreamppoError
 
 ASIDE = ".tmp"
 """How a name ends that does not count yet, or no longer."""
@@ -14,6 +18,22 @@ ASIDE = ".tmp"
 def aside(path: Path) -> Path:
     """Where `path` is written before it has its name."""
     return path.with_name(f"{path.name}{ASIDE}")
+
+
+@contextmanager
+def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
+    """Whatever the disk refuses inside is a `kind` that names `path`: a file that was open says nothing of its name."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: cannot be written: {error}") from error
+
+
+def folder(path: Path) -> None:
+    """Make a folder, unless it is there; what is put into it later does not go with its name in a power cut."""
+    if not path.is_dir():
+        path.mkdir()
+        flush(path.parent)
 
 
 def settle(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What an update was trained on, for people."""
+"""What an update was trained on, and what could not be trained on, for people."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -7,6 +7,7 @@ from pathlib import Path
 from streamppo.config import Config
 from streamppo.errors import JournalError
 from streamppo.replay import archive
+from streamppo.replay.journal import Journal
 from streamppo.stages import model_path
 from streamppo.tasks.tokens import Tokenizer
 from streamppo.types import Batch, Floats, Ints, Trajectory, flags, floats, ints
@@ -33,21 +34,46 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     return 0
 
 
-def _lines(batch: Batch, row: Trajectory, values: Floats | None, tokenizer: Tokenizer) -> Iterator[str]:
-    identity, versions = row.identity, ints(row.versions)
-    yield (
-        f"\n{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}, "
-        f"by {row.actor}: reward {row.reward:g}, {row.finish}, {row.num_tokens} tokens"
+def inspect_dead_letters(run: Path, count: int) -> int:
+    """Print the newest `count` trajectories that arrived and could not be trained on."""
+    journal = Journal(run / "journal.sqlite")
+    letters = journal.dead_letters()
+    journal.close()
+    print(f"{len(letters)} dead letters")
+    for letter in reversed(letters[-count:] if count else []):
+        row = letter.trajectory
+        # Their columns may not even be whole numbers of entries.
+        tokens = ints(row.tokens[: len(row.tokens) // 4 * 4]).tolist()
+        print(f"\n{_title(row)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
+    return 0
+
+
+def _title(row: Trajectory) -> str:
+    identity = row.identity
+    return (
+        f"{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}, by {row.actor}"
     )
+
+
+def _lines(batch: Batch, row: Trajectory, values: Floats | None, tokenizer: Tokenizer) -> Iterator[str]:
+    versions = ints(row.versions)
+    components = "".join(f", {name} {value:g}" for name, value in row.components.items())
+    yield f"\n{_title(row)}: reward {row.reward:g}{components}, {row.finish}, {row.num_tokens} tokens"
     yield f"  prompt      {tokenizer.decode(ints(row.prompt_tokens))!r}"
     yield f"  completion  {tokenizer.decode(ints(row.tokens))!r}"
     yield f"  tokens      {' '.join(map(str, ints(row.tokens).tolist()))}"
-    yield f"  log-probs   {' '.join(f'{value:.3f}' for value in floats(row.logprobs).tolist())}"
+    yield f"  log-probs   {_numbers(floats(row.logprobs))}"
     if values is not None:
-        yield f"  values      {' '.join(f'{value:.3f}' for value in values.tolist())}"
+        yield f"  values      {_numbers(values)}"
+    if row.token_rewards:
+        yield f"  rewards     {_numbers(floats(row.token_rewards))}"
     yield f"  versions    {_runs(versions)}; oldest token {batch.version - row.oldest_version} versions old"
     if not flags(row.mask).all():
         yield f"  not sampled by the policy: {int((~flags(row.mask)).sum())} tokens"
+
+
+def _numbers(column: Floats) -> str:
+    return " ".join(f"{value:.3f}" for value in column.tolist())
 
 
 def _runs(versions: Ints) -> str:

@@ -11,13 +11,13 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from streamppo import configfile
+from streamppo import configfile, durable
 from streamppo.config import Config
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.interrupts import Interrupts
 from streamppo.learner import manifest
 from streamppo.stages import Stages
-from streamppo.telemetry.record import Record
+from streamppo.telemetry.record import FINISHED, Record
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
 
 AHEAD = 2
@@ -30,10 +30,11 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts)
     A `folder` that holds a part of the run already is gone on with. That, to survive a learner's death and to replay
     are the same: load a checkpoint, redo the archived batches, arrive at the same weights.
     """
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    record = Record(folder, started, config.seed, config.updates)
+    with durable.naming(folder, RunError):
+        durable.folder(folder / "checkpoints")
+        record = Record(folder, started, config.seed, config.updates)
     record.say(f"run folder {folder}" + (f": {record.version} updates are there" if record.version else ""))
-    outcome, reports = "finished", (None, [])
+    outcome, reports = FINISHED, (None, [])
     try:
         with Stages(config, folder, record.say, interrupts) as stages:
             record.restarts = stages.restarts
@@ -123,7 +124,9 @@ def new_folder(config: Config, runs: Path) -> Path:
     while folder.exists():
         number += 1
         folder = runs / f"{config.name}-{number}"
-    folder.mkdir(parents=True)
+    with durable.naming(folder, RunError):
+        runs.mkdir(parents=True, exist_ok=True)
+        durable.folder(folder)
     return folder
 
 

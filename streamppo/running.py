@@ -68,7 +68,8 @@ def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
         raise RunError(
             f"{folder}: this run does not go on at present: `streamppo resume {folder} rollout.actors={rollouts}`"
         )
-    durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
+    with durable.naming(folder / SCALE, RunError):
+        durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
     deadline = time.monotonic() + within_s
     while (folder / SCALE).exists() or (folder / TAKEN).exists():
         if not goes_on(folder):

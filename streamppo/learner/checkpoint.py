@@ -77,17 +77,17 @@ class Saver:
     def _complete(self, final: Path, state: State, written: "Future[Any]", pushed: "Future[Pushed]") -> None:
         try:
             written.result()
-            if dist.get_rank() == 0:
-                # A version that nobody knows must not be gone on from.
-                whole = msgspec.structs.replace(state, digest=pushed.result().digest)
-                manifest.write(durable.aside(final), whole)
-                durable.settle(final)
-                manifest.drop(final.parent, self._config.keep, self._config.keep_every)
-        except OSError as error:
-            raise CheckpointError(f"{final}: cannot be written: {error}") from error
         except dcp.api.CheckpointException as error:
             reasons = [str(failure) for failure, _ in error.failures.values()]
             raise CheckpointError(f"{final}: cannot be written: {reasons[0]}") from error
+        if dist.get_rank() != 0:
+            return
+        # A version that nobody knows must not be gone on from.
+        whole = msgspec.structs.replace(state, digest=pushed.result().digest)
+        with durable.naming(final, CheckpointError):
+            manifest.write(durable.aside(final), whole)
+            durable.settle(final)
+            manifest.drop(final.parent, self._config.keep, self._config.keep_every)
 
 
 def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:

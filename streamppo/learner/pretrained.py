@@ -1,11 +1,13 @@
-"""Where weights begin: Hugging Face folders or hub names, in float32."""
+"""Where weights begin and end: Hugging Face folders or hub names; read in float32."""
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from streamppo import durable
 from streamppo.errors import ModelError
 
 
@@ -26,6 +28,27 @@ def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM") -
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
+
+
+def write(lm: Any, tokenizer: Any, folder: Path) -> None:
+    """Put model and tokenizer at `folder`, which exists only when it is complete.
+
+    Raises `ModelError` if the disk refuses.
+    """
+    from safetensors import SafetensorError
+
+    aside = durable.aside(folder)
+    with durable.naming(folder, ModelError):
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            lm.save_pretrained(aside)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        tokenizer.save_pretrained(aside)
+        for path in aside.iterdir():
+            durable.flush(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        durable.settle(folder)
 
 
 def critic(choice: str, policy: str | Path, attention: str) -> CriticStart:

@@ -7,7 +7,6 @@ unblocks     every engine's pull, and the queue's next take
 """
 
 import math
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +20,10 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamppo import durable
 from streamppo.config import Config
 from streamppo.config import Learner as LearnerConfig
 from streamppo.errors import JournalError
-from streamppo.learner import checkpoint, device, model, objective, optimizer, tiny
+from streamppo.learner import checkpoint, device, model, objective, optimizer, pretrained, tiny
 from streamppo.learner.manifest import State
 from streamppo.learner.packing import Packed, pack, unpadded
 from streamppo.learner.update import Updater
@@ -237,9 +235,4 @@ def _export(whole: dict[str, torch.Tensor], start: str, folder: Path, dtype: str
     with torch.no_grad():
         for name, tensor in whole.items():
             parameters[name].copy_(tensor)
-    aside = durable.aside(folder)
-    shutil.rmtree(aside, ignore_errors=True)
-    lm.save_pretrained(aside)
-    AutoTokenizer.from_pretrained(start).save_pretrained(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    pretrained.write(lm, AutoTokenizer.from_pretrained(start), folder)

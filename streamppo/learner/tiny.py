@@ -4,8 +4,6 @@ A short supervised warm start teaches it the format and a weak answer, so that r
 reinforce. It becomes an ordinary Hugging Face folder.
 """
 
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from streamppo.config import Config, Model, WarmStart
+from streamppo.learner import pretrained
 from streamppo.tasks import task as tasks
 from streamppo.tasks.arithmetic import ALPHABET
 from streamppo.tasks.tokens import character_tokenizer
@@ -32,7 +31,7 @@ WARM_UP_STEPS = 10
 
 
 def make(config: Config, folder: Path) -> None:
-    """Create, warm up and save the model; `folder` exists only when it is complete."""
+    """Create, warm up and save the model."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(config.seed)
@@ -43,11 +42,7 @@ def make(config: Config, folder: Path) -> None:
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
     task = tasks.build(config.task, config.seed)
     _warm_up(model, tokenizer, task.demonstrations, config.model.warm_start, config.seed)
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    aside.rename(folder)
+    pretrained.write(model, tokenizer, folder)
 
 
 def settings(config: Model) -> Any:

@@ -51,13 +51,11 @@ class Archive:
         `values` are one float32 for each token of its completions, or empty. Raises `JournalError` if the disk refuses.
         """
         path = self.path(batch.version)
-        try:
-            self.folder.mkdir(exist_ok=True)
+        with durable.naming(path, JournalError):
+            durable.folder(self.folder)
             _write(durable.aside(path), batch, values)
             checksum = durable.sha256(durable.aside(path))
             durable.settle(path)
-        except OSError as error:
-            raise JournalError(f"{path}: cannot be written: {error}") from error
         self.checksums[batch.version] = checksum
         return checksum
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from typing import Any
 import msgspec
 
 from streamppo import durable
+from streamppo.errors import RunError
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
+FINISHED = "finished"
+"""The outcome of a run that made all its updates."""
 WINDOW = 10
 """Updates that "start" and "final" rewards are averaged over."""
 
@@ -99,13 +103,25 @@ class Record:
         )
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        with durable.naming(self.folder / "metrics.jsonl", RunError):
+            self._file.write(json.dumps(row) + "\n")
 
     def close(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> dict[str, Any]:
-        """Write summary.json and return it. `outcome` is "finished" or why the run ended early."""
-        summary = self._summary(outcome, queue, engines)
-        durable.write(self.folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
-        self._file.close()
+        """Write summary.json and return it. `outcome` is `FINISHED` or why the run ended early.
+
+        Raises `RunError` if it cannot be written; after another error that is only said.
+        """
+        summary, path = self._summary(outcome, queue, engines), self.folder / "summary.json"
+        # A line that is still held here was refused before, and that was told.
+        with suppress(OSError):
+            self._file.close()
+        try:
+            with durable.naming(path, RunError):
+                durable.write(path, (json.dumps(summary, indent=2) + "\n").encode())
+        except RunError as error:
+            if outcome == FINISHED:
+                raise
+            self.say(str(error))
         return summary
 
     def _summary(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> dict[str, Any]:

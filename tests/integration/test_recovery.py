@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,20 +245,53 @@ def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_p
     all_accounted(tmp_path / "math")
 
 
-def test_an_archive_that_cannot_be_written_stops_the_run_with_the_reason_and_it_goes_on_later(tmp_path: Path) -> None:
-    folder = tmp_path / "math" / "archive"
-    with started(tmp_path, *SHORT, "updates=300") as process:
-        wait_for_updates(tmp_path, 4)
-        folder.rename(tmp_path / "kept")
-        folder.write_text("in the way")
-        output, _ = process.communicate(timeout=60)
+@pytest.mark.parametrize(("folder", "error"), [("archive", "JournalError"), ("checkpoints", "CheckpointError")])
+def test_a_folder_that_refuses_stops_the_run_with_the_reason_and_it_goes_on_later(
+    tmp_path: Path, folder: str, error: str
+) -> None:
+    """A file where the folder was: permissions would not hold a superuser back."""
+    there = tmp_path / "math" / folder
+    with started(tmp_path, *SHORT, "updates=100") as process:
+        wait_for_updates(tmp_path, 5)
+        there.rename(tmp_path / "kept")
+        there.write_text("in the way")
+        output, _ = process.communicate(timeout=90)
         assert process.returncode == 1
-        assert "cannot be written" in output
+        assert f"{there}/0000" in output.splitlines()[-1], output
+        assert "cannot be written" in output.splitlines()[-1]
         assert gone(tmp_path)
-    folder.unlink()
-    (tmp_path / "kept").rename(folder)
+    there.unlink()
+    (tmp_path / "kept").rename(there)
     resumed(tmp_path)
-    assert all_accounted(tmp_path / "math").consumed == 300 * 64
+    assert all_accounted(tmp_path / "math").consumed == 100 * 64
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB: a few dozen updates."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.timeout(600)
+def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_when_there_is_room(small_disk: Path) -> None:
+    with started(small_disk, *SHORT, "updates=200") as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith("streamppo: "), output
+    assert f"{small_disk}/math/" in last
+    assert any(word in last for word in ("full", "No space left", "space")), last
+    assert gone(small_disk)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    resumed(small_disk)
+    assert all_accounted(small_disk / "math").consumed == 200 * 64
+    assert [row["update"] for row in updates(small_disk)] == list(range(1, 201))
 
 
 def test_damage_in_the_archive_is_named_by_whoever_needs_it(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Run one durable operation again and again, and let it die at its first, second, third, ... file-system call.
 
-    python crashes.py archive|checkpoint FOLDER        prints how many crashes were survived
+    python crashes.py archive|checkpoint crash|full FOLDER        prints how many crashes, or full disks, were survived
 
 A write that is hit leaves half of its bytes, and whoever is dead gets nothing more to the disk, however he cleans up.
-After every crash the last good state must load, and the operation must succeed when it is done once more.
+Where the disk is full from that call on, the error must be one of ours and name the file. After each of them the last
+good state must load, and the operation must succeed when it is done once more.
 """
 
 import builtins
+import errno
 import io
 import itertools
 import os
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import trajectory
 
 from streamppo.config import Checkpoint
+from streamppo.errors import CheckpointError, JournalError
 from streamppo.learner import checkpoint, manifest
 from streamppo.learner.manifest import State
 from streamppo.replay.archive import Archive
@@ -41,11 +44,20 @@ class Crash(BaseException):
     """The process is dead."""
 
 
-class Shim:
-    """Counts file-system calls; number `at` and all after it raise `Crash`."""
+def crash() -> BaseException:
+    return Crash()
 
-    def __init__(self, at: int) -> None:
+
+def full() -> BaseException:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Shim:
+    """Counts file-system calls; number `at` and all after it raise what `error` makes."""
+
+    def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
         self.left = at
+        self.error = error
 
     def __enter__(self) -> "Shim":
         self._kept = {name: getattr(os, name) for name in CALLS}, io.open
@@ -67,7 +79,7 @@ class Shim:
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **words: Any) -> Any:
             if self.hit():
-                raise Crash
+                raise self.error()
             return function(*arguments, **words)
 
         return call
@@ -84,7 +96,7 @@ class File:
             if self._shim.left == 0:
                 self._file.write(data[: len(data) // 2])
                 self._file.flush()
-            raise Crash
+            raise self._shim.error()
         return self._file.write(data)
 
     def __getattr__(self, name: str) -> Any:
@@ -148,17 +160,23 @@ def check_checkpoint(folder: Path) -> None:
     assert manifest.complete(folder)[-1].name == "00000002"
 
 
-def survived(write: Callable[[Path], None], check: Callable[[Path], None], base: Path) -> int:
-    """How many crashes of `write` it takes until it comes to its end; `check` looks at what each of them left."""
+def survived(
+    write: Callable[[Path], None], check: Callable[[Path], None], base: Path, error: Callable[[], BaseException]
+) -> int:
+    """How many times `write` is hit until it comes to its end; `check` looks at what each of them left."""
     for at in itertools.count(1):
         folder = base / str(at)
         shutil.copytree(base / "good", folder)
-        with Shim(at) as shim:
+        with Shim(at, error) as shim:
             try:
                 write(folder)
-            except BaseException:
+            except BaseException as raised:
                 assert shim.left <= 0, f"call {at} was not reached"
+                told = isinstance(raised, JournalError | CheckpointError) and f"{folder}/00000002" in str(raised)
+                assert told or error is crash, repr(raised)
                 traceback.print_exc()
+            else:
+                assert shim.left > 0, f"nobody was told of call {at}"
         check(folder)
         shutil.rmtree(folder)
         if shim.left > 0:
@@ -166,16 +184,16 @@ def survived(write: Callable[[Path], None], check: Callable[[Path], None], base:
     raise AssertionError
 
 
-def main(what: str, base: Path) -> int:
+def main(what: str, error: Callable[[], BaseException], base: Path) -> int:
     good = base / "good"
     good.mkdir()
     if what == "archive":
         known = {1: Archive(good, {}).write(batch(1))}
-        return survived(write_archive, lambda folder: check_archive(folder, known), base)
+        return survived(write_archive, lambda folder: check_archive(folder, known), base, error)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     save_checkpoint(good, 1)
-    return survived(save_checkpoint, check_checkpoint, base)
+    return survived(save_checkpoint, check_checkpoint, base, error)
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], Path(sys.argv[2])))
+    print(main(sys.argv[1], {"crash": crash, "full": full}[sys.argv[2]], Path(sys.argv[3])))

@@ -16,14 +16,17 @@ from streamppo.learner import manifest
 from streamppo.learner.manifest import State
 
 
-@pytest.mark.parametrize(("what", "least"), [("archive", 20), ("checkpoint", 20)])
-def test_a_crash_at_any_file_system_call_leaves_the_last_good_state(tmp_path: Path, what: str, least: int) -> None:
+@pytest.mark.parametrize("error", ["crash", "full"])
+@pytest.mark.parametrize("what", ["archive", "checkpoint"])
+def test_a_crash_or_a_full_disk_at_any_file_system_call_leaves_the_last_good_state(
+    tmp_path: Path, what: str, error: str
+) -> None:
     script = Path(__file__).parent / "crashes.py"
     done = subprocess.run(
-        [sys.executable, str(script), what, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, str(script), what, error, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[-1]) >= least, "the shim saw too few calls"
+    assert int(done.stdout.split()[-1]) >= 20, "the shim saw too few calls"
 
 
 def test_bytes_are_flushed_before_a_name_is_given_and_the_folder_after_it(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import trajectory
 
+from streamppo import inspection
 from streamppo.config import Config
 from streamppo.config_task import DataTask, Environment, Source
 from streamppo.errors import CheckpointError, Diverged, JournalError, ModelError, QueueError, TooManyFailures
@@ -253,7 +254,7 @@ def test_a_prompt_that_only_makes_dead_letters_is_given_up(actor_of: Callable[..
 
 
 def test_an_engine_that_only_makes_dead_letters_ends_the_run_and_the_letters_are_kept(
-    actor_of: Callable[..., ReplayActor],
+    actor_of: Callable[..., ReplayActor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def main() -> None:
         actor = actor_of("queue.batch_size=64")
@@ -265,6 +266,10 @@ def test_an_engine_that_only_makes_dead_letters_ends_the_run_and_the_letters_are
         assert len(actor_of()._journal.dead_letters()) == 64
 
     asyncio.run(main())
+    assert inspection.inspect_dead_letters(tmp_path, 2) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("64 dead letters")
+    assert shown.count("by a: a log-prob is positive: 0.5\n  tokens      5 6") == 2
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(3, None), (2, "too long: a prompt of 3 tokens, and 2 are allowed")])
