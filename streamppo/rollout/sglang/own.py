@@ -6,6 +6,7 @@
 import asyncio
 import atexit
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -71,6 +72,7 @@ class OwnEngine:
         descriptor, self._log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
         self._output = os.fdopen(descriptor, "rb")
         self._others = {process.pid for process in multiprocessing.active_children()}
+        self._other_contexts = {id(context) for context in _contexts()}
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name=f"sglang-{life}", daemon=True)
         self._thread.start()
@@ -113,12 +115,27 @@ class OwnEngine:
             engine.tokenizer_manager._subprocess_watchdog.stop()
         if self._loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(_end, self._loop)
+        self._loop.call_soon_threadsafe(self._end)
         # A start that is given up may bring up more of them before it notices.
         while self._thread.is_alive():
             await asyncio.to_thread(_kill, self._own())
             await asyncio.to_thread(self._thread.join, 1.0)
         self._loop.close()
+
+    def _end(self) -> None:
+        """Stop the loop once everything in it has heard that it is cancelled. In SGLang's thread."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+
+        def stop(_: Any) -> None:
+            # One that is left to the garbage collector waits for ever, in any thread, for messages to the dead.
+            for context in _contexts():
+                if id(context) not in self._other_contexts:
+                    context.destroy(linger=0)
+            self._loop.stop()
+
+        asyncio.gather(*tasks, return_exceptions=True).add_done_callback(stop)
 
     def _own(self) -> list[Any]:
         """The processes that SGLang has started."""
@@ -172,9 +189,8 @@ def _kill(children: list[Any]) -> None:
         process.join()
 
 
-def _end(loop: asyncio.AbstractEventLoop) -> None:
-    """Stop `loop` once everything in it has heard that it is cancelled."""
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: loop.stop())
+def _contexts() -> list[Any]:
+    """Every open ZeroMQ context of this process."""
+    import zmq
+
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), zmq.Context) and not thing.closed]
