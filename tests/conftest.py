@@ -12,6 +12,8 @@ from streamppo.config import Config
 from streamppo.types import Identity, Trajectory
 
 logging.disable_progress_bar()
+# Before the tests of SGLang import what they share: its assertions say what they compared.
+pytest.register_assert_rewrite("sglang_case")
 
 REPOSITORY = Path(__file__).parent.parent
 MATH = REPOSITORY / "configs" / "math.toml"
