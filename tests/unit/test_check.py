@@ -284,7 +284,9 @@ def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> No
     starved = memory.engine(config, model, 64, free=1.0)
     assert starved is not None and starved.tokens == 0
     assert (
-        memory.engine(configfile.load(MATH, ["rollout.engine={kind='sglang', url='http://h:1'}"]), model, 64, 1.0)
+        memory.engine(
+            configfile.load(MATH, ["rollout.engine={kind='sglang', url='http://localhost:1'}"]), model, 64, 1.0
+        )
         is None
     )
     slots = memory.engine(configfile.load(MATH), model, 64, free=1.0)
