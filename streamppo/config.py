@@ -95,7 +95,7 @@ class SGLangEngine(Kind, frozen=True, tag="sglang"):
     attention_backend: str = ""
     """SGLang's name of an attention backend; empty takes SGLang's choice, and torch_native on a CPU."""
     mem_fraction_static: Annotated[float, Meta(gt=0, lt=1)] = 0.8
-    """Share of a GPU's memory for weights and cache; the learner on the same GPU needs the rest."""
+    """Share of the GPU memory free at its start that weights and cache get; a learner there needs the rest."""
     max_total_tokens: Count = 0
     """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
     prefix_cache: bool = True
