@@ -43,7 +43,7 @@ def held(folder: Path) -> Generator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunError(f"{folder}: this run goes on already, in another process") from error
+            raise RunError(f"{folder}: this run is already running, in another process") from error
         yield
 
 
@@ -66,7 +66,7 @@ def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
     """
     if not goes_on(folder):
         raise RunError(
-            f"{folder}: this run does not go on at present: `streamppo resume {folder} rollout.actors={rollouts}`"
+            f"{folder}: this run is not running: `streamppo resume {folder} rollout.actors={rollouts}`"
         )
     with durable.naming(folder / SCALE, RunError):
         durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))

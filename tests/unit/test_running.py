@@ -90,7 +90,7 @@ def test_the_command_says_why_it_does_nothing(
     assert f"{tmp_path}: no run is there" in capsys.readouterr().err
     configfile.save(math_config(), tmp_path)
     assert main([*command, "3"]) == 1
-    assert f"does not go on at present: `streamppo resume {tmp_path} rollout.actors=3`" in capsys.readouterr().err
+    assert f"is not running: `streamppo resume {tmp_path} rollout.actors=3`" in capsys.readouterr().err
     for wrong in ("0", "-1", "1.5", "many"):
         with pytest.raises(SystemExit):
             main([*command, wrong])
