@@ -18,7 +18,7 @@ def test_a_run_has_one_driver_and_goes_on_as_long_as_it_lives(tmp_path: Path) ->
     with running.held(tmp_path):
         assert running.goes_on(tmp_path)
         assert running.goes_on(tmp_path), "whoever asks takes no lock"
-        with pytest.raises(RunError, match="goes on already"), running.held(tmp_path):
+        with pytest.raises(RunError, match="already running"), running.held(tmp_path):
             pass
     assert not running.goes_on(tmp_path)
     with running.held(tmp_path):
@@ -97,4 +97,4 @@ def test_the_command_says_why_it_does_nothing(
         assert f"'{wrong}' is not a whole number from 1 on" in capsys.readouterr().err
     with running.held(tmp_path):
         assert main(["resume", str(tmp_path)]) == 1
-    assert "goes on already" in capsys.readouterr().err
+    assert "already running" in capsys.readouterr().err
