@@ -65,9 +65,7 @@ def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
     Raises `RunError` if it does not go on, or has not answered `within_s`.
     """
     if not goes_on(folder):
-        raise RunError(
-            f"{folder}: this run is not running: `streamppo resume {folder} rollout.actors={rollouts}`"
-        )
+        raise RunError(f"{folder}: this run is not running: `streamppo resume {folder} rollout.actors={rollouts}`")
     with durable.naming(folder / SCALE, RunError):
         durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
     deadline = time.monotonic() + within_s
