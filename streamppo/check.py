@@ -16,7 +16,15 @@ import torch
 import transformers
 
 from streamppo import configfile, memory, placement
-from streamppo.config import BUILTIN, Config, EmbeddedEngine, SGLangEngine, shares_gpus
+from streamppo.config import (
+    BUILTIN,
+    LOCAL,
+    Config,
+    EmbeddedEngine,
+    SGLangEngine,
+    longest_completion,
+    shares_gpus,
+)
 from streamppo.config_reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
 from streamppo.config_task import DataTask
 from streamppo.errors import ModelError, StreamppoError, TaskError
@@ -24,7 +32,7 @@ from streamppo.learner import tiny
 from streamppo.rollout.sglang import wire
 from streamppo.tasks import environments, plugins
 from streamppo.tasks import task as tasks
-from streamppo.tasks.rewards.rewards import Rewards, recognised
+from streamppo.tasks.rewards.rewards import Rewards, recognised, told
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokens import Tokenizer
 
@@ -143,8 +151,12 @@ def _absent_data(config: Config) -> Findings:
 def _places_of_data(config: Config) -> list[str]:
     if not isinstance(config.task, DataTask):
         return []
-    sources = list(config.task.sources.values()) or [config.task]
-    return [place for source in sources for place in (source.data, source.evaluation) if place is not None]
+    return [
+        place
+        for source in config.task.named().values()
+        for place in (source.data, source.evaluation)
+        if place is not None
+    ]
 
 
 def _task(config: Config, tokenizer: Tokenizer | None) -> Task | None:
@@ -185,9 +197,7 @@ def _scorer(what: str, scorer: Scorer, task: Task | None) -> Findings:
             for prompt in task.training[:ROWS] if task is not None else ():
                 if not scorer.sources or prompt.source in scorer.sources:
                     how.columns(prompt.columns)
-            kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
-            where = "the actor" if in_actor else "processes of its own"
-            yield Finding(what, "ok", f"{scorer.function} ({kind}), in {where}")
+            yield Finding(what, "ok", told(scorer, how, in_actor=in_actor))
         case ModelScorer():
             yield _folder(scorer.path, what)[1]
         case ServiceScorer() | JudgeScorer():
@@ -235,9 +245,9 @@ def _places(config: Config) -> Findings:
     together = ", which share GPUs" if shares_gpus(config) else ""
     what = f"learner ranks ({config.learner.ranks}) and rollout actors ({config.rollout.actors}){together}"
     yield Finding("Ray is asked", "ok", f"GPU {gpus:g}, CPU {cpus:g}: for {what}")
-    if gpus > here and config.cluster.address == "local":
+    if gpus > here and config.cluster.address == LOCAL:
         yield Finding("GPUs", "error" if here else "not here", f"{gpus:g} are asked for; this machine has {here}")
-    if config.cluster.address == "local" and config.cluster.cpus is not None and config.cluster.cpus < cpus:
+    if config.cluster.address == LOCAL and config.cluster.cpus is not None and config.cluster.cpus < cpus:
         yield Finding(
             "CPUs", "error", f"cluster.cpus ({config.cluster.cpus}) is less than the {cpus:g} that are asked for"
         )
@@ -268,11 +278,12 @@ def _memory(config: Config, hf_config: Any, gpu: Gpu) -> Findings:
 
 def _longest(config: Config) -> int:
     """Tokens of the longest row that there may be, as far as the configuration bounds it."""
-    bounds = [0]
-    if isinstance(config.task, DataTask):
-        bounds = [source.max_prompt_tokens for source in list(config.task.sources.values()) or [config.task]]
-    turns = config.environment.max_tokens if config.environment is not None else config.rollout.max_tokens
-    return max(bounds) + turns
+    bounds = (
+        [source.max_prompt_tokens for source in config.task.named().values()]
+        if isinstance(config.task, DataTask)
+        else [0]
+    )
+    return max(bounds) + longest_completion(config)
 
 
 def _cache(engine: memory.EngineMemory, longest: int, gpu: Gpu) -> Findings:
@@ -295,7 +306,7 @@ def _fits(what: str, size: int, gpu: Gpu) -> Findings:
 
 def _object_store(config: Config, model: memory.Sizes) -> Findings:
     wanted, has = memory.object_store(model), config.cluster.object_store_mib * 2**20
-    if config.cluster.address == "local" and wanted > has:
+    if config.cluster.address == LOCAL and wanted > has:
         mib = -(-wanted // 2**20)
         yield Finding(
             "object store", "note", f"weights spill to disk: cluster.object_store_mib = {mib} would hold them"

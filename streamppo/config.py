@@ -336,6 +336,11 @@ class Config(Section, frozen=True):
             raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
 
 
+def longest_completion(config: Config) -> int:
+    """Tokens that a completion may have, turns and observations of an environment included."""
+    return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
+
+
 def shares_gpus(config: Config) -> bool:
     """Whether ranks and rollout actors have GPUs between them: both ask for less than one."""
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1

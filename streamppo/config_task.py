@@ -70,6 +70,10 @@ class DataTask(Source, frozen=True, tag_field="kind", tag="data"):
         if missing := [name for name, source in self.sources.items() if not source.data]:
             raise ValueError(f"task.sources.{missing[0]} has no `data`")
 
+    def named(self) -> dict[str, Source]:
+        """Every data set by name: those of `sources`, or this one as "data"."""
+        return self.sources or {"data": self}
+
 
 class GymTask(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
     """A procedural data set of reasoning-gym (extra `gym`); its scorer is `streamppo.tasks.gym:score`."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import transformers
 
-from streamppo.config import BUILTIN, Config
+from streamppo.config import BUILTIN, LOCAL, Config
 from streamppo.config_reward import ModelScorer
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
@@ -138,7 +138,7 @@ def _ray(config: Config) -> Iterator[None]:
         return
     import ray
 
-    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+    ray.init(address=LOCAL, include_dashboard=False, logging_level=logging.ERROR)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamppo.config import Config
+from streamppo.config import Config, longest_completion
 from streamppo.config_task import DataTask
 from streamppo.errors import ModelError
 from streamppo.types import Trajectory, flags, floats, ints
@@ -31,23 +31,28 @@ def limits_of(config: Config, model_path: str) -> Limits:
 
     Raises `ModelError` if that cannot be read.
     """
-    from transformers.utils.hub import cached_file
-
     try:
-        settings = json.loads(Path(str(cached_file(model_path, "config.json"))).read_bytes())
+        settings = json.loads(_config_file(model_path).read_bytes())
         # Models of more than text keep the settings of their text apart.
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
-    environment = config.environment
-    completion = environment.max_tokens if environment else config.rollout.max_tokens
-    return Limits(vocabulary, completion, None if environment else _prompt_limit(config))
+    return Limits(vocabulary, longest_completion(config), _prompt_limit(config))
+
+
+def _config_file(model_path: str) -> Path:
+    if (folder := Path(model_path)).is_dir():
+        # The queue has no other need of transformers, which takes most of a second to import.
+        return folder / "config.json"
+    from transformers.utils.hub import cached_file
+
+    return Path(str(cached_file(model_path, "config.json")))
 
 
 def _prompt_limit(config: Config) -> int | None:
-    if not isinstance(config.task, DataTask):
+    if config.environment is not None or not isinstance(config.task, DataTask):
         return None
-    return max(source.max_prompt_tokens for source in config.task.sources.values() or [config.task])
+    return max(source.max_prompt_tokens for source in config.task.named().values())
 
 
 def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:

@@ -100,8 +100,8 @@ def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None, *, 
     match config:
         case ArithmeticTask():
             return Task([_arithmetic(config, seed)], seed)
-        case DataTask(sources=sources):
-            named = sources or {"data": config}
+        case DataTask():
+            named = config.named()
             streams = [_data(name, source, seed, tokenizer, len(named), limit) for name, source in named.items()]
             return Task(streams, seed)
         case GymTask(dataset=name):

@@ -136,8 +136,7 @@ class Rewards:
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[Many, int, int]:
         """(the call, trajectories in one call, calls at once)."""
         how, in_actor = recognised(scorer)
-        kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
-        self._say(f"{name} is {scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}")
+        self._say(f"{name} is {told(scorer, how, in_actor=in_actor)}")
         size = scorer.batch_size if how.style == "batched" else 1
         if in_actor:
             return (
@@ -160,6 +159,12 @@ def recognised(scorer: choices.FunctionScorer) -> tuple[signature.Signature, boo
     if in_actor and not how.is_async:
         raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
     return how, in_actor
+
+
+def told(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
+    """What `recognised` found, for people."""
+    kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
+    return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
 
 
 def _of_a_model(scorer: choices.Scorer) -> bool:
