@@ -3,10 +3,10 @@
     python benchmarks/chaos.py --trials 100 --json out.json
 
 Each trial is a real run of `--config`, shortened, with `--kills` kills at random instants; a driver that was killed is
-resumed. When the run has ended, every slot that the queue ever opened must be consumed once or still wait (lost: those
-that are neither; twice: those that are in the archive more than once), and `streamppo replay` must arrive at the very
-weights. Seconds to recover are those from the kill to the next update that is new. With `--scale` another number of
-rollout actors is asked for before every kill.
+resumed. When the run has ended, every slot that the queue ever opened must be consumed once, still wait, or be given up
+with a reason (lost: those that are nowhere; twice: those that are in more than one place), and `streamppo replay` must
+arrive at the very weights. Seconds to recover are those from the kill to the next update that is new. With `--scale`
+another number of rollout actors is asked for before every kill.
 """
 
 import argparse
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import machine
 from streamppo.replay import archive
 from streamppo.replay.journal import Journal
+from streamppo.replay.saved import GIVEN_UP
 
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parent.parent
@@ -166,6 +167,7 @@ def account(run: Path, kills: list[Kill]) -> Trial:
     """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
     journal = Journal(run / "journal.sqlite")
     saved = journal.read()
+    given_up = {one.number for one in journal.ended() if one.state in GIVEN_UP}
     journal.close()
     assert saved is not None
     _, samples, _ = saved.counters.shape
@@ -174,15 +176,15 @@ def account(run: Path, kills: list[Kill]) -> Trial:
     for version in found.versions():
         columns = found.columns(version)
         consumed.update((columns["prompt"] * samples + columns["sample"]).tolist())
-    known = set(consumed) | {slot.number for slot in saved.slots}
+    places = consumed + Counter(slot.number for slot in saved.slots) + Counter(given_up)
     command = [sys.executable, "-m", "streamppo", "replay", str(run)]
     replay = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     return Trial(
         kills=kills,
         opened=saved.counters.opened,
         consumed=sum(consumed.values()),
-        lost=saved.counters.opened - saved.counters.abandoned - len(known),
-        twice=sum(count - 1 for count in consumed.values()),
+        lost=len(set(range(saved.counters.opened)) - set(places)),
+        twice=sum(count - 1 for count in places.values()),
         replayed=replay.returncode == 0,
         restarts=json.loads((run / "summary.json").read_text())["restarts"],
     )

@@ -80,6 +80,7 @@ def _add_looking(commands: Any) -> None:
     inspect.add_argument("run", type=Path, help="the folder of a run")
     inspect.add_argument("--update", type=int, help="the version that the batch made (default: the newest)")
     inspect.add_argument("--dead-letters", action="store_true", help="what could not be trained on, and why")
+    inspect.add_argument("--prompt", type=int, help="what became of every attempt at this prompt")
     inspect.add_argument("--n", type=int, default=4, help="trajectories to show (default: 4)")
     inspect.set_defaults(command=_inspect)
 
@@ -160,10 +161,12 @@ def _inspect(options: argparse.Namespace) -> int:
     folder = _existing(options.run.resolve())
     config = configfile.load(folder / configfile.CONFIG)
     _quiet()
-    from streamppo.inspection import inspect, inspect_dead_letters
+    from streamppo.inspection import inspect, inspect_dead_letters, inspect_prompt
 
     if options.dead_letters:
         return inspect_dead_letters(folder, options.n)
+    if options.prompt is not None:
+        return inspect_prompt(folder, options.prompt)
     return inspect(config, folder, options.update, options.n)
 
 

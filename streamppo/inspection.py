@@ -1,4 +1,4 @@
-"""What an update was trained on, and what could not be trained on, for people."""
+"""What an update was trained on, what could not be trained on, and what became of a prompt, for people."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -8,6 +8,7 @@ from streamppo.config import Config
 from streamppo.errors import JournalError
 from streamppo.replay import archive
 from streamppo.replay.journal import Journal
+from streamppo.replay.saved import SavedSlot
 from streamppo.stages import model_path
 from streamppo.tasks.tokens import Tokenizer
 from streamppo.types import Batch, Floats, Ints, Trajectory, flags, floats, ints
@@ -46,6 +47,38 @@ def inspect_dead_letters(run: Path, count: int) -> int:
         tokens = ints(row.tokens[: len(row.tokens) // 4 * 4]).tolist()
         print(f"\n{_title(row)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
     return 0
+
+
+def inspect_prompt(run: Path, prompt: int) -> int:
+    """Print what became of every attempt at a prompt. Raises `JournalError` for one that was never issued."""
+    journal = Journal(run / "journal.sqlite")
+    saved, ended = journal.read(), journal.ended()
+    journal.close()
+    attempts = {one.identity: f"{one.state.replace('_', ' ')}: {one.reason}" for one in ended}
+    if saved is not None:
+        leases = {number: lease.version for lease in saved.leases for number in lease.slots}
+        attempts |= {slot.identity: _waits(slot, leases.get(slot.number)) for slot in saved.slots}
+    # The archive comes last: what a run that goes on consumes meanwhile is in both.
+    found = archive.open(run)
+    for version in found.versions():
+        if prompt in found.columns(version)["prompt"]:
+            attempts |= {
+                row.identity: f"trained on by update {version + 1}: reward {row.reward:g}, {row.num_tokens} tokens"
+                for row in found.batch(version).trajectories
+            }
+    mine = sorted((identity, text) for identity, text in attempts.items() if identity.prompt == prompt)
+    if not mine:
+        raise JournalError(f"{run}: prompt {prompt} was never issued")
+    print(f"{mine[0][0].task} prompt {prompt}")
+    for identity, text in mine:
+        print(f"  sample {identity.sample} attempt {identity.attempt}: {text}")
+    return 0
+
+
+def _waits(slot: SavedSlot, leased: int | None) -> str:
+    if leased is not None:
+        return f"leased to update {leased + 1}"
+    return {"open": "to be sampled", "issued": f"issued to {slot.actor}", "ready": "ready"}[slot.state]
 
 
 def _title(row: Trajectory) -> str:

@@ -227,6 +227,7 @@ class QueueReport(Crossing, frozen=True):
     stored: int
     consumed: int
     duplicates: int
+    dead_letters: int
     dropped: dict[str, int]
     masked_tokens: int
     failed: dict[str, int]

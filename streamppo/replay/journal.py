@@ -1,10 +1,12 @@
 """The durable record of what waits in the queue: SQLite in WAL mode. Pure: no Ray.
 
-runs/NAME/journal.sqlite       slots that are alive, leases, dead letters, and one row for each published version
+runs/NAME/journal.sqlite       slots that are alive, leases, attempts that came to nothing, dead letters, and one row
+                               for each published version
 runs/NAME/journal.tip          the number of the last transaction; a log that ends before it has lost some
 
-A slot's row goes when its batch is consumed, because the archive names it from then on: the journal is as large as the
-queue, not as the run. SQLite checks its structure and nothing else: every row carries a checksum of its own.
+A slot's row goes when its batch is consumed, because the archive names it from then on. So the journal is as large as
+the queue, but for a short row for each attempt that was lost, failed, too old or given up. SQLite checks its structure
+and nothing else: every row carries a checksum of its own.
 """
 
 import sqlite3
@@ -18,7 +20,7 @@ from zlib import crc32
 import msgspec
 
 from streamppo.errors import JournalError
-from streamppo.replay.saved import Changes, Counters, DeadLetter, Lease, Made, Saved, SavedSlot
+from streamppo.replay.saved import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
 from streamppo.types import decode, encode
 
 DEAD_LETTERS = 1000
@@ -32,6 +34,10 @@ create table if not exists slots (
 create table if not exists leases (version integer primary key, row blob, checksum int) strict;
 create table if not exists versions (version integer primary key, digest text, row blob, checksum int) strict;
 create table if not exists configs (version integer primary key, row blob, checksum int) strict;
+create table if not exists ended (
+    number integer, task text, prompt int, sample int, attempt int, state text, row blob, checksum int,
+    primary key (number, attempt)
+) strict;
 create table if not exists dead_letters (
     task text, prompt int, sample int, attempt int, reason text, row blob, checksum int,
     primary key (task, prompt, sample, attempt)
@@ -63,6 +69,7 @@ class Journal:
                 [(lease.version, *_checked(lease)) for lease in changes.leases],
             )
             db.executemany("delete from slots where number = ?", [(number,) for number in changes.gone])
+            db.executemany("insert or ignore into ended values (?, ?, ?, ?, ?, ?, ?, ?)", map(_slot, changes.ended))
             db.executemany(
                 "insert or ignore into versions values (?, ?, ?, ?)",
                 [(version.version, version.digest, *_checked(version)) for version in made],
@@ -97,6 +104,11 @@ class Journal:
         """What arrived and could not be trained on, oldest first."""
         with self._named():
             return self._rows("dead_letters", "select row, checksum from dead_letters order by rowid", DeadLetter)
+
+    def ended(self) -> list[Ended]:
+        """Every attempt that came to nothing, by its slot and its number."""
+        with self._named():
+            return self._rows("ended", "select row, checksum from ended order by number, attempt", Ended)
 
     def configs(self) -> dict[int, bytes]:
         """The encoded configurations of the run, by the version from which each of them holds."""
@@ -193,7 +205,7 @@ def _checked(value: object) -> tuple[bytes, int]:
     return row, crc32(row)
 
 
-def _slot(slot: SavedSlot) -> tuple[Any, ...]:
+def _slot(slot: SavedSlot | Ended) -> tuple[Any, ...]:
     return slot.number, *msgspec.structs.astuple(slot.identity), slot.state, *_checked(slot)
 
 

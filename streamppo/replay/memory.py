@@ -35,8 +35,9 @@ class DurableQueue(ReplayQueue):
             tuple(self._lease(version) for version in leased),
             tuple(self._gone),
             tuple(self._dead),
+            tuple(self._ended),
         )
-        self._touched, self._gone, self._new_leases, self._dead = {}, [], [], []
+        self._touched, self._gone, self._new_leases, self._dead, self._ended = {}, [], [], [], []
         return changes
 
     def restore(self, saved: Saved) -> None:

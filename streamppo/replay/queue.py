@@ -18,7 +18,7 @@ from typing import Literal
 
 from streamppo.errors import QueueError, TooManyFailures
 from streamppo.replay.defects import Limits, defect
-from streamppo.replay.saved import DeadLetter
+from streamppo.replay.saved import GIVEN_UP, DeadLetter, Ended, Ending
 from streamppo.replay.slot import Slot, Unit, count_older
 from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, ints
 
@@ -26,8 +26,8 @@ WINDOW = 256
 """Slots over which the failure rate is taken."""
 JUDGED_FROM = 64
 """Slots before which no rate is judged."""
-DROPPED = ("too_old", "abandoned", "equal_group")
-"""Why a slot's trajectory was not trained on."""
+DROPPED: tuple[Ending, ...] = ("too_old", *GIVEN_UP)
+"""Why a trajectory that was stored was not trained on."""
 NEVER: tuple[int, list[Slot]] = (-1, [])
 """The last request, and its slots, of an actor that has made none."""
 QUOTED = 3
@@ -82,6 +82,7 @@ class ReplayQueue:
         self._gone: list[int] = []
         self._new_leases: list[int] = []
         self._dead: list[DeadLetter] = []
+        self._ended: list[Ended] = []
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
@@ -117,7 +118,8 @@ class ReplayQueue:
             return False
         if reason := defect(trajectory, self.limits):
             self._dead.append(DeadLetter(trajectory=trajectory, reason=reason))
-            self.fail(Failure(identity=trajectory.identity, actor=trajectory.actor, stage="engine", reason=reason))
+            self._counts["dead_letters"] += 1
+            self._fail(slot, "dead_letter", "engine", reason)
             return False
         if (newest := int(ints(trajectory.versions).max())) > self.version:
             raise QueueError(f"{trajectory.actor} sampled with version {newest}, which the ledger does not know")
@@ -132,17 +134,8 @@ class ReplayQueue:
 
     def fail(self, failure: Failure) -> None:
         """Open the slot again, or abandon it. Raises `TooManyFailures` above the configured rate."""
-        slot = self._in_flight(failure.identity)
-        if slot is None:
-            return
-        self._failed[failure.stage] += 1
-        self._note(slot, f"{failure.stage}: {failure.reason}")
-        slot.failures += 1
-        if slot.failures < self._max_attempts:
-            self._reopen(slot)
-        else:
-            self._abandon(slot.unit, "abandoned")
-        self._judge()
+        if (slot := self._in_flight(failure.identity)) is not None:
+            self._fail(slot, "failed", failure.stage, failure.reason)
 
     def lost(self, actor: str) -> None:
         """`actor` is given up for dead, for ever: what it was sampling is sampled again. No failure of the task."""
@@ -150,7 +143,7 @@ class ReplayQueue:
         self._calls.pop(actor, None)
         for slot in [slot for slot in self._slots.values() if slot.actor == actor]:
             self._counts["lost"] += 1
-            self._reopen(slot)
+            self._reopen(slot, "lost", f"{actor} was given up for dead")
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
@@ -204,6 +197,7 @@ class ReplayQueue:
             stored=counts["stored"],
             consumed=counts["consumed"],
             duplicates=counts["duplicates"],
+            dead_letters=counts["dead_letters"],
             dropped={reason: self._dropped[reason] for reason in DROPPED} | {"lost": counts["lost"]},
             masked_tokens=counts["masked_tokens"],
             failed=dict(self._failed),
@@ -255,7 +249,20 @@ class ReplayQueue:
             return None
         return slot
 
-    def _reopen(self, slot: Slot) -> None:
+    def _fail(self, slot: Slot, state: Ending, stage: str, reason: str) -> None:
+        self._failed[stage] += 1
+        why = f"{stage}: {reason}"
+        self._note(slot, why)
+        slot.failures += 1
+        if slot.failures < self._max_attempts:
+            self._reopen(slot, state, why)
+        else:
+            self._abandon(slot.unit, "abandoned", f"sample {slot.identity.sample} failed {slot.failures} times: {why}")
+        self._judge()
+
+    def _reopen(self, slot: Slot, state: Ending, reason: str) -> None:
+        """The attempt has ended in `state`; another one is to be made."""
+        self._end(slot, state, reason)
         if slot.trajectory is not None:
             slot.unit.missing += 1
         slot.reopen()
@@ -266,16 +273,17 @@ class ReplayQueue:
         """All trajectories of a unit are there."""
         rewards = {trajectory.reward for trajectory in unit.trajectories}
         if self._resample_equal and len(rewards) == 1:
-            self._abandon(unit, "equal_group")
+            self._abandon(unit, "equal_group", f"all rewards are {rewards.pop():g}")
         else:
             self._ready_units += 1
 
-    def _abandon(self, unit: Unit, reason: str) -> None:
+    def _abandon(self, unit: Unit, state: Ending, reason: str) -> None:
         unit.abandoned = True
         self._abandoned += len(unit.slots)
-        self._dropped[reason] += len(unit.slots)
+        self._dropped[state] += len(unit.slots)
         self._forget(unit)
         for slot in unit.slots:
+            self._end(slot, state, reason)
             self._touched.pop(slot.number, None)
             self._gone.append(slot.number)
 
@@ -311,9 +319,13 @@ class ReplayQueue:
         self._ready_units -= 1
         self._dropped["too_old"] += len(unit.slots)
         self._counts["dropped_tokens"] += sum(trajectory.num_tokens for trajectory in unit.trajectories)
+        oldest = min(trajectory.oldest_version for trajectory in unit.trajectories)
         for slot in unit.slots:
-            self._reopen(slot)
+            self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
         return False
+
+    def _end(self, slot: Slot, state: Ending, reason: str) -> None:
+        self._ended.append(Ended(number=slot.number, identity=slot.identity, state=state, reason=reason))
 
     def _touch(self, slot: Slot) -> None:
         self._touched[slot.number] = slot

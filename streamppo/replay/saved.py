@@ -5,6 +5,9 @@ from typing import Literal, NamedTuple, TypeAlias
 from streamppo.types import Crossing, Identity, Trajectory
 
 State: TypeAlias = Literal["open", "issued", "ready"]
+Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "equal_group"]
+GIVEN_UP: tuple[Ending, ...] = ("abandoned", "equal_group")
+"""The endings after which nobody samples the slot again."""
 
 
 class SavedSlot(Crossing, frozen=True):
@@ -44,6 +47,15 @@ class Lease(Crossing, frozen=True):
     slots: tuple[int, ...]
 
 
+class Ended(Crossing, frozen=True):
+    """An attempt that was never trained on and never will be, and why; the archive names those that were."""
+
+    number: int
+    identity: Identity
+    state: Ending
+    reason: str
+
+
 class DeadLetter(Crossing, frozen=True):
     """A trajectory that arrived and cannot be trained on, with the reason."""
 
@@ -67,6 +79,7 @@ class Changes(NamedTuple):
     leases: tuple[Lease, ...] = ()
     gone: tuple[int, ...] = ()
     dead: tuple[DeadLetter, ...] = ()
+    ended: tuple[Ended, ...] = ()
 
 
 class Saved(NamedTuple):

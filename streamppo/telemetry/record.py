@@ -154,6 +154,7 @@ class Record:
             "swap_ms": sum(engine.swap_s for engine in engines) * 1e3 / max(swaps, 1),
             "dropped": queue.dropped if queue else None,
             "failed": queue.failed if queue else None,
+            "dead_letters": queue.dead_letters if queue else None,
             "scorers": [{"actor": e.actor, **msgspec.to_builtins(s)} for e in engines for s in e.scorers],
             "too_long": dict(engines[0].too_long) if engines else {},
             "mean_tokens": None

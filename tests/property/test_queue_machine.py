@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from streamppo.errors import QueueError
 from streamppo.replay.memory import DurableQueue
-from streamppo.replay.saved import Changes, Lease, Saved, SavedSlot
+from streamppo.replay.saved import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
 from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, decode, encode, ints
 
 ACTORS = ["a", "b", "c"]
@@ -25,11 +25,15 @@ class Disk:
     def __init__(self) -> None:
         self.slots: dict[int, bytes] = {}
         self.leases: dict[int, bytes] = {}
+        self.ended: dict[Identity, Ended] = {}
 
     def write(self, changes: Changes) -> None:
         self.counters = changes.counters
         self.slots |= {slot.number: encode(slot) for slot in changes.slots}
         self.leases |= {lease.version: encode(lease) for lease in changes.leases}
+        for one in changes.ended:
+            assert one.identity not in self.ended, "an attempt ended twice"
+            self.ended[one.identity] = one
         for number in changes.gone:
             self.slots.pop(number, None)
         for version in [version for version in self.leases if version < self.counters.version]:
@@ -64,6 +68,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.leases: dict[int, Batch] = {}
         self.consumed: dict[tuple[int, int], int] = {}
         self.failures: dict[tuple[int, int], int] = {}
+        self.trained: set[Identity] = set()
         self.seen: set[Identity] = set()
 
     # --- rollout -----------------------------------------------------------------------------------------
@@ -207,6 +212,7 @@ class QueueMachine(RuleBasedStateMachine):
             slot = (done.identity.prompt, done.identity.sample)
             assert slot not in self.consumed, "leased twice"
             self.consumed[slot] = version
+            self.trained.add(done.identity)
             young = [v for v in ints(done.versions).tolist() if v >= batch.min_version]
             assert young, "a trajectory without a token to train on"
             if self.too_old != "mask":
@@ -258,6 +264,17 @@ class QueueMachine(RuleBasedStateMachine):
         report = self.queue.report()
         waiting = len({slot for slot in self.queue._slots})
         assert waiting + len(self.consumed) + report.dropped["abandoned"] == report.issued
+
+    @invariant()
+    def every_attempt_is_in_one_place(self) -> None:
+        """Alive, trained on, or ended with a reason, by its identity; and so is every slot, by its number."""
+        ended = self.disk.ended | {one.identity: one for one in self.queue._ended}
+        alive = {slot.identity for slot in self.queue._slots.values()}
+        assert not alive & self.trained and not alive & set(ended) and not self.trained & set(ended)
+        assert self.seen <= alive | self.trained | set(ended)
+        given_up = {one.number for one in ended.values() if one.state in GIVEN_UP}
+        slots = [one.prompt * 2 + one.sample for one in alive | self.trained] + list(given_up)
+        assert sorted(slots) == list(range(self.queue.report().issued))
 
     def _trajectory(self, identity: Identity, versions: list[int]) -> Trajectory:
         made = trajectory([5] * len(versions), versions=versions)

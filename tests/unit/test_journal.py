@@ -11,7 +11,7 @@ from conftest import trajectory
 
 from streamppo.errors import JournalError
 from streamppo.replay.journal import DEAD_LETTERS, Journal
-from streamppo.replay.saved import Changes, Counters, DeadLetter, Lease, Made, SavedSlot
+from streamppo.replay.saved import Changes, Counters, DeadLetter, Ended, Lease, Made, SavedSlot
 from streamppo.types import Identity
 
 COUNTERS = Counters(shape=("t", 1, 1), version=0, opened=8, abandoned=0, counts={}, dropped={}, failed={}, fenced=())
@@ -31,14 +31,22 @@ def slot(number: int, ready: bool = True, attempt: int = 0) -> SavedSlot:
 
 
 def filled(path: Path) -> Journal:
-    """Eight slots, a lease, a version, a dead letter, over several transactions."""
+    """Eight slots, a lease, a version, a dead letter, two attempts that failed, over several transactions."""
     journal = Journal(path)
     journal.configure(0, b"{}")
     for number in range(8):
         journal.write(Changes(COUNTERS, (slot(number, ready=number % 3 > 0),)))
     journal.write(Changes(COUNTERS, leases=(Lease(version=0, min_version=-1, slots=(1, 2)),)), [made(0)])
-    journal.write(Changes(COUNTERS, dead=(DeadLetter(trajectory=trajectory([1]), reason="no"),)))
+    journal.write(Changes(COUNTERS, dead=(DeadLetter(trajectory=trajectory([1]), reason="no"),), ended=ENDED))
     return journal
+
+
+def ended(number: int, reason: str, attempt: int = 0) -> Ended:
+    identity = slot(number, attempt=attempt).identity
+    return Ended(number=number, identity=identity, state="failed", reason=reason)
+
+
+ENDED = (ended(4, "no"), ended(4, "no again", attempt=1))
 
 
 def made(version: int) -> Made:
@@ -46,7 +54,7 @@ def made(version: int) -> Made:
 
 
 def everything(journal: Journal) -> object:
-    return journal.read(), journal.versions(), journal.dead_letters(), journal.configs()
+    return journal.read(), journal.versions(), journal.dead_letters(), journal.ended(), journal.configs()
 
 
 def test_a_journal_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -58,6 +66,7 @@ def test_a_journal_reads_back_what_was_written(tmp_path: Path) -> None:
     assert saved.slots == tuple(slot(number, ready=number % 3 > 0) for number in range(8))
     assert [lease.slots for lease in saved.leases] == [(1, 2)]
     assert [letter.reason for letter in again.dead_letters()] == ["no"]
+    assert again.ended() == list(ENDED)
 
 
 def test_a_new_journal_is_empty(tmp_path: Path) -> None:
@@ -67,9 +76,8 @@ def test_a_new_journal_is_empty(tmp_path: Path) -> None:
 def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
     journal = filled(tmp_path / "journal.sqlite")
     before = everything(journal)
-    journal.write(
-        Changes(COUNTERS, (slot(4),), dead=(DeadLetter(trajectory=trajectory([1]), reason="other"),)), [made(0)]
-    )
+    dead = (DeadLetter(trajectory=trajectory([1]), reason="other"),)
+    journal.write(Changes(COUNTERS, (slot(4),), dead=dead, ended=(ended(4, "other"),)), [made(0)])
     assert everything(journal) == before
 
 

@@ -329,6 +329,48 @@ def test_a_defective_trajectory_is_kept_as_a_dead_letter_with_its_reason() -> No
     assert replay.drain().dead == ()
 
 
+def endings(replay: DurableQueue) -> list[tuple[int, int, str, str]]:
+    return [(one.number, one.identity.attempt, one.state, one.reason) for one in replay.drain().ended]
+
+
+def test_every_attempt_that_comes_to_nothing_is_noted_with_its_reason() -> None:
+    replay = queue(too_old="drop", max_lag=0, max_attempts=2)
+    replay.issue("gone", 0, 1, 0)
+    replay.lost("gone")
+    first, second, third, fourth = replay.issue("a", 0, 4, 0)
+    replay.put(done(first, reward=float("inf")))
+    replay.fail(fail(second, "too slow"))
+    assert endings(replay) == [
+        (0, 0, "lost", "gone was given up for dead"),
+        (0, 1, "dead_letter", "engine: the reward is inf"),
+        (1, 0, "failed", "reward: too slow"),
+    ]
+    again = replay.issue("a", 0, 2, 1)
+    replay.fail(fail(again[0], "no"))
+    assert endings(replay) == [(0, 2, "abandoned", "sample 0 failed 2 times: reward: no")]
+    for ticket in (again[1], third, fourth, *replay.issue("a", 0, 1, 2)):
+        replay.put(done(ticket))
+    publish_after_training(replay, 0)
+    for ticket in replay.issue("a", 1, 4, 3):
+        replay.put(done(ticket, (0, 1)))
+    assert replay.take(1) is None
+    assert [(state, reason) for _, _, state, reason in endings(replay)] == [
+        ("too_old", "sampled by versions from 0 on, 1 is the oldest allowed")
+    ] * 4
+
+
+def test_groups_that_are_given_up_are_noted_sample_by_sample() -> None:
+    replay = queue(whole_groups=True, resample_equal=True, max_attempts=1)
+    equal, _, failing, other = replay.issue("a", 0, 4, 0)
+    replay.put(done(equal, reward=1.0))
+    replay.put(done(_, reward=1.0))
+    assert endings(replay) == [(number, 0, "equal_group", "all rewards are 1") for number in (0, 1)]
+    replay.put(done(other))
+    replay.fail(fail(failing))
+    why = "sample 0 failed 1 times: reward: no"
+    assert endings(replay) == [(2, 0, "abandoned", why), (3, 0, "abandoned", why)]
+
+
 def test_what_has_changed_is_told_once() -> None:
     replay = queue()
     tickets = replay.issue("a", 0, 4, 0)

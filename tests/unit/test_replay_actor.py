@@ -20,7 +20,7 @@ from streamppo.replay.actor import ReplayActor
 from streamppo.replay.defects import Limits, defect, limits_of
 from streamppo.replay.journal import Journal
 from streamppo.replay.replayer import Replayer
-from streamppo.types import Batch, Push, Ticket, Trajectory, decode, encode
+from streamppo.types import Batch, Failure, Push, Ticket, Trajectory, decode, encode
 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
 
@@ -248,9 +248,46 @@ def test_a_prompt_that_only_makes_dead_letters_is_given_up(actor_of: Callable[..
             (first,) = await tickets(actor, attempt + 1, 9)
         assert (first.identity.prompt, first.identity.attempt) == (4, 0)
         assert actor._queue.report().dropped["abandoned"] == 1
+        assert actor._queue.report().dead_letters == 3
         assert [letter.trajectory.identity.attempt for letter in actor_of()._journal.dead_letters()] == [0, 1, 2]
 
     asyncio.run(main())
+
+
+def test_people_can_ask_what_became_of_a_prompt(
+    actor_of: Callable[..., ReplayActor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        actor = actor_of("queue.samples_per_prompt=4", "queue.max_lag=2")
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        given = await tickets(actor, 0, 9)
+        failed = encode((Failure(identity=given[5].identity, actor="a", stage="reward", reason="no answer"),))
+        await actor.deliver(encode(()), failed)
+        await deliver(actor, [*map(done, given[:5]), broken(given[6], DEFECTS["the reward is nan"])])
+        await actor.take(0)
+        assert [inspection.inspect_prompt(tmp_path, prompt) for prompt in (0, 1, 2)] == [0, 0, 0]
+        await actor.publish(push(1), [], b"", 0)
+        assert inspection.inspect_prompt(tmp_path, 0) == 0
+
+    asyncio.run(main())
+    with pytest.raises(JournalError, match="prompt 3 was never issued"):
+        inspection.inspect_prompt(tmp_path, 3)
+    assert capsys.readouterr().out.splitlines() == [
+        "arithmetic prompt 0",
+        *(f"  sample {sample} attempt 0: leased to update 1" for sample in range(4)),
+        "arithmetic prompt 1",
+        "  sample 0 attempt 0: ready",
+        "  sample 1 attempt 0: failed: reward: no answer",
+        "  sample 1 attempt 1: to be sampled",
+        "  sample 2 attempt 0: dead letter: engine: the reward is nan",
+        "  sample 2 attempt 1: to be sampled",
+        "  sample 3 attempt 0: issued to a",
+        "arithmetic prompt 2",
+        "  sample 0 attempt 0: issued to a",
+        "arithmetic prompt 0",
+        *(f"  sample {sample} attempt 0: trained on by update 1: reward 0, 2 tokens" for sample in range(4)),
+    ]
 
 
 def test_an_engine_that_only_makes_dead_letters_ends_the_run_and_the_letters_are_kept(
