@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -130,23 +131,18 @@ def load(
     *,
     offload: bool = False,
 ) -> Policy:
-    """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`.
+    """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
+    Rank 0 alone reads weights, and sends them tensor by tensor: of the others, none ever holds more than its shards and
+    one tensor, and config.json is all that they need at `path`. Nobody's random numbers move on.
     `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
     gives the value head its weights as well. `offload` keeps the shards in CPU memory.
     Raises `ModelError` if one of them cannot be loaded.
     """
     device = mesh.device_type
-    chosen = attention.choose(config, device)
-    lm = pretrained.read(path, chosen)
-    own = None if critic == "head" else pretrained.critic(critic, path, chosen)
-    policy = Policy(
-        lm, temperature, own and own.transformer, float32_head=config.float32_head, layout=attention.layout(chosen)
-    )
-    if own is not None and own.head_1D is not None:
-        with torch.no_grad():
-            policy.value_head.weight.copy_(own.head_1D)
-    transformers = [lm.base_model, *([] if own is None else [own.transformer])]
+    with torch.device("meta"):
+        policy = _build(config, path, temperature, device, critic, weights=False)
+    transformers = [policy.lm.base_model, *([] if policy.critic is None else [policy.critic])]
     if config.gradient_checkpointing:
         for transformer in transformers:
             _checkpoint_activations(transformer)
@@ -160,7 +156,38 @@ def load(
             for layer in transformer.layers:
                 fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
+    policy.to_empty(device="cpu" if offload else device)
+    with torch.random.fork_rng():
+        whole = _build(config, path, temperature, device, critic, weights=True) if dist.get_rank() == 0 else None
+    _fill(policy, whole, device)
     return policy
+
+
+def _build(config: Model, path: str | Path, temperature: float, device: str, critic: str, *, weights: bool) -> Policy:
+    chosen = attention.choose(config, device)
+    lm = pretrained.read(path, chosen, weights=weights)
+    own = None if critic == "head" else pretrained.critic(critic, path, chosen, weights=weights)
+    policy = Policy(
+        lm, temperature, own and own.transformer, float32_head=config.float32_head, layout=attention.layout(chosen)
+    )
+    if own is not None and own.head_1D is not None:
+        with torch.no_grad():
+            policy.value_head.weight.copy_(own.head_1D)
+    return policy
+
+
+def _fill(policy: Policy, whole: Policy | None, device: str) -> None:
+    """Give every rank its shards of `whole`, which only rank 0 has, and all of its buffers on `device`."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
+    # What a model computes as it is made and saves nowhere, such as the frequencies of rotary embeddings.
+    made = {} if whole is None else dict(whole.named_modules())
+    for at, module in policy.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            source = made[at].get_buffer(name) if made else torch.empty_like(buffer)
+            sent = source.to(device)
+            dist.broadcast(sent, src=0)
+            setattr(module, name, sent)
 
 
 def _checkpoint_activations(transformer: Any) -> None:

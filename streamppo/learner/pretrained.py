@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from streamppo import durable
@@ -18,15 +19,19 @@ class CriticStart(NamedTuple):
     head_1D: Tensor | None
 
 
-def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM") -> Any:
-    """The model at `path`. Raises `ModelError` if it cannot be loaded."""
+def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM", *, weights: bool = True) -> Any:
+    """The model at `path`; without `weights` its modules alone, for which config.json is enough.
+
+    Raises `ModelError` if it cannot be loaded.
+    """
     import transformers
 
+    factory = getattr(transformers, kind)
+    if not weights:
+        return factory.from_config(settings(path), dtype=torch.float32, attn_implementation=attention).eval()
     try:
-        return getattr(transformers, kind).from_pretrained(
-            str(path), dtype=torch.float32, attn_implementation=attention
-        )
-    except (OSError, ValueError, ImportError) as error:
+        return factory.from_pretrained(str(path), dtype=torch.float32, attn_implementation=attention)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
 
 
@@ -35,8 +40,6 @@ def write(lm: Any, tokenizer: Any, folder: Path) -> None:
 
     Raises `ModelError` if the disk refuses.
     """
-    from safetensors import SafetensorError
-
     aside = durable.aside(folder)
     with durable.naming(folder, ModelError):
         shutil.rmtree(aside, ignore_errors=True)
@@ -51,30 +54,30 @@ def write(lm: Any, tokenizer: Any, folder: Path) -> None:
         durable.settle(folder)
 
 
-def critic(choice: str, policy: str | Path, attention: str) -> CriticStart:
+def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
     """ "policy" is a copy of the model at `policy`, "scratch" its architecture with random weights, else a path.
 
     At a path may be a causal LM or a sequence classification model of one label, whose head becomes the value head.
-    Raises `ModelError` for a model that cannot be loaded, has other labels or another vocabulary.
+    `weights` is that of `read`. Raises `ModelError` for a model that cannot be loaded, or has other labels or words.
     """
     match choice:
         case "policy":
-            return CriticStart(read(policy, attention).base_model, None)
+            return CriticStart(read(policy, attention, weights=weights).base_model, None)
         case "scratch":
-            return CriticStart(_scratch(policy, attention), None)
+            return CriticStart(read(policy, attention, "AutoModel", weights=False), None)
         case path:
-            start = _at(path, attention)
-    own, wanted = start.transformer.config.vocab_size, _settings(policy).vocab_size
+            start = _at(path, attention, weights)
+    own, wanted = start.transformer.config.vocab_size, settings(policy).vocab_size
     if own < wanted:
         raise ModelError(f"the critic {path!r} knows {own} tokens, and the policy writes {wanted}")
     return start
 
 
-def _at(path: str, attention: str) -> CriticStart:
-    names = _settings(path).architectures or []
+def _at(path: str, attention: str, weights: bool) -> CriticStart:
+    names = settings(path).architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
-        return CriticStart(read(path, attention).base_model, None)
-    model = read(path, attention, "AutoModelForSequenceClassification")
+        return CriticStart(read(path, attention, weights=weights).base_model, None)
+    model = read(path, attention, "AutoModelForSequenceClassification", weights=weights)
     if model.num_labels != 1:
         raise ModelError(f"the critic {path!r} has {model.num_labels} labels: a value is one number")
     if not hasattr(model, "score"):
@@ -82,14 +85,8 @@ def _at(path: str, attention: str) -> CriticStart:
     return CriticStart(model.base_model, model.score.weight.detach())
 
 
-def _scratch(policy: str | Path, attention: str) -> Any:
-    from transformers import AutoModel
-
-    made = AutoModel.from_config(_settings(policy), dtype=torch.float32, attn_implementation=attention)
-    return made.eval()
-
-
-def _settings(path: str | Path) -> Any:
+def settings(path: str | Path) -> Any:
+    """The model's configuration. Raises `ModelError` if there is none."""
     from transformers import AutoConfig
 
     try:
