@@ -18,26 +18,24 @@ from streamppo.types import Batch, Identity, Trajectory
 
 MATH = Path(__file__).parent.parent.parent / "configs" / "math.toml"
 BATCH = 12
+SMALL = {
+    "vocab_size": 17,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+"""Settings of the tests' models."""
 
 
 def save_model(folder: Path) -> None:
     """A model whose log-probs differ from token to token."""
     torch.manual_seed(5)
-    lm = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=17,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.3,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    )
-    lm.save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**SMALL, initializer_range=0.3)).save_pretrained(folder)
 
 
 def config_of(*overrides: str) -> Config:

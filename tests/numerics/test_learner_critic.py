@@ -109,18 +109,7 @@ def critic_at(folder: Path, choice: str | Path) -> model.Policy:
 
 
 def reward_model(path: Path, **settings: int) -> Qwen2ForSequenceClassification:
-    made = Qwen2ForSequenceClassification(
-        Qwen2Config(
-            vocab_size=settings.pop("vocab_size", 17),
-            hidden_size=24,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            pad_token_id=0,
-            **settings,
-        )
-    )
+    made = Qwen2ForSequenceClassification(Qwen2Config(**case.SMALL | settings))
     made.save_pretrained(path)
     return made.eval()
 

@@ -16,17 +16,8 @@ from streamppo.learner import model
 
 RANKS = 3
 CRITICS = ("head", "policy", "scratch", "path")
-SETTINGS = Qwen2Config(
-    vocab_size=17,
-    hidden_size=24,
-    intermediate_size=50,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    pad_token_id=0,
-    num_labels=1,
-)
+SETTINGS = Qwen2Config(**case.SMALL | {"intermediate_size": 50}, tie_word_embeddings=True, num_labels=1)
+"""No number of ranks divides all of its widths."""
 
 
 def load(folder: Path, critic: str, mesh: object) -> model.Policy:
