@@ -18,10 +18,9 @@ Bundle = dict[str, float]
 
 
 class Plan(NamedTuple):
-    """The bundles, and in which of them each rank and each rollout actor lives. Reward models stand beside them."""
+    """The bundles; rank i lives in bundle i, and `actors` says where those are. Reward models stand beside them."""
 
     bundles: list[Bundle]
-    ranks: list[int]
     actors: list[int]
     reward_gpus: float
 
@@ -44,7 +43,7 @@ def plan(config: Config, *, rollout: bool = True) -> Plan:
         places = [number % learner.ranks for number in range(count)]
         # All of the GPU: Ray must not put two ranks on one.
         bundles = [_bundle(learner.threads + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)]
-    return Plan(bundles, list(range(learner.ranks)), places, reward_gpus if rollout else 0.0)
+    return Plan(bundles, places, reward_gpus if rollout else 0.0)
 
 
 def _bundle(cpus: int, gpus: float) -> Bundle:
@@ -81,7 +80,7 @@ class Placement:
     def rank(self, number: int) -> dict[str, Any]:
         """Ray's options for rank `number`."""
         learner = self._config.learner
-        return self._options(self._plan.ranks[number], learner.threads, learner.gpus)
+        return self._options(number, learner.threads, learner.gpus)
 
     def actor(self, number: int) -> dict[str, Any]:
         """Ray's options for rollout actor `number`; for one that was not planned a demand that a cluster may grow by.
