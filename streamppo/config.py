@@ -8,10 +8,9 @@ config_task.py, rewards in config_reward.py.
 import re
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-from streamppo.config_algorithm import GROUP_BASED, Algorithm
+from streamppo.config_algorithm import Algorithm
 from streamppo.config_base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Seconds, Section
 from streamppo.config_reward import Reward
 from streamppo.config_task import Environment, Task
@@ -313,9 +312,9 @@ class Config(Section, frozen=True):
         for name, size in sizes.items():
             if queue.batch_size % size:
                 raise ValueError(f"queue.batch_size ({queue.batch_size}) must be a multiple of {name} ({size})")
-        if isinstance(algorithm.advantage, GROUP_BASED) and queue.samples_per_prompt < 2:
+        if algorithm.compares_samples and queue.samples_per_prompt < 2:
             raise ValueError(
-                f"advantage {algorithm.advantage.__struct_config__.tag!r} compares the samples of a prompt: "
+                f"{algorithm.compares_samples} compares the samples of a prompt: "
                 f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             )
         if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
@@ -367,21 +366,3 @@ def _gpus(config: Config) -> str:
     if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
         return f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
     return ""
-
-
-def learning(config: Config) -> Config:
-    """`config` with everything blanked that the result of an update on a given batch does not depend on."""
-    return msgspec.structs.replace(
-        config,
-        name="-",
-        reward=Reward(function="-"),
-        environment=None,
-        # A part of a GPU computes what a whole one does.
-        learner=msgspec.structs.replace(config.learner, gpus=float(config.learner.gpus > 0)),
-        rollout=Rollout(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
-        queue=Queue(batch_size=config.queue.batch_size, max_lag=config.queue.max_lag, too_old=config.queue.too_old),
-        evaluation=Evaluation(),
-        checkpoint=Checkpoint(),
-        cluster=Cluster(),
-        watchdog=Watchdog(),
-    )

@@ -333,6 +333,13 @@ class Algorithm(Section, frozen=True):
             return "the second-moment correction, whose threshold is over the whole batch"
         return "the KL in the reward, which is theirs" if self.kl.reward_beta else None
 
+    @property
+    def compares_samples(self) -> str | None:
+        """What looks at all samples of a prompt side by side, so that a batch needs them; None if nothing does."""
+        if isinstance(self.advantage, GROUP_BASED):
+            return f"advantage {self.advantage.__struct_config__.tag!r}"
+        return "whiten.over = 'group'" if self.whiten.over == "group" else None
+
     def __post_init__(self) -> None:
         """Choices that contradict each other."""
         kind = self.advantage.__struct_config__.tag

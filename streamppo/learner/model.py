@@ -17,14 +17,18 @@ from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.tokens import chunked_logprobs_entropy
 from streamppo.config import Model
+from streamppo.errors import ModelError
 from streamppo.learner import attention, pretrained
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.packing import Packed
+from streamppo.learner.pretrained import CriticStart
 
 Part: TypeAlias = Literal["policy", "critic", "both"]
 """What a pass computes: log-probs and entropies, values, or all of them."""
 HEAD_CHUNK = 4096
 """Tokens whose logits exist at one time."""
+HEAD_GAP, PROBED = 1e-3, 4
+"""Nats between a model's log-probs and `Policy`'s in float32, and the tokens on which they are compared."""
 SHARD_LAYERS_ABOVE = 16_000_000
 """Parameters above which every layer is gathered on its own; a smaller model is gathered at once."""
 
@@ -137,11 +141,14 @@ def load(
     one tensor, and config.json is all that they need at `path`. Nobody's random numbers move on.
     `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
     gives the value head its weights as well. `offload` keeps the shards in CPU memory.
-    Raises `ModelError` if one of them cannot be loaded.
+    Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not.
     """
     device = mesh.device_type
+    chosen = attention.choose(config, device)
     with torch.device("meta"):
-        policy = _build(config, path, temperature, device, critic, weights=False)
+        lm, own = _read(path, critic, chosen, weights=False)
+        layout = attention.layout(chosen)
+        policy = Policy(lm, temperature, own.transformer, float32_head=config.float32_head, layout=layout)
     transformers = [policy.lm.base_model, *([] if policy.critic is None else [policy.critic])]
     if config.gradient_checkpointing:
         for transformer in transformers:
@@ -157,23 +164,38 @@ def load(
                 fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
     policy.to_empty(device="cpu" if offload else device)
-    with torch.random.fork_rng():
-        whole = _build(config, path, temperature, device, critic, weights=True) if dist.get_rank() == 0 else None
-    _fill(policy, whole, device)
+    _fill(policy, _whole(path, critic) if dist.get_rank() == 0 else None, device)
     return policy
 
 
-def _build(config: Model, path: str | Path, temperature: float, device: str, critic: str, *, weights: bool) -> Policy:
-    chosen = attention.choose(config, device)
-    lm = pretrained.read(path, chosen, weights=weights)
-    own = None if critic == "head" else pretrained.critic(critic, path, chosen, weights=weights)
-    policy = Policy(
-        lm, temperature, own and own.transformer, float32_head=config.float32_head, layout=attention.layout(chosen)
-    )
-    if own is not None and own.head_1D is not None:
+def _read(path: str | Path, critic: str, chosen: str, *, weights: bool) -> tuple[Any, CriticStart]:
+    return pretrained.read(path, chosen, weights=weights), pretrained.critic(critic, path, chosen, weights=weights)
+
+
+def _whole(path: str | Path, critic: str) -> Policy:
+    """All weights, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        lm, own = _read(path, critic, "eager", weights=True)
+        _check_head(lm, path)
+        policy = Policy(lm, 1.0, own.transformer)
+    if own.head_1D is not None:
         with torch.no_grad():
             policy.value_head.weight.copy_(own.head_1D)
     return policy
+
+
+@torch.no_grad()
+def _check_head(lm: Any, path: str | Path) -> None:
+    """`Policy` computes logits as hidden states times the head's weights, and some models do more than that."""
+    tokens_1L = torch.arange(PROBED)[None] % lm.config.vocab_size
+    theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
+    hidden_1LD = lm.base_model(tokens_1L).last_hidden_state
+    ours_1LV = nn.functional.linear(hidden_1LD, lm.get_output_embeddings().weight).float().log_softmax(-1)
+    if (gap := (ours_1LV - theirs_1LV).abs().max().item()) > HEAD_GAP:
+        raise ModelError(
+            f"the model {str(path)!r} does more to its logits than to multiply with its head's weights (a soft cap, a "
+            f"scale or a bias): the learner's log-probs would be up to {gap:.2g} nats from its own"
+        )
 
 
 def _fill(policy: Policy, whole: Policy | None, device: str) -> None:

@@ -13,10 +13,10 @@ from streamppo.errors import ModelError
 
 
 class CriticStart(NamedTuple):
-    """A critic's transformer, and the weights of its value head where its model has a score head."""
+    """A critic's own transformer, and the weights of its value head where its model has a score head."""
 
-    transformer: Any
-    head_1D: Tensor | None
+    transformer: Any = None
+    head_1D: Tensor | None = None
 
 
 def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM", *, weights: bool = True) -> Any:
@@ -26,11 +26,11 @@ def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM", *
     """
     import transformers
 
-    factory = getattr(transformers, kind)
-    if not weights:
-        return factory.from_config(settings(path), dtype=torch.float32, attn_implementation=attention).eval()
+    factory, options = getattr(transformers, kind), {"dtype": torch.float32, "attn_implementation": attention}
     try:
-        return factory.from_pretrained(str(path), dtype=torch.float32, attn_implementation=attention)
+        if weights:
+            return factory.from_pretrained(str(path), **options)
+        return factory.from_config(settings(path), **options).eval()
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
 
@@ -55,16 +55,18 @@ def write(lm: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
-    """ "policy" is a copy of the model at `policy`, "scratch" its architecture with random weights, else a path.
+    """The critic of a configuration: "head", a copy of the "policy", its architecture from "scratch", or a path.
 
     At a path may be a causal LM or a sequence classification model of one label, whose head becomes the value head.
     `weights` is that of `read`. Raises `ModelError` for a model that cannot be loaded, or has other labels or words.
     """
     match choice:
+        case "head":
+            return CriticStart()
         case "policy":
-            return CriticStart(read(policy, attention, weights=weights).base_model, None)
+            return CriticStart(read(policy, attention, weights=weights).base_model)
         case "scratch":
-            return CriticStart(read(policy, attention, "AutoModel", weights=False), None)
+            return CriticStart(read(policy, attention, "AutoModel", weights=False))
         case path:
             start = _at(path, attention, weights)
     own, wanted = start.transformer.config.vocab_size, settings(policy).vocab_size
@@ -76,7 +78,7 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
 def _at(path: str, attention: str, weights: bool) -> CriticStart:
     names = settings(path).architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
-        return CriticStart(read(path, attention, weights=weights).base_model, None)
+        return CriticStart(read(path, attention, weights=weights).base_model)
     model = read(path, attention, "AutoModelForSequenceClassification", weights=weights)
     if model.num_labels != 1:
         raise ModelError(f"the critic {path!r} has {model.num_labels} labels: a value is one number")

@@ -71,24 +71,23 @@ class Rank:
         ranks = self.config.learner.ranks
         place = device.take(self.config.learner.gpus)
         device.join(place, address, self.rank, ranks)
-        mesh = init_device_mesh(place.type, (ranks,))
+        self.mesh = init_device_mesh(place.type, (ranks,))
         torch.manual_seed(self.config.seed)
         self.model_path = model_path
-        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
-        self.policy = model.load(self.config.model, model_path, temperature, mesh, algorithm.critic.model)
-        self.reference = None
-        if algorithm.kl.on:
-            self.reference = model.load(self.config.model, model_path, temperature, mesh, offload=algorithm.kl.offload)
+        critic = self.config.algorithm.critic
+        self.policy = self._load(critic.model)
+        self.reference = self._reference(None)
         self.optimizer = optimizer.adamw(self.policy, self.config)
-        self.group = mesh.get_group()
+        self.group = self.mesh.get_group()
         self.updater = self._updater()
         self.version = 0
         if resume_from is not None:
             state = checkpoint.load(Path(resume_from), self.policy, self.optimizer)
             self.version = state.version
-            self.updater.beta, self.updater.bad_steps = state.beta, state.bad_steps
-        elif algorithm.critic.pretrain:
-            self._pretrain(algorithm.critic.pretrain)
+            optimizer.configure(self.optimizer, self.config)
+            self.updater.remember(state.beta, state.bad_steps)
+        elif critic.pretrain:
+            self._pretrain(critic.pretrain)
         self.pusher = Pusher(self._publish, self.config.weights.bucket_bytes)
         cpu_group: Any = dist.new_group(backend="gloo")
         self.saver = checkpoint.Saver(cpu_group, self.config.checkpoint)
@@ -129,10 +128,13 @@ class Rank:
     def configure(self, config: bytes) -> None:
         """`config` holds from the present version on: what a run that was resumed with changes did here."""
         self.config = msgspec.msgpack.decode(config, type=Config)
+        torch.set_num_threads(self.config.learner.threads)
+        optimizer.configure(self.optimizer, self.config)
+        self.policy.temperature = self.config.rollout.temperature
+        self.policy.float32_head = self.config.model.float32_head
+        self.reference = self._reference(self.reference)
         before, self.updater = self.updater, self._updater()
-        self.updater.beta, self.updater.bad_steps = before.beta, before.bad_steps
-        for group, full_lr in zip(self.optimizer.param_groups, optimizer.full_lrs(self.config), strict=True):
-            group["full_lr"] = full_lr
+        self.updater.remember(before.beta, before.bad_steps)
         self._prefetch(self.version)
 
     def settle(self) -> None:
@@ -159,6 +161,19 @@ class Rank:
         return self.pusher.last.result().digest
 
     # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _load(self, critic: str = "head", *, offload: bool = False) -> model.Policy:
+        temperature = self.config.rollout.temperature
+        return model.load(self.config.model, self.model_path, temperature, self.mesh, critic, offload=offload)
+
+    def _reference(self, known: model.Policy | None) -> model.Policy | None:
+        """The run's first model, as the configuration wants it; it is read only where it is not `known`."""
+        kl = self.config.algorithm.kl
+        if not kl.on:
+            return None
+        made = known or self._load(offload=kl.offload)
+        made.temperature, made.float32_head = self.policy.temperature, self.policy.float32_head
+        return made
 
     def _updater(self) -> Updater:
         chosen = objective.build(self.config)

@@ -64,6 +64,12 @@ class Updater:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.bad_steps = 0
 
+    def remember(self, beta: float, bad_steps: int) -> None:
+        """What an updater before this one knew: bad steps in a row, and `beta` if it adapts itself and was at work."""
+        self.bad_steps = bad_steps
+        if self.config.algorithm.kl.target and beta:
+            self.beta = beta
+
     def update(self, batch: Packed) -> Updated:
         """Train on `batch` for all epochs and minibatches.
 

@@ -21,8 +21,8 @@ from uuid import uuid4
 import msgspec
 
 from streamppo import garbage
-from streamppo.config import Config, learning
-from streamppo.config_algorithm import GROUP_BASED
+from streamppo.config import Config
+from streamppo.config_change import kept, learning
 from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
 from streamppo.replay.archive import Archive
 from streamppo.replay.defects import limits_of
@@ -70,11 +70,14 @@ class ReplayActor(Lessons):
     async def begin(self, version: int) -> int:
         """A new driver, whose learner starts from `version`: nobody samples any more. Returns the newest version.
 
-        Raises `CheckpointError` if versions must be redone and the configuration is not the one that made them.
+        Raises `CheckpointError` if versions must be redone and the configuration is not the one that made them, or if
+        it changes what a run keeps.
         """
         self._queue.lost_all()
-        before = list(self._journal.configs().values())
-        if not before or learning(msgspec.msgpack.decode(before[-1], type=Config)) != learning(self.config):
+        before = [msgspec.msgpack.decode(config, type=Config) for config in self._journal.configs().values()]
+        if before:
+            _refuse_other(kept(before[-1]), kept(self.config))
+        if not before or learning(before[-1]) != learning(self.config):
             if before and version < self._queue.version:
                 raise CheckpointError(
                     f"versions {version + 1} to {self._queue.version} must be redone as they were made, and the "
@@ -248,6 +251,12 @@ class ReplayActor(Lessons):
             self._changed.notify_all()
 
 
+def _refuse_other(before: dict[str, Any], present: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if present[name] != value:
+            raise CheckpointError(f"a run keeps its {name}: it was {value!r}, and cannot become {present[name]!r}")
+
+
 def queue_of(config: Config) -> DurableQueue:
     """The queue that the configuration describes."""
     queue = config.queue
@@ -256,7 +265,7 @@ def queue_of(config: Config) -> DurableQueue:
         batch_size=queue.batch_size,
         samples_per_prompt=queue.samples_per_prompt,
         max_lag=queue.max_lag,
-        whole_groups=isinstance(config.algorithm.advantage, GROUP_BASED),
+        whole_groups=config.algorithm.compares_samples is not None,
         resample_equal=config.algorithm.zero_variance == "resample",
         too_old=queue.too_old,
         max_attempts=queue.max_attempts,

@@ -308,7 +308,11 @@ def test_damage_in_the_archive_is_named_by_whoever_needs_it(tmp_path: Path) -> N
 
 def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_report(tmp_path: Path) -> None:
     finished(tmp_path, *SHORT)
-    resumed(tmp_path, "updates=16")
+    learner = ("learner.lr=5e-4", "learner.decay=constant", "learner.betas=[0.8, 0.99]")
+    resumed(tmp_path, "updates=16", *learner, "algorithm.kl.reward_beta=0.05", "rollout.temperature=0.9")
+    made = updates(tmp_path)
+    assert [row["lr"] for row in made[12:]] == [5e-4] * 4
+    assert [row.get("kl_beta") for row in made[11:13]] == [None, 0.05]
     assert "17 versions, all of them bit for bit as they were" in replayed(tmp_path)
     run = tmp_path / "math"
     done = command("replay", str(run), "--to", "6", "--set", "learner.lr=1e-5")

@@ -86,12 +86,45 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(fol
     state = carried_over(one, two, tmp_path)
     assert (state.version, state.beta, state.bad_steps) == (1, one.beta, 2)
     assert one.beta != 0.1
-    two.beta = state.beta
+    two.remember(state.beta, state.bad_steps)
+    assert two.bad_steps == 2
     one.update(pack(case.batch(seed=1)))
     two.update(pack(case.batch(seed=1)))
     assert two.beta == one.beta
     expected = case.whole(one.policy)
     assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+@ALONE
+def test_settings_are_those_of_the_configuration_and_not_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    changes = ["learner.lr=0.5", "algorithm.critic.lr=0.7", "learner.betas=[0.5, 0.6]", "learner.weight_decay=0.3"]
+    one, two = (case.updater(case.config_of(*some), folder) for some in ([], changes))
+    for updater in (one, two):
+        updater.optimizer = optimizer.adamw(updater.policy, updater.config)
+    carried_over(one, two, tmp_path)
+    optimizer.configure(two.optimizer, two.config)
+    settings = [
+        (group["full_lr"], tuple(group["betas"]), group["weight_decay"]) for group in two.optimizer.param_groups
+    ]
+    assert settings == [(0.5, (0.5, 0.6), 0.3), (0.7, (0.5, 0.6), 0.3)]
+
+
+@ALONE
+@pytest.mark.parametrize(
+    ("change", "beta"),
+    [
+        ([], 0.1),
+        (["algorithm.kl.target=0.5"], 0.7),
+        (["algorithm.kl.reward_beta=0.2"], 0.2),
+    ],
+    ids=["fixed", "adapted", "changed"],
+)
+def test_only_a_beta_that_adapts_itself_goes_on_from_where_it_was(folder: Path, change: list[str], beta: float) -> None:
+    updater = case.updater(case.config_of("algorithm.kl.reward_beta=0.1", *change), folder)
+    updater.remember(0.7, 0)
+    assert updater.beta == beta
+    updater.remember(0.0, 0)
+    assert updater.beta == beta, "a penalty that was off before begins as the configuration says"
 
 
 @ALONE

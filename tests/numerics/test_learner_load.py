@@ -2,14 +2,24 @@
 
 import multiprocessing
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import learner_case as case
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 from streamppo.errors import ModelError
 from streamppo.learner import model
@@ -87,6 +97,30 @@ def test_the_other_ranks_need_no_weights_and_have_the_same_model(models: Path) -
             assert all(torch.equal(tensor, alone[critic][name]) for name, tensor in found[critic].items()), critic
 
 
+def gemma2(folder: Path) -> None:
+    config = Gemma2Config(**case.SMALL, head_dim=8, final_logit_softcapping=2.0, initializer_range=0.3)
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+
+
+def granite(folder: Path) -> None:
+    GraniteForCausalLM(GraniteConfig(**case.SMALL, logits_scaling=8.0)).save_pretrained(folder)
+
+
+def phi(folder: Path) -> None:
+    lm = PhiForCausalLM(PhiConfig(**case.SMALL))
+    torch.nn.init.normal_(lm.lm_head.bias)
+    lm.save_pretrained(folder)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("make", [gemma2, granite, phi])
+def test_a_model_whose_logits_are_more_than_a_product_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    torch.manual_seed(5)
+    make(tmp_path / "policy")
+    with pytest.raises(ModelError, match=r"a soft cap, a scale or a bias.* would be up to [0-9.]+ nats"):
+        load(tmp_path, "head", init_device_mesh("cpu", (1,)))
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("content", [None, bytes(100)])
 def test_weights_that_are_missing_or_damaged_are_named(models: Path, content: bytes | None) -> None:
@@ -95,4 +129,4 @@ def test_weights_that_are_missing_or_damaged_are_named(models: Path, content: by
     if content is not None:
         weights.write_bytes(content)
     with pytest.raises(ModelError, match=r"the model '.*policy' cannot be loaded"):
-        load(models / "0", "head", init_device_mesh("cpu", (dist.get_world_size(),)))
+        load(models / "0", "head", init_device_mesh("cpu", (1,)))

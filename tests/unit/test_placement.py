@@ -8,7 +8,8 @@ import pytest
 import ray
 import ray.util
 
-from streamppo.config import Config, learning
+from streamppo.config import Config
+from streamppo.config_change import learning
 from streamppo.errors import ConfigError, RunError
 from streamppo.placement import Placement, plan, shortage
 

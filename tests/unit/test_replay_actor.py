@@ -157,6 +157,41 @@ def test_another_configuration_is_refused_where_versions_must_be_redone(actor_of
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    {
+        "model.dtype=bfloat16": "a run keeps its model.dtype: it was 'float32', and cannot become 'bfloat16'",
+        "model.hidden_size=32": "a run keeps its model.hidden_size: it was 64, and cannot become 32",
+        "weights.bucket_bytes=1000": "a run keeps its weights.bucket_bytes",
+        "algorithm.critic.model=scratch": "a run keeps its algorithm.critic.model: it was 'head'",
+        "learner.ranks=2": "a run keeps its learner.ranks: it was 1, and cannot become 2",
+    }.items(),
+)
+def test_what_a_run_keeps_cannot_be_changed(actor_of: Callable[..., ReplayActor], change: str, sentence: str) -> None:
+    async def main() -> None:
+        await made_version_1(actor_of())
+        with pytest.raises(CheckpointError, match=sentence):
+            await actor_of(change).begin(1)
+        assert list(actor_of()._journal.configs()) == [0]
+        await actor_of("model.gradient_checkpointing=true", "model.float32_head=false").begin(1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("choice", ["algorithm.advantage.kind=rloo", "algorithm.whiten.over=group"])
+def test_samples_that_are_compared_come_together(actor_of: Callable[..., ReplayActor], choice: str) -> None:
+    async def main() -> None:
+        actor = actor_of("queue.samples_per_prompt=2", choice)
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        given = await tickets(actor, 0, 6)
+        await deliver(actor, [done(given[number]) for number in (0, 2, 3, 4, 5)])
+        batch = decode(await actor.take(0), Batch)
+        assert [row.identity.prompt for row in batch.trajectories] == [1, 1, 2, 2]
+
+    asyncio.run(main())
+
+
 def test_after_a_failed_transaction_nothing_is_acknowledged_any_more(
     actor_of: Callable[..., ReplayActor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
