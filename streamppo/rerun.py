@@ -43,6 +43,9 @@ def rerun(run: Path, to: int | None, changes: Sequence[str]) -> int:
     if last not in recorded:
         raise JournalError(f"{run}: version {last} was never made; the newest is {max(recorded, default=0)}")
     chosen = {version: _changed(config, changes) for version, config in configs.items()}
+    if changes:
+        # The learning rate's schedule ends with the updates.
+        last = min(last, max(config.updates for config in chosen.values()))
     try:
         digests, reports = _remake(run, chosen, last)
     except RayError as error:

@@ -113,6 +113,7 @@ class Rank:
         if self.version + 1 < self.config.updates:
             self._prefetch(self.version + 1)
         self._schedule()
+        assert fetched.batch.version == self.version, "a batch of another version"
         batch = fetched.batch.to(self.updater.device)
         metrics, values_BT = self.updater.update(batch)
         self.version += 1

@@ -3,7 +3,7 @@
 Update u trains from version u to version u + 1 and leases batch u; the lag of a token is u minus its version.
 
     admission   an engine of version v may hold slots for the updates up to v + max_lag: a slot opens while
-                opened - abandoned < (v + max_lag + 1) * batch_size.  max_lag = 0 is synchronous PPO.
+                opened - abandoned - consumed < (v + max_lag + 1 - u) * batch_size.  max_lag = 0 is synchronous PPO.
     the take    first in, first out by age, whole units only; max_lag is enforced here, token by token.
     leases      asking for batch u again gives batch u again, until version u + 1 is published.
 
@@ -225,7 +225,8 @@ class ReplayQueue:
             slot = heapq.heappop(self._open)
             if not slot.unit.abandoned:
                 return slot
-        if self._opened - self._abandoned >= (engine_version + self._max_lag + 1) * self._batch_size:
+        alive = self._opened - self._abandoned - self._counts["consumed"]
+        if alive >= (engine_version + self._max_lag + 1 - self.version) * self._batch_size:
             return None
         self._open_unit()
         return heapq.heappop(self._open)

@@ -324,6 +324,9 @@ def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_r
     last: dict[str, Any] = report["updates"][-1]
     assert last["recorded"]["tokens"] == last["replayed"]["tokens"]
     assert last["recorded"]["behavior_kl"] != last["replayed"]["behavior_kl"]
+    assert command("replay", str(run), "--set", "updates=3").returncode == 0
+    shorter = json.loads((run / "replays" / "3.json").read_text())
+    assert [row["version"] for row in shorter["updates"]] == [1, 2, 3]
     shown = command("inspect", str(run), "--update", "3", "--n", "2").stdout
     assert "update 2 -> 3: 64 trajectories" in shown
     assert shown.count("completion  ") == shown.count("values  ") == 2

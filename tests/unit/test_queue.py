@@ -395,6 +395,26 @@ def test_a_rebuilt_queue_goes_on_with_what_waits_and_gives_the_same_batch() -> N
     assert rebuilt.report().ready == 1
 
 
+@pytest.mark.parametrize(("batch_size", "opened"), [(2, 0), (4, 4), (8, 12)])
+def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_size: int, opened: int) -> None:
+    """At version 3 with a lag of 1 two batches may be held, and one old one of 4 is."""
+    replay, rebuilt = queue(), queue(batch_size=batch_size)
+    for version in range(3):
+        for ticket in replay.issue("a", version, 100, next(CALLS)):
+            replay.put(done(ticket, (version, version)))
+        publish_after_training(replay, version)
+    changes = replay.drain()
+    alive = tuple(slot for slot in changes.slots if slot.number not in changes.gone)
+    rebuilt.restore(Saved(changes.counters, alive, ()))
+    assert rebuilt.report().ready == 4
+    tickets = rebuilt.issue("a", 3, 100, next(CALLS))
+    assert len(tickets) == opened
+    for ticket in tickets:
+        rebuilt.put(done(ticket, (3, 3)))
+    publish_after_training(rebuilt, 3)
+    assert len(rebuilt.issue("a", 4, 100, next(CALLS))) == batch_size
+
+
 def test_a_journal_of_another_run_is_refused() -> None:
     changes, other = queue().drain(), queue(task="other")
     with pytest.raises(JournalError, match="of another run"):
