@@ -1,9 +1,12 @@
 """Procedural tasks of reasoning-gym (extra `gym`), scored by its own verifiers."""
 
+import ast
 import json
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from streamppo.config_task import GymTask
 from streamppo.errors import TaskError
@@ -25,19 +28,30 @@ class Gym:
 
 
 def _prompt(entry: dict[str, Any], config: GymTask) -> Prompt:
-    # The entry goes to the verifier in another process: as JSON it is the same on both sides.
-    columns = {"answer": entry["answer"], "dataset": config.dataset, "entry": json.dumps(entry, default=str)}
+    # The entry goes to the verifier in another process. Some data sets make another one there from the same seed, and
+    # JSON would turn tuples into lists; as Python's own notation it is the same on both sides.
+    with np.printoptions(legacy="1.25"):  # numbers of numpy without their types
+        written = repr(entry)
+    columns = {
+        "answer": entry["answer"],
+        "dataset": config.dataset,
+        "parameters": json.dumps(config.parameters, sort_keys=True),
+        "entry": written,
+    }
     return Prompt(text=entry["question"] + config.suffix, columns=columns, source=config.dataset)
 
 
-def score(trajectory: ScoredText, dataset: str, entry: str) -> float:
-    """reasoning-gym's score of the completion, 0 to 1. Sync: some of its verifiers compute for long."""
-    return float(_verifier(dataset)(trajectory.completion.strip(), json.loads(entry)))
+def score(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
+    """reasoning-gym's score of the completion, 0 to 1. Sync: some of its verifiers compute for long.
+
+    `parameters` are those of the data set, as JSON; `entry` is the problem as Python writes it.
+    """
+    return float(_verifier(dataset, parameters)(trajectory.completion.strip(), ast.literal_eval(entry)))
 
 
 @cache
-def _verifier(dataset: str) -> Any:
-    return _library().get_score_answer_fn(dataset)
+def _verifier(dataset: str, parameters: str) -> Any:
+    return _library().create_dataset(dataset, **json.loads(parameters)).score_answer
 
 
 def _library() -> Any:

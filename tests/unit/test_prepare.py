@@ -9,8 +9,8 @@ import pytest
 from streamppo.cli import main
 from streamppo.config_task import DataTask, GymTask
 from streamppo.errors import TaskError
-from streamppo.tasks import task
-from streamppo.types import Message, Prompt
+from streamppo.tasks import gym, task
+from streamppo.types import Message, Prompt, ScoredText
 
 
 def prepared(tmp_path: Path, name: str, split: str = "train", **how: Any) -> list[Prompt]:
@@ -95,23 +95,49 @@ def test_a_folder_of_something_else_is_an_error(tmp_path: Path, name: str, capsy
     assert not (tmp_path / "x.parquet").exists()
 
 
+def gym_score(prompt: Prompt, completion: str) -> float:
+    text = ScoredText(prompt=prompt.text, completion=completion, finish="stop", num_tokens=1)
+    return gym.score(text, **{name: prompt.columns[name] for name in ("dataset", "parameters", "entry")})
+
+
 def test_reasoning_gym_makes_problems_and_scores_them() -> None:
     pytest.importorskip("reasoning_gym")
-    from streamppo.tasks.gym import score
-    from streamppo.types import ScoredText
-
     config = GymTask(dataset="chain_sum", size=20, held_out=0.25, parameters={"max_digits": 2})
     built, again = task.build(config, 7), task.build(config, 7)
     assert (len(built.training), len(built.held_out(100))) == (15, 5)
     prompt = built.prompt(3)
     assert prompt == again.prompt(3)
-    right = ScoredText(prompt=prompt.text, completion=prompt.columns["answer"], finish="stop", num_tokens=1)
-    wrong = ScoredText(prompt=prompt.text, completion="no idea", finish="stop", num_tokens=1)
-    columns = {"dataset": "chain_sum", "entry": prompt.columns["entry"]}
-    assert score(right, **columns) == 1.0
-    assert score(wrong, **columns) < 0.1
+    assert gym_score(prompt, prompt.columns["answer"]) == 1.0
+    assert gym_score(prompt, "no idea") < 0.1
     with pytest.raises(TaskError, match="cannot be made"):
         task.build(GymTask(dataset="no_such"), 1)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        "rearc",  # compares tuples
+        "knights_knaves",  # has texts of numpy in its entries
+        "codeio",  # and numbers
+        "isomorphic_strings",  # makes another problem of the same seed in another process
+    ],
+)
+def test_right_answers_to_reasoning_gym_are_right(dataset: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    built = task.build(GymTask(dataset=dataset, size=4, held_out=0.0), 5)
+    for number in range(4):
+        prompt = built.prompt(number)
+        assert gym_score(prompt, prompt.columns["answer"]) == 1.0
+
+
+def test_the_verifier_of_reasoning_gym_has_the_parameters_of_the_data_set() -> None:
+    pytest.importorskip("reasoning_gym")
+    given, default = (
+        task.build(GymTask(dataset="puzzle24", size=1, held_out=0.0, parameters=parameters), 5).prompt(0)
+        for parameters in ({"max_value": 4}, {})
+    )
+    assert gym_score(default, "6*4*1*1") == 1.0
+    assert gym_score(given, "6*4*1*1") < 0.1
 
 
 def test_reasoning_gym_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,28 @@
-"""Runs program.py of the current folder under limits: MEMORY_MIB CPU_S require|try. Imports nothing of ours."""
+"""Runs program.py of the current folder under limits: PARENT_PID MEMORY_MIB CPU_S require|try.
+
+Imports nothing of ours.
+"""
 
 import contextlib
 import ctypes
 import os
 import resource
 import runpy
+import signal
 import sys
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+PR_SET_PDEATHSIG = 1
 FILE_BYTES = 16 * 2**20
 PROCESSES = 256
 
 
-def main(memory_mib: int, cpu_s: int, network: str) -> None:
-    """Give up the network, then memory, CPU time, file size and processes, then run."""
+def main(parent: int, memory_mib: int, cpu_s: int, network: str) -> None:
+    """Give up the network, outliving the parent, memory, CPU time, file size and processes, then run."""
     alone = _leave_network()
     if not alone and network == "require":
         sys.exit("the kernel allows no network namespace, and require_no_network is set")
+    _die_with(parent)
     memory = memory_mib * 2**20
     for what, limit in (
         (resource.RLIMIT_AS, memory),
@@ -40,5 +46,13 @@ def _leave_network() -> bool:
     return ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
 
 
+def _die_with(parent: int) -> None:
+    """Only after a new user namespace, the making of which would undo it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit("its parent has ended")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

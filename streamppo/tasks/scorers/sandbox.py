@@ -1,9 +1,9 @@
 """Where programs of the policy run: a protocol, and this machine as one place for them."""
 
-import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +23,7 @@ class Ran(NamedTuple):
 class Sandbox(Protocol):
     """Runs Python programs that nobody trusts; a remote service is one more class with this method."""
 
-    async def run(self, program: str, stdin: str, timeout_s: float) -> Ran:
+    def run(self, program: str, stdin: str, timeout_s: float) -> Ran:
         """Run to the end, or to the time limit. Raises an exception only if the sandbox itself fails."""
         ...
 
@@ -32,15 +32,14 @@ class Local:
     """A process of its own group, with limits on memory, CPU time, file size and processes, in an empty folder.
 
     Without network where the kernel lets us make a network namespace. It is no wall against an attacker: it sees the
-    machine's files.
+    machine's files. On Linux the program ends when the process that runs it does, even by kill -9.
     """
 
-    def __init__(self, memory_mib: int = 512, output_bytes: int = 64 * 1024, require_no_network: bool = False) -> None:
+    def __init__(self, memory_mib: int = 512, require_no_network: bool = False) -> None:
         self._memory_mib = memory_mib
-        self._output_bytes = output_bytes
         self._require_no_network = require_no_network
 
-    async def run(self, program: str, stdin: str, timeout_s: float) -> Ran:
+    def run(self, program: str, stdin: str, timeout_s: float) -> Ran:
         """See `Sandbox.run`."""
         with tempfile.TemporaryDirectory(prefix="streamppo-") as name:
             folder = Path(name)
@@ -48,21 +47,26 @@ class Local:
                 (folder / part).write_text(content)
             (folder / "run").mkdir()
             (folder / "run" / "program.py").write_text(program)
-            exit_code = await self._run(folder, timeout_s)
-            return Ran(exit_code, self._read(folder / "stdout"), self._read(folder / "stderr"))
+            exit_code = self._run(folder, timeout_s)
+            # The limit on the size of files is that on what is read here.
+            out, err = ((folder / part).read_bytes().decode(errors="replace") for part in ("stdout", "stderr"))
+            return Ran(exit_code, out, err)
 
-    async def _run(self, folder: Path, timeout_s: float) -> int | None:
+    def _run(self, folder: Path, timeout_s: float) -> int | None:
         # Files, because the other end of a pipe may be held open by what the program has started.
         files = (folder / "stdin", "rb"), (folder / "stdout", "wb"), (folder / "stderr", "wb")
         with contextlib.ExitStack() as stack:
             stdin, out, err = (stack.enter_context(file.open(mode)) for file, mode in files)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                str(LAUNCHER),
-                str(self._memory_mib),
-                str(int(timeout_s) + 1),
-                "require" if self._require_no_network else "try",
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    str(LAUNCHER),
+                    str(os.getpid()),
+                    str(self._memory_mib),
+                    str(int(timeout_s) + 1),
+                    "require" if self._require_no_network else "try",
+                ],
                 cwd=folder / "run",
                 env={"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": str(folder / "run")},
                 stdin=stdin,
@@ -71,17 +75,11 @@ class Local:
                 start_new_session=True,
             )
         try:
-            async with asyncio.timeout(timeout_s):
-                return await process.wait()
-        except TimeoutError:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
             return None
         finally:
             # What the program has started is in its group, also when the program itself has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-
-    def _read(self, file: Path) -> str:
-        """The beginning of what was written."""
-        with file.open("rb") as opened:
-            return opened.read(self._output_bytes).decode(errors="replace")
+            process.wait()
