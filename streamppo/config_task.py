@@ -32,7 +32,7 @@ class Source(Section, frozen=True):
     evaluation: str | None = None
     """Where held-out prompts come from, if not from `data`."""
     evaluation_split: str | None = None
-    """The split that is evaluated on."""
+    """The split that is evaluated on, of a folder or a hub name."""
     held_out: Fraction = 0.05
     """Share of the training rows held out when neither `evaluation` nor `evaluation_split` is given."""
     prompt: str = "prompt"
@@ -123,4 +123,4 @@ class Environment(Section, frozen=True, kw_only=True):
     max_tokens: Positive = 4096
     """Tokens of all turns and observations together at most; rollout.max_tokens bounds one turn."""
     timeout_s: Seconds = 30.0
-    """A reset or step that takes longer fails its trajectory."""
+    """A reset, step or close that takes longer fails its trajectory."""

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
+from msgspec import structs
 
 from streamppo.config import BUILTIN, LOCAL, Config
 from streamppo.config_reward import ModelScorer
+from streamppo.config_task import Source
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
 from streamppo.rollout import build
 from streamppo.rollout.engine import Engine
-from streamppo.rollout.episode import Player
+from streamppo.rollout.episode import FAILURES, Player
 from streamppo.stages import model_path
-from streamppo.tasks import plugins, read
+from streamppo.tasks import data, plugins, read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.task import Task
@@ -64,7 +66,8 @@ async def _try(
     await rewards.start(task.sources())
     try:
         if completions is not None:
-            given = list(_given(completions, task))
+            source = config.task if isinstance(config.task, Source) else Source()
+            given = list(_given(completions, task, source, tokenizer))
             return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
         engine = await _engine(config, path)
         try:
@@ -91,7 +94,7 @@ def _complain(text: str) -> None:
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:
     try:
         episode = await player.play(prompt, build.sampling(config))
-    except TaskError as error:
+    except FAILURES as error:
         return Tried("", None, str(error), 0.0)
     text = episode.text(prompt, player.tokenizer)
     tried = await _score(rewards, prompt, text)
@@ -107,27 +110,37 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> Tried:
     return Tried(text.completion, reward, reason, time.perf_counter() - begin)
 
 
-def _given(file: Path, task: Task) -> Iterator[tuple[Prompt, ScoredText]]:
-    """Rows of a jsonl file: `completion`; `prompt` and columns, where they are not those of the task's next prompt."""
+def _given(file: Path, task: Task, source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Prompt, ScoredText]]:
+    """Rows of a jsonl file: `completion`; `prompt` and columns, where they are not those of the task's next prompt.
+
+    A `prompt` is written as `source` writes those of its rows.
+    """
     for number, (where, row) in enumerate(read.rows(str(file), "train")):
-        if not isinstance(row.get("completion"), str):
+        completion, finish = row.get("completion"), row.get("finish", "stop")
+        if not isinstance(completion, str):
             raise TaskError(f"{where}: no text `completion`")
-        columns = {name: value for name, value in row.items() if name not in ("completion", "prompt", "finish")}
-        prompt = task.prompt(number)
-        if "prompt" in row:
-            prompt = Prompt(text=row["prompt"], columns=columns, source=prompt.source)
-        else:
-            prompt = Prompt(text=prompt.text, columns=prompt.columns | columns, source=prompt.source)
-        yield (
-            prompt,
-            ScoredText(
-                prompt=prompt.text,
-                completion=row["completion"],
-                finish=row.get("finish", "stop"),
-                num_tokens=max(1, len(row["completion"])),
-                source=prompt.source,
-            ),
+        if finish not in ("stop", "length"):
+            raise TaskError(f'{where}: `finish` is "stop" or "length", not {finish!r}')
+        prompt = _prompt_of(row, where, task.prompt(number), source)
+        tokens = tokenizer.sampled(completion, finish)
+        text = ScoredText(
+            prompt=prompt.text,
+            completion=completion,
+            finish=finish,
+            num_tokens=len(tokens),
+            tokens=tokens.tobytes(),
+            messages=prompt.messages,
+            source=prompt.source,
         )
+        yield prompt, text
+
+
+def _prompt_of(row: read.Row, where: str, next_one: Prompt, source: Source) -> Prompt:
+    columns = {name: value for name, value in row.items() if name not in ("completion", "prompt", "finish")}
+    if "prompt" not in row:
+        return structs.replace(next_one, columns=next_one.columns | columns)
+    text, messages = data.content(row["prompt"], where, source)
+    return structs.replace(next_one, text=text, messages=messages, columns=columns)
 
 
 @contextmanager

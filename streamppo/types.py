@@ -39,6 +39,11 @@ def decode(data: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data, type=kind)
 
 
+def told(text: object) -> str:
+    """`text` for people, as it can cross a process: halves of surrogate pairs, which UTF-8 does not hold, are ?."""
+    return str(text).encode(errors="replace").decode()
+
+
 def ints(column: bytes) -> Ints:
     """A bytes column of int32, as a read-only array without a copy."""
     return np.frombuffer(column, dtype="<i4")
@@ -273,7 +278,7 @@ class EngineReport(Crossing, frozen=True):
 class EvaluationReport(Crossing, frozen=True):
     """Greedy answers to held-out prompts, by one actor, under versions `min_version`..`max_version`.
 
-    `failed` prompts have no score (their reward raised or timed out) and are not part of `count`.
+    `failed` prompts have no score (engine, environment or reward failed) and are not part of `count`.
     """
 
     actor: str

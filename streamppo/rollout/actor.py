@@ -15,11 +15,11 @@ from ray.exceptions import ObjectLostError
 
 from streamppo import garbage
 from streamppo.config import Config
-from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, WeightsError
+from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, WeightsError
 from streamppo.rollout import build
 from streamppo.rollout.credit import place
 from streamppo.rollout.engine import Engine
-from streamppo.rollout.episode import Episode, Player
+from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.tokens import Tokenizer
@@ -33,6 +33,7 @@ from streamppo.types import (
     Trajectory,
     decode,
     encode,
+    told,
 )
 from streamppo.weights.transport import unpack
 
@@ -43,11 +44,12 @@ RETRY_S = 0.5
 
 
 class Answer(NamedTuple):
-    """A greedy answer: whether it is right (None: its reward failed), its oldest and its newest version."""
+    """A greedy answer: whether it is right, or else why it failed; its oldest and its newest version."""
 
     correct: bool | None
     oldest: int
     newest: int
+    reason: str = ""
 
 
 class RolloutActor:
@@ -101,11 +103,14 @@ class RolloutActor:
             await self._swapped.wait_for(lambda: self.engine.version >= min_version)
         prompts = self.task.held_out(self.config.evaluation.prompts)[first::step]
         answers = await asyncio.gather(*(self._answer(prompt) for prompt in prompts))
+        reasons = [answer.reason for answer in answers if answer.correct is None]
+        if reasons:
+            self._say(f"{len(reasons)} of {len(answers)} held-out prompts failed, the first of them: {reasons[0]}")
         report = EvaluationReport(
             actor=self.name,
             correct=sum(answer.correct is True for answer in answers),
             count=sum(answer.correct is not None for answer in answers),
-            failed=sum(answer.correct is None for answer in answers),
+            failed=len(reasons),
             min_version=min((answer.oldest for answer in answers), default=min_version),
             max_version=max((answer.newest for answer in answers), default=min_version),
         )
@@ -173,8 +178,8 @@ class RolloutActor:
                     components=reward.components,
                 )
             )
-        except (TaskError, ModelError) as error:
-            failed = Failure(identity=ticket.identity, actor=self.name, stage=_stage(error), reason=str(error))
+        except FAILURES as error:
+            failed = Failure(identity=ticket.identity, actor=self.name, stage=_stage(error), reason=told(error))
             self._finish(failed)
         self._free.release()
 
@@ -238,12 +243,9 @@ class RolloutActor:
     async def _answer(self, prompt: Prompt) -> Answer:
         try:
             episode = await self.player.play(prompt, self._greedy)
-        except EnvironmentFailed:
-            return Answer(None, self.engine.version, self.engine.version)
-        try:
             correct = (await self._score(prompt, episode)).total >= self.config.reward.correct_at
-        except RewardFailed:
-            correct = None
+        except FAILURES as error:
+            return Answer(None, self.engine.version, self.engine.version, told(f"{_stage(error)}: {error}"))
         return Answer(correct, int(episode.versions.min()), int(episode.versions.max()))
 
 

@@ -12,11 +12,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from streamppo.config_task import Environment as EnvironmentConfig
+from streamppo.errors import ModelError, TaskError
 from streamppo.rollout.engine import Completion, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, Environment
 from streamppo.tasks.tokens import Tokenizer
 from streamppo.types import Flags, Floats, Ints, Message, Prompt, Reward, ScoredText
+
+FAILURES = (TaskError, ModelError)
+"""What costs one trajectory and nothing else, while it is played or scored."""
 
 
 class Episode(NamedTuple):
@@ -71,18 +75,15 @@ class Player:
         self._make = environments.load(environment) if environment else None
 
     async def play(self, prompt: Prompt, sampling: Sampling) -> Episode:
-        """One trajectory. Raises `EnvironmentFailed`, `TaskError` or `ModelError`."""
+        """One trajectory. Raises one of `FAILURES`."""
         if self._environment is None or self._make is None:
             tokens = self.tokenizer.encode(prompt)
             done = await self._engine.generate(tokens, sampling)
             mask = np.ones(len(done.tokens), dtype=np.bool_)
             ends, known = (len(mask) - 1,), done.versions_known
             return Episode(tokens, done.tokens, done.logprobs, done.versions, mask, done.finish, ends, known)
-        world = self._make()
-        try:
+        async with environments.opened(self._make, self._environment.timeout_s) as world:
             return await self._turns(prompt, sampling, self._environment, world)
-        finally:
-            await environments.end(world)
 
     async def _turns(
         self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: Environment
@@ -98,7 +99,7 @@ class Player:
             if done.finish == "length":
                 return record.episode("length", Done())
             answer = await environments.step(world, record.turns[-1], limits.timeout_s)
-            record.rewards.append(float(answer.reward))
+            record.rewards.append(answer.reward)
             if isinstance(answer, Done):
                 return record.episode("stop", answer)
             observed = self.tokenizer.observation(answer.said if isinstance(answer.said, str) else tuple(answer.said))

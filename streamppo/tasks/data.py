@@ -32,6 +32,11 @@ class Data:
         self.held_out: Sequence[Prompt]
         if source.evaluation is not None or source.evaluation_split is not None:
             data, split = source.evaluation or source.data, source.evaluation_split or source.split
+            if source.evaluation is None and not read.has_splits(data):
+                raise TaskError(
+                    f"{data} is its own split, so evaluation_split would evaluate on what is trained on: "
+                    "name other rows as `evaluation`, or use held_out"
+                )
             self.held_out = self._read(name, source, data, split, tokenizer)
             return
         rows = self.training
@@ -74,7 +79,7 @@ class Data:
 
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     """One row as the source maps it. Raises `TaskError` that says what is missing."""
-    text, messages = _content(_column(row, source.prompt, where), where, source)
+    text, messages = content(_column(row, source.prompt, where), where, source)
     columns = {key: value for key, value in row.items() if key not in (source.prompt, source.answer)}
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
     if source.answer:
@@ -107,8 +112,11 @@ def _column(row: Row, name: str, where: str) -> Any:
     return value
 
 
-def _content(value: Any, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
-    """(text, messages); no messages for a plain text. The text of messages is what they contain."""
+def content(value: Any, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
+    """(text, messages) of a prompt as the source writes it; no messages for a plain text.
+
+    The text of messages is what they contain. Raises `TaskError` for what is no prompt.
+    """
     if isinstance(value, str) and value:
         if not source.chat and not source.system:
             return value, ()
@@ -116,9 +124,7 @@ def _content(value: Any, where: str, source: Source) -> tuple[str, tuple[Message
     elif isinstance(value, list) and value:
         messages = list(_messages(value, where))
     else:
-        raise TaskError(
-            f"{where}: column {source.prompt!r} must be a string or a list of messages that is not empty, not {value!r}"
-        )
+        raise TaskError(f"{where}: the prompt must be a string or a list of messages that is not empty, not {value!r}")
     if source.system:
         messages.insert(0, Message(role="system", content=source.system))
     return "\n\n".join(message.content for message in messages), tuple(messages)

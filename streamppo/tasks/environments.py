@@ -6,21 +6,22 @@
         async def close(self)                            only if there is something to close
 
 `text` is what the policy said in its turn, special tokens left out. Steps run in the actor's event loop: they must
-await what takes long.
+await what takes long. Whatever raises, takes too long, or gives no finite numbers, fails the trajectory, with the
+reason that came first.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from streamppo.config_task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.tasks import plugins
+from streamppo.tasks.rewards.outcome import QUOTED, plain
 from streamppo.tasks.tokens import Said
-from streamppo.types import Message, Prompt
-
-T = TypeVar("T")
+from streamppo.types import Message, Prompt, Reward
 
 
 class Observation(NamedTuple):
@@ -50,53 +51,88 @@ class Environment(Protocol):
         ...
 
 
-Make: TypeAlias = Callable[[], Environment]
+Make: TypeAlias = Callable[[], Awaitable[Environment]]
 
 
 def load(config: Config) -> Make:
     """The constructor of the environment. Raises `TaskError` that says what is wrong with it."""
     found = plugins.load(config.name, "environment.name")
-    for method in ("reset", "step"):
-        if not asyncio.iscoroutinefunction(getattr(found, method, None)):
+    for method in ("reset", "step", "close"):
+        there = getattr(found, method, None)
+        if not asyncio.iscoroutinefunction(there) and (there is not None or method != "close"):
             raise TaskError(f"environment.name {config.name!r} has no `async def {method}`")
-    return lambda: found(**config.arguments)
+
+    async def make() -> Environment:
+        return found(**config.arguments)
+
+    return make
+
+
+@asynccontextmanager
+async def opened(make: Make, timeout_s: float) -> AsyncGenerator[Environment]:
+    """A new environment, which is closed however its trajectory ends. Raises `EnvironmentFailed`."""
+    world = await _bounded("the constructor", timeout_s, make)
+    try:
+        yield world
+    except BaseException:
+        # The trajectory has its reason, which one more failure must not hide.
+        with suppress(EnvironmentFailed):
+            await _close(world, timeout_s)
+        raise
+    await _close(world, timeout_s)
 
 
 async def begin(world: Environment, prompt: Prompt, timeout_s: float) -> Said:
     """What the policy is shown first. Raises `EnvironmentFailed`."""
-    return _said(await _bounded(world.reset(prompt), "reset", timeout_s))
+    return _said(await _bounded("reset", timeout_s, world.reset, prompt))
 
 
 async def step(world: Environment, text: str, timeout_s: float) -> Observation | Done:
-    """The environment's answer. Raises `EnvironmentFailed`."""
-    answer = await _bounded(world.step(text), "step", timeout_s)
+    """The environment's answer, its numbers plain and finite floats. Raises `EnvironmentFailed`."""
+    answer = await _bounded("step", timeout_s, world.step, text)
     if isinstance(answer, Done):
-        return answer
+        components: Any = answer.components
+        judged = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
+        return Done(judged.score, judged.components, judged.explanation)
     if isinstance(answer, Observation):
-        return answer._replace(said=_said(answer.said))
+        return Observation(_said(answer.said), _plain(Reward(score=answer.reward)).score)
     return Observation(_said(answer))
 
 
-async def end(world: Environment) -> None:
-    """Close an environment that can be closed, however its trajectory ended."""
+async def _close(world: Environment, timeout_s: float) -> None:
     close = getattr(world, "close", None)
     if close is not None:
-        await close()
+        await _bounded("close", timeout_s, close)
 
 
-async def _bounded(call: Any, what: str, timeout_s: float) -> Any:
+async def _bounded(what: str, timeout_s: float, call: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
-            return await call
+            return await call(*arguments)
     except TimeoutError as error:
         raise EnvironmentFailed(f"{what} took more than {timeout_s:g} s") from error
     except Exception as error:
         raise EnvironmentFailed(f"{what}: {type(error).__name__}: {error}") from error
 
 
+def _plain(reward: Reward) -> Reward:
+    try:
+        return plain(reward)
+    except ValueError as error:
+        raise EnvironmentFailed(f"step gave {repr(reward)[:QUOTED]}, {error}") from error
+
+
 def _said(value: Any) -> Said:
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, Sequence) and value and all(isinstance(item, Message) for item in value):
+    if isinstance(value, Sequence) and value and all(map(_is_message, value)):
         return tuple(value)
-    raise EnvironmentFailed(f"an environment says messages or a text that is not empty, not {value!r}")
+    raise EnvironmentFailed(f"an environment says messages or a text that is not empty, not {repr(value)[:QUOTED]}")
+
+
+def _is_message(value: Any) -> bool:
+    match value:
+        case Message(role=str(), content=str()):
+            return True
+        case _:
+            return False

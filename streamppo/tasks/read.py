@@ -23,6 +23,12 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(_file(file), start=1))
 
 
+def has_splits(data: str) -> bool:
+    """Whether there is a choice of splits: a single file, or one split by `save_to_disk`, has none."""
+    path = Path(data)
+    return not path.is_file() and not _saved(path)
+
+
 def _file(path: Path) -> Iterator[Row]:
     match path.suffix:
         case ".jsonl":
@@ -38,13 +44,18 @@ def _file(path: Path) -> Iterator[Row]:
 def _files(folder: Path, split: str) -> list[Path]:
     """The files of `split`: named after it, or in a folder named after it."""
     found = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
-    if (folder / "state.json").is_file():
+    if _saved(folder):
         return [folder / entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
     of_split = [path for path in found if any(_names(part, split) for part in path.relative_to(folder).parts)]
     if not of_split:
         names = ", ".join(str(path.relative_to(folder)) for path in found) or "none"
         raise TaskError(f"{folder}: no file of the split {split!r}; jsonl, parquet and arrow files in it: {names}")
     return of_split
+
+
+def _saved(folder: Path) -> bool:
+    """Whether this is what `save_to_disk` makes of one split."""
+    return (folder / "state.json").is_file()
 
 
 def _names(part: str, split: str) -> bool:

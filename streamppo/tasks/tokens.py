@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from jinja2 import TemplateError
 
 from streamppo.errors import TaskError
 from streamppo.types import Ints, Message, Prompt
@@ -28,19 +29,16 @@ class Tokenizer:
     def render(self, prompt: Prompt) -> str:
         """The text of a prompt: its messages in the chat template, with the opening of the answer; or its text.
 
-        Raises `TaskError` if it has messages and the tokenizer no template.
+        Raises `TaskError` if it has messages and the tokenizer no template, or one that refuses them.
         """
         if not prompt.messages:
             return prompt.text
-        if not self._tokenizer.chat_template:
-            raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self._chat(prompt.messages, open_turn=True)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """All token ids of a prompt. Raises `TaskError` if there are none."""
         # The template writes its special tokens itself.
-        ids = self._tokenizer(self.render(prompt), add_special_tokens=not prompt.messages)["input_ids"]
+        ids = self._ids(self.render(prompt), specials=not prompt.messages)
         if not ids:
             raise TaskError(f"the prompt {prompt.text!r} has no tokens")
         return ids
@@ -54,13 +52,14 @@ class Tokenizer:
         """Token ids [O] of what an environment says after a turn of the policy, with the opening of the next turn.
 
         What the policy has sampled is not tokenised again: the chat template is asked for what comes after the
-        end-of-sequence token of an assistant's turn. A text is taken as it is. Raises `TaskError` for a template that
-        rewrites earlier turns, or ends the assistant's turn in another way.
+        end-of-sequence token of an assistant's turn. A text is taken as it is. Raises `TaskError` without a template,
+        and for one that refuses the messages, rewrites earlier turns, or ends the assistant's turn in another way.
         """
         if isinstance(said, str):
-            return np.asarray(self._tokenizer(said, add_special_tokens=False)["input_ids"], dtype=np.int32)
+            return np.asarray(self._ids(said), dtype=np.int32)
         turn = (Message(role="user", content="?"), Message(role="assistant", content="!"))
-        before, after = self._chat(turn, False), self._chat((*turn, *said), True)
+        before = self._ids(self._chat(turn, open_turn=False))
+        after = self._ids(self._chat((*turn, *said), open_turn=True))
         if after[: len(before)] != before:
             raise TaskError("the chat template rewrites earlier turns: an environment's messages cannot be appended")
         if self.eos_id not in before:
@@ -68,14 +67,36 @@ class Tokenizer:
         end = len(before) - before[::-1].index(self.eos_id)
         return np.asarray(after[end:], dtype=np.int32)
 
-    def _chat(self, messages: tuple[Message, ...], open_turn: bool) -> list[int]:
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=open_turn, tokenize=False)
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def sampled(self, completion: str, finish: str) -> Ints:
+        """Token ids [T] of a policy that says `completion`, with the end of its turn where `finish` is "stop".
+
+        Raises `TaskError` if there are none.
+        """
+        end = [self.eos_id] if finish == "stop" and self.eos_id is not None else []
+        ids = [*self._ids(completion), *end]
+        if not ids:
+            raise TaskError(f"the completion {completion!r} has no tokens")
+        return np.asarray(ids, dtype=np.int32)
 
     def decode(self, tokens: Ints) -> str:
         """The text of `tokens` [T], special tokens left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def _chat(self, messages: tuple[Message, ...], *, open_turn: bool) -> str:
+        if not self._tokenizer.chat_template:
+            raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return self._tokenizer.apply_chat_template(chat, add_generation_prompt=open_turn, tokenize=False)
+        except TemplateError as error:
+            raise TaskError(f"the chat template refuses the messages: {error}") from error
+
+    def _ids(self, text: str, *, specials: bool = False) -> list[int]:
+        try:
+            return self._tokenizer(text, add_special_tokens=specials)["input_ids"]
+        except TypeError as error:
+            # Half of a surrogate pair, which JSON can write and UTF-8 cannot.
+            raise TaskError(f"no text that can be tokenized: {text!r}") from error
 
 
 def character_tokenizer(alphabet: str) -> Any:

@@ -38,6 +38,7 @@ class Verifiers:
         self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._said: asyncio.Queue[str] = asyncio.Queue()
         self._seen = 0
+        self._conversation: asyncio.Task[Any] | None = None
 
     async def reset(self, prompt: Prompt) -> tuple[Message, ...]:
         """The environment's first messages."""
@@ -56,8 +57,9 @@ class Verifiers:
 
     async def close(self) -> None:
         """End a conversation that is not over."""
-        self._conversation.cancel()
-        await asyncio.gather(self._conversation, return_exceptions=True)
+        if self._conversation is not None:
+            self._conversation.cancel()
+            await asyncio.gather(self._conversation, return_exceptions=True)
 
     async def ask(self, messages: list[Any]) -> str:
         """The client's side: the environment wants the model's next turn."""
@@ -65,11 +67,12 @@ class Verifiers:
         return await self._said.get()
 
     async def _next(self) -> tuple[Message, ...] | Done:
-        asked = asyncio.create_task(self._asked.get())
+        conversation, asked = self._conversation, asyncio.create_task(self._asked.get())
+        assert conversation is not None
         try:
-            await asyncio.wait({asked, self._conversation}, return_when=asyncio.FIRST_COMPLETED)
-            if self._conversation.done():
-                return await self._verdict(self._conversation.result())
+            await asyncio.wait({asked, conversation}, return_when=asyncio.FIRST_COMPLETED)
+            if conversation.done():
+                return await self._verdict(conversation.result())
         finally:
             asked.cancel()
         messages = asked.result()
@@ -81,8 +84,7 @@ class Verifiers:
         if state.get("error") is not None:
             raise TaskError(f"the verifiers environment failed: {state['error']!r}")
         await self._environment.rubric.score_rollout(state)
-        metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        return Done(float(state["reward"]), metrics)
+        return Done(state["reward"], state.get("metrics") or {})
 
 
 @cache

@@ -28,6 +28,12 @@ def misbehave(what: str) -> Any:
             return "1.0"
         case "wrong length":
             return Reward(tokens=(1.0,) * 99)
+        case "explains":
+            return Reward(score=1.0, components={"\ud83d": 1.0}, explanation="\ud83d is half of a pair")
+        case "complains":
+            raise ValueError("\ud83d is half of a pair")
+        case "numbered":
+            return Reward(components={1: 1.0})  # pyright: ignore[reportArgumentType]
         case "exits":
             os._exit(3)
         case "crashes":

@@ -123,15 +123,31 @@ def test_a_folder_has_splits_as_files_or_as_folders(tmp_path: Path) -> None:
 
 
 def test_a_folder_by_save_to_disk_is_read_without_the_library(tmp_path: Path) -> None:
-    table = pyarrow.Table.from_pylist(numbered("a", 3))
     for split in ("train", "test"):
-        (tmp_path / split).mkdir()
-        with pyarrow.ipc.new_stream(tmp_path / split / "data-00000-of-00001.arrow", table.schema) as writer:
-            writer.write_table(table)
-        (tmp_path / split / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+        saved(tmp_path / split, 3)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for data in (tmp_path, tmp_path / "train"):
         assert len(task.build(DataTask(data=str(data), held_out=0.0), 1).training) == 3
+
+
+def saved(folder: Path, count: int) -> str:
+    """One split as `save_to_disk` leaves it."""
+    table = pyarrow.Table.from_pylist(numbered("a", count))
+    folder.mkdir()
+    with pyarrow.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    return str(folder)
+
+
+def test_what_has_no_splits_is_not_evaluated_on_its_training_rows(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", numbered("a", 4))
+    for data in (file, saved(tmp_path / "saved", 4)):
+        with pytest.raises(TaskError, match=r"is its own split.*would evaluate on what is trained on"):
+            task.build(DataTask(data=data, evaluation_split="test"), 1)
+    other = jsonl(tmp_path / "test.jsonl", numbered("b", 1))
+    built = task.build(DataTask(data=file, evaluation=other, evaluation_split="test"), 1)
+    assert [prompt.text for prompt in built.held_out(9)] == ["b 0"]
 
 
 def test_a_hub_name_without_the_extra_says_what_to_install() -> None:

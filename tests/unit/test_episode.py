@@ -14,10 +14,10 @@ from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.credit import place
 from streamppo.rollout.engine import Completion, Sampling, Usage
 from streamppo.rollout.episode import Episode, Player
-from streamppo.tasks import task
+from streamppo.tasks import task, verifiers
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.tokens import Tokenizer, character_tokenizer
-from streamppo.types import Ints, Message, Prompt, Reward, floats
+from streamppo.types import Ints, Message, Prompt, Reward, decode, encode, floats
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=?![] "
 TEMPLATE = (
@@ -87,6 +87,20 @@ class Echo:
                 return None
             case "text":
                 return "[raw]"
+            case "no number":
+                return Done(None)  # pyright: ignore[reportArgumentType]
+            case "no component":
+                return Done(1.0, {"right": None})  # pyright: ignore[reportArgumentType]
+            case "no components":
+                return Done(1.0, None)  # pyright: ignore[reportArgumentType]
+            case "nan":
+                return Observation("[raw]", reward=float("nan"))
+            case "number":
+                return [Message(role="tool", content=4)]  # pyright: ignore[reportArgumentType]
+            case "half":
+                return "\ud83d"
+            case "numpy":
+                return Done(np.float32(0.5), {"right": True, "seen": np.int64(3)})  # pyright: ignore
         return Observation([Message(role="tool", content=text * 2)], reward=1.0)
 
 
@@ -163,6 +177,11 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
         ("raise", "step: ValueError: no"),
         ("hang", r"step took more than 0\.05 s"),
         ("nothing", "says messages or a text that is not empty, not None"),
+        ("no number", r"step gave Reward\(score=None.*, with a number that is not finite"),
+        ("no component", "with a number that is not finite"),
+        ("no components", "whose components are no numbers by name"),
+        ("nan", r"step gave Reward\(score=nan.*, with a number that is not finite"),
+        ("number", r"says messages or a text that is not empty, not \[Message\(role='tool', content=4\)\]"),
     ],
 )
 def test_an_environment_that_fails_says_why(tokenizer: Tokenizer, said: str, reason: str) -> None:
@@ -170,11 +189,68 @@ def test_an_environment_that_fails_says_why(tokenizer: Tokenizer, said: str, rea
         play(tokenizer, Scripted(tokenizer, said), timeout_s=0.05)
 
 
+def test_numbers_of_all_kinds_are_rewards_and_components_of_an_environment(tokenizer: Tokenizer) -> None:
+    reward = play(tokenizer, Scripted(tokenizer, "numpy")).reward(Reward())
+    assert (reward.total, reward.components) == (0.5, {"right": 1.0, "seen": 3.0})
+    assert decode(encode(reward), Reward) == reward
+
+
+class Broken(Echo):
+    """Raises, or hangs, where it is told to."""
+
+    def __init__(self, constructor: str = "", close: str = "") -> None:
+        self.how = close
+        if constructor:
+            raise ConnectionError(constructor)
+
+    async def close(self) -> None:
+        if self.how == "hang":
+            await asyncio.sleep(60)
+        raise RuntimeError(self.how)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "reason"),
+    [
+        ({"constructor": "no room"}, "bye", r"the constructor: ConnectionError: no room"),
+        ({"close": "closed already"}, "bye", r"close: RuntimeError: closed already"),
+        ({"close": "hang"}, "bye", r"close took more than 0\.05 s"),
+        # What came first is the reason.
+        ({"close": "closed already"}, "raise", "step: ValueError: no"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_or_closed_fails_its_trajectory(
+    tokenizer: Tokenizer, arguments: dict[str, Any], said: str, reason: str
+) -> None:
+    config = Environment(name=f"{HERE}:Broken", arguments=arguments, timeout_s=0.05)
+    player = Player(Scripted(tokenizer, said), tokenizer, config)
+    with pytest.raises(EnvironmentFailed, match=f"^{reason}$"):
+        asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16)))
+
+
+class TakesNoPrompt(Echo):
+    async def reset(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "[raw]"
+
+
+def test_a_reset_that_takes_no_prompt_fails_its_trajectory(tokenizer: Tokenizer) -> None:
+    player = Player(Scripted(tokenizer), tokenizer, Environment(name=f"{HERE}:TakesNoPrompt"))
+    with pytest.raises(EnvironmentFailed, match="reset: TypeError"):
+        asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16)))
+
+
+def test_a_text_that_is_no_text_fails_its_trajectory(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TaskError, match=r"no text that can be tokenized: '\\ud83d'"):
+        play(tokenizer, Scripted(tokenizer, "half"))
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{{ messages[-1].content }}<eos>", "rewrites earlier turns"),
         ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "does not end an assistant's turn"),
+        ("{{ raise_exception('no tools here') }}", "the chat template refuses the messages: no tools here"),
+        ("", "no chat template"),
     ],
 )
 def test_templates_that_cannot_be_continued_are_refused(tmp_path: Path, template: str, message: str) -> None:
@@ -196,6 +272,12 @@ def test_without_an_environment_there_is_one_turn(tokenizer: Tokenizer) -> None:
 def test_a_class_without_the_two_methods_is_no_environment(tokenizer: Tokenizer) -> None:
     with pytest.raises(TaskError, match="no `async def reset`"):
         Player(Scripted(tokenizer), tokenizer, Environment(name=f"{HERE}:Scripted"))
+    with pytest.raises(TaskError, match="no `async def close`"):
+        Player(Scripted(tokenizer), tokenizer, Environment(name=f"{HERE}:ClosesAtOnce"))
+
+
+class ClosesAtOnce(Echo):
+    def close(self) -> None: ...
 
 
 def test_a_verifiers_environment_plays_its_conversation_with_the_policys_turns(
@@ -227,6 +309,19 @@ def test_verifiers_without_the_package_says_what_to_install(monkeypatch: pytest.
         task.build(VerifiersTask(environment="wordle"), 1)
 
 
+def test_a_verifiers_conversation_that_never_began_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_environment", str)
+
+    async def story() -> None:
+        world = verifiers.Verifiers("wordle")
+        # Whether the package is missing or the row that it wants.
+        with pytest.raises((ImportError, KeyError)):
+            await world.reset(Prompt(text="hi", columns={}))
+        await world.close()
+
+    asyncio.run(story())
+
+
 class Closing(Echo):
     """Counts how often it was closed."""
 
@@ -237,13 +332,18 @@ class Closing(Echo):
 
 
 def test_an_environment_is_closed_however_its_trajectory_ends(tokenizer: Tokenizer) -> None:
+    async def make() -> Closing:
+        return Closing()
+
     def once(*lines: str) -> None:
         player = Player(Scripted(tokenizer, *lines), tokenizer, Environment(name=f"{HERE}:Closing", max_turns=1))
-        player._make = Closing
+        player._make = make
         asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16)))
 
     once("bye")
     once("more")
     with pytest.raises(EnvironmentFailed):
         once("raise")
-    assert Closing.closed == 3
+    with pytest.raises(IndexError):
+        once()
+    assert Closing.closed == 4

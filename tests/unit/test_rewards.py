@@ -66,6 +66,7 @@ FAULTS = [
     ("none", "returned None, not a finite number"),
     ("text", r"returned '1\.0', not a finite number"),
     ("wrong length", "returned 99 rewards for 12 tokens"),
+    ("numbered", r"returned Reward\(.*, whose components are no numbers by name"),
     ("exits", "its process died: exit code 3"),
     ("crashes", "its process died: killed by SIGSEGV"),
     ("allocates", "MemoryError"),
@@ -101,6 +102,42 @@ def test_an_async_reward_that_is_trusted_to_the_actor_fails_in_the_same_words(fa
             with pytest.raises(RewardFailed, match=reason):
                 await total(rewards, fault)
             assert await total(rewards, "fine") == 1.0
+
+    asyncio.run(story())
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("function", ["sync", "awaiting"])
+@pytest.mark.parametrize(
+    "value", [2**64, "\ud83d", nested(100_000), object()], ids=["integer", "half a pair", "nested", "object"]
+)
+def test_a_row_that_cannot_be_sent_to_a_process_fails_its_trajectory_alone(function: str, value: Any) -> None:
+    async def story() -> None:
+        async with started(faulty(function)) as rewards:
+            async with asyncio.timeout(20 * TIMEOUT_S):
+                with pytest.raises(RewardFailed, match="its row cannot be sent to another process"):
+                    await total(rewards, "fine", unsendable=value)
+                assert await total(rewards, "fine") == 1.0
+            (report,) = rewards.report()
+            assert (report.failed, report.respawns) == (1, 0)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("function", ["sync", "awaiting"])
+def test_words_that_utf8_does_not_hold_cross_with_a_question_mark(function: str) -> None:
+    async def story() -> None:
+        async with started(faulty(function)) as rewards:
+            said = await rewards.score(Prompt(text="1+2=", columns={}), text("explains"))
+            assert (said.score, said.components, said.explanation) == (1.0, {"?": 1.0}, "? is half of a pair")
+            with pytest.raises(RewardFailed, match=r"ValueError: \? is half of a pair"):
+                await total(rewards, "complains")
 
     asyncio.run(story())
 

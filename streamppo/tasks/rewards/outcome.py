@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, SupportsFloat
 
-from streamppo.types import Crossing, Reward, ScoredText
+from streamppo.types import Crossing, Reward, ScoredText, told
 
 QUOTED = 200
 """Characters of a bad value or of an error that a reason quotes."""
@@ -25,7 +25,7 @@ NO_OPINION = Outcome()
 def failed(error: BaseException) -> Outcome:
     """The failure that an exception stands for."""
     text = f"{type(error).__name__}: {error}"[:QUOTED]
-    return Outcome(reason=text, retryable=bool(getattr(error, "retryable", False)))
+    return Outcome(reason=told(text), retryable=bool(getattr(error, "retryable", False)))
 
 
 def too_late(timeout_s: float) -> Outcome:
@@ -72,19 +72,27 @@ def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
     ):
         if numbers and len(numbers) != wanted:
             return Outcome(reason=f"returned {len(numbers)} rewards for {wanted} {name}")
+    try:
+        return Outcome(reward=plain(reward))
+    except ValueError as error:
+        return _refused(reward, str(error))
+
+
+def plain(reward: Reward) -> Reward:
+    """`reward` as it can cross a process: in plain floats and texts. Raises `ValueError` that says what cannot be."""
+    if not isinstance(reward.components, Mapping) or not all(isinstance(name, str) for name in reward.components):
+        raise ValueError("whose components are no numbers by name")
     columns = [[reward.score], reward.tokens, reward.turns, reward.components.values()]
     checked = [[_finite(number) for number in column] for column in columns]
     if any(number is None for column in checked for number in column):
-        return _refused(reward, "with a number that is not finite")
+        raise ValueError("with a number that is not finite")
     (score,), tokens, turns, components = checked
-    return Outcome(
-        reward=Reward(
-            score=score,  # pyright: ignore[reportArgumentType]
-            tokens=tuple(tokens),  # pyright: ignore[reportArgumentType]
-            turns=tuple(turns),  # pyright: ignore[reportArgumentType]
-            components=dict(zip(reward.components, components, strict=True)),  # pyright: ignore[reportArgumentType]
-            explanation=str(reward.explanation),
-        )
+    return Reward(
+        score=score,  # pyright: ignore[reportArgumentType]
+        tokens=tuple(tokens),  # pyright: ignore[reportArgumentType]
+        turns=tuple(turns),  # pyright: ignore[reportArgumentType]
+        components=dict(zip(map(told, reward.components), components, strict=True)),  # pyright: ignore[reportArgumentType]
+        explanation=told(reward.explanation),
     )
 
 

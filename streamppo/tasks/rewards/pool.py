@@ -21,7 +21,7 @@ from streamppo.errors import TaskError
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.tasks.rewards.template import Template
-from streamppo.tasks.rewards.wire import Answer, Call, frame, receive_async
+from streamppo.tasks.rewards.wire import UNSENDABLE, Answer, Call, frame, receive_async
 
 GRACE_S = 0.2
 """An async process ends its calls by its own clock; it is stuck if it has not done so after this."""
@@ -137,7 +137,7 @@ class Pool:
         except TimeoutError:
             self._end(process)
             outcomes = (too_late(timeout_s),)
-        except TypeError as error:
+        except UNSENDABLE as error:
             outcomes = (Outcome(reason=f"its row cannot be sent to another process: {error}"),)
         return outcomes if len(outcomes) == len(texts) else outcomes[:1] * len(texts)
 

@@ -11,6 +11,8 @@ from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.types import Crossing, ScoredText
 
 LENGTH = struct.Struct("<I")
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What `frame` raises: for an object, half of a surrogate pair, 2**64, a list in a list in a list, ..."""
 T = TypeVar("T")
 
 
@@ -59,7 +61,7 @@ class Answer(Crossing, frozen=True):
 
 
 def frame(value: Crossing) -> bytes:
-    """`value` as it goes over the wire. Raises `TypeError` for columns that msgpack does not know."""
+    """`value` as it goes over the wire. Raises one of `UNSENDABLE` for columns that msgpack does not hold."""
     body = msgspec.msgpack.encode(value)
     return LENGTH.pack(len(body)) + body
 
