@@ -137,7 +137,7 @@ def test_a_reward_model_that_is_killed_comes_back_and_the_calls_that_it_had_are_
         (process,) = reward_models() - before
         process.suspend()
         under_way = asyncio.create_task(early.score(prompt, text("3")))
-        with pytest.raises(RewardFailed, match="no score after 0.3 s"):
+        with pytest.raises(RewardFailed, match=r"no score after 0\.3 s"):
             await hasty.score(prompt, text("3"))
         assert not under_way.done()
         process.kill()
