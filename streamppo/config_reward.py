@@ -27,7 +27,7 @@ class Limits(Section, frozen=True):
     calls_per_s: NonNegative = 0.0
     """Bound on the calls that one rollout actor begins; 0 is none."""
     breaker_failures: Positive = 16
-    """After so many retryable failures in a row, calls wait while one at a time tries again."""
+    """After so many retryable failures without a success, calls wait while one at a time tries again."""
     breaker_s: Seconds = 5.0
     """Seconds between those tries."""
 
@@ -135,3 +135,7 @@ class Reward(Function, frozen=True):
             return self.scorers
         fields = [field.name for field in msgspec.structs.fields(FunctionScorer)]
         return {"reward": FunctionScorer(**{name: getattr(self, name) for name in fields})}
+
+    def models(self) -> dict[str, ModelScorer]:
+        """Those of the scorers that are reward models."""
+        return {name: scorer for name, scorer in self.scorers.items() if isinstance(scorer, ModelScorer)}

@@ -2,6 +2,7 @@
 
 apart      a bundle for each rank, and one for each rollout actor
 sharing    both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... have a GPU between them
+beside     a bundle for each reward model that asks for GPUs
 
 Reserved together, because a stage that waits for what another one holds would wait for ever; and whatever is started
 again finds its place kept. Rollout actors that are added later find their places outside.
@@ -11,30 +12,28 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from streamppo.config import LOCAL, Config, shares_gpus
-from streamppo.config_reward import ModelScorer
 from streamppo.errors import RunError
 
 Bundle = dict[str, float]
 
 
 class Plan(NamedTuple):
-    """The bundles; rank i lives in bundle i, and `actors` says where those are. Reward models stand beside them."""
+    """The bundles; rank i lives in bundle i; `actors` and `models` say where those are who have one."""
 
     bundles: list[Bundle]
     actors: list[int]
-    reward_gpus: float
+    models: dict[str, int]
 
     def total(self, resource: str) -> float:
         """All that is asked for of "CPU" or "GPU"."""
-        beside = self.reward_gpus if resource == "GPU" else 0.0
-        return sum(bundle.get(resource, 0.0) for bundle in self.bundles) + beside
+        return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
 def plan(config: Config, *, rollout: bool = True) -> Plan:
     """Where the ranks go, and the rollout actors and reward models too, if the run has a `rollout`."""
     learner, engine = config.learner, config.rollout
     count = engine.actors if rollout else 0
-    reward_gpus = sum(one.gpus for one in config.reward.named().values() if isinstance(one, ModelScorer))
+    models = {name: one.gpus for name, one in config.reward.models().items() if one.gpus and rollout}
     bundles = [_bundle(learner.threads, learner.gpus) for _ in range(learner.ranks)]
     if not shares_gpus(config):
         bundles += [_bundle(engine.threads, engine.gpus) for _ in range(count)]
@@ -43,7 +42,8 @@ def plan(config: Config, *, rollout: bool = True) -> Plan:
         places = [number % learner.ranks for number in range(count)]
         # All of the GPU: Ray must not put two ranks on one.
         bundles = [_bundle(learner.threads + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)]
-    return Plan(bundles, places, reward_gpus if rollout else 0.0)
+    beside = {name: len(bundles) + number for number, name in enumerate(models)}
+    return Plan([*bundles, *({"GPU": gpus} for gpus in models.values())], places, beside)
 
 
 def _bundle(cpus: int, gpus: float) -> Bundle:
@@ -92,6 +92,11 @@ class Placement:
             cpus = 0 if self._config.cluster.address == LOCAL else rollout.threads
             return {"num_cpus": cpus, "num_gpus": rollout.gpus}
         return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
+
+    def model(self, name: str) -> dict[str, Any]:
+        """Ray's options for a reward model."""
+        gpus = self._config.reward.models()[name].gpus
+        return self._options(self._plan.models[name], 0, gpus) if gpus else {"num_cpus": 0}
 
     def waiting(self) -> str:
         """What Ray has not found a place for yet; nothing once everything has one."""

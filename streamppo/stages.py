@@ -5,6 +5,7 @@ starting -> running -> stopped        one way; an error or a signal in either of
 a rollout actor dies, or is silent    another takes its place under another name; what it was sampling is sampled again
 another number of them is wanted      some come, or the newest go in the same way; no restart
 the queue dies                        Ray starts it again from its journal and repeats the calls that were under way
+a reward model dies                   Ray starts it again; the rollout actors' calls are retryable failures
 a learner rank dies                   LearnerLost: the driver starts the group again from the last checkpoint
 too many of these in a short time     RunError
 """
@@ -32,6 +33,7 @@ from streamppo.learner.group import LearnerGroup
 from streamppo.placement import Placement
 from streamppo.replay.actor import ReplayActor
 from streamppo.rollout.actor import RolloutActor
+from streamppo.tasks.rewards import model
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport, decode
 
 TICK_S = 0.5
@@ -93,6 +95,7 @@ class Stages:
             self._encoded, str(self.folder), self._model_path
         )
         self._placement = Placement(self.config)
+        self._reward_models = model.create(self.config.reward, self._placement.model)
         for _ in range(self.config.rollout.actors):
             self._crew.hire()
         self.learner, self._fresh = self._group(), True
@@ -137,7 +140,7 @@ class Stages:
         rollout: Any = ray.remote(RolloutActor)
         options = self._placement.actor(place)
         return rollout.options(name=name, max_concurrency=MAILBOX_CALLS, **options).remote(
-            self._encoded, name, self.queue
+            self._encoded, name, self.queue, self._reward_models
         )
 
     def _generate(self, seat: Seat) -> None:

@@ -6,7 +6,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ import transformers
 from msgspec import structs
 
 from streamppo.config import BUILTIN, LOCAL, Config
-from streamppo.config_reward import ModelScorer
 from streamppo.config_task import Source
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
@@ -25,6 +24,7 @@ from streamppo.rollout.episode import FAILURES, Player
 from streamppo.stages import model_path
 from streamppo.tasks import data, plugins, read
 from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards import model
 from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokens import Tokenizer
@@ -47,22 +47,29 @@ def run(config: Config, count: int, completions: Path | None) -> int:
     """Print the table; the exit code is 0 only if every completion has a reward."""
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder, _ray(config):
+    with tempfile.TemporaryDirectory() as folder, _reward_models(config) as models:
         path = model_path(config, Path(folder))
         if config.model.path == BUILTIN:
             tiny.make(config, Path(path))
         tokenizer = Tokenizer(path)
         task = tasks.build(config.task, config.seed, tokenizer)
-        tried, reports = asyncio.run(_try(config, task, tokenizer, path, count, completions))
+        tried, reports = asyncio.run(_try(config, task, tokenizer, path, count, completions, models=models))
     print(_table(tried))
     print(_summary(tried, reports))
     return 0 if all(one.reward is not None for one in tried) else 1
 
 
 async def _try(
-    config: Config, task: Task, tokenizer: Tokenizer, path: str, count: int, completions: Path | None
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    path: str,
+    count: int,
+    completions: Path | None,
+    *,
+    models: Mapping[str, Any],
 ) -> tuple[list[Tried], Sequence[ScorerReport]]:
-    rewards = Rewards(config.reward, _complain)
+    rewards = Rewards(config.reward, _complain, models)
     await rewards.start(task.sources())
     try:
         if completions is not None:
@@ -144,16 +151,17 @@ def _prompt_of(row: read.Row, where: str, next_one: Prompt, source: Source) -> P
 
 
 @contextmanager
-def _ray(config: Config) -> Iterator[None]:
-    """Ray, for reward models alone."""
-    if not any(isinstance(scorer, ModelScorer) for scorer in config.reward.named().values()):
-        yield
+def _reward_models(config: Config) -> Iterator[Mapping[str, Any]]:
+    """The reward models, with a Ray for them alone."""
+    wanted = config.reward.models()
+    if not wanted:
+        yield {}
         return
     import ray
 
     ray.init(address=LOCAL, include_dashboard=False, logging_level=logging.ERROR)
     try:
-        yield
+        yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})
     finally:
         ray.shutdown()
 

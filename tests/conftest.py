@@ -35,6 +35,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def save_reward_model(folder: Path, alphabet: str) -> None:
+    """A small classifier with one output and a tokenizer for single characters, as `path` of a reward model."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    from streamppo.tasks.tokens import character_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = character_tokenizer(alphabet)
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=1, pad_token_id=0, **sizes)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""

@@ -8,6 +8,7 @@ unblocks     the queue's next take
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -55,10 +56,11 @@ class Answer(NamedTuple):
 class RolloutActor:
     """The life of a trajectory is `_sample`, read from top to bottom; one such coroutine for each in flight."""
 
-    def __init__(self, config: bytes, name: str, queue: Any) -> None:
+    def __init__(self, config: bytes, name: str, queue: Any, reward_models: Mapping[str, Any]) -> None:
         self.config = msgspec.msgpack.decode(config, type=Config)
         self.name = name
         self.queue = queue
+        self._reward_models = reward_models
         self._sampling = build.sampling(self.config)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
         self._finished: list[Trajectory | Failure] = []
@@ -77,7 +79,7 @@ class RolloutActor:
         self.task = tasks.build(self.config.task, self.config.seed, self.tokenizer)
         for what, count in self.task.lengths().items():
             self._say(f"{count} prompts are too long: {what}")
-        self.rewards = Rewards(self.config.reward, self._say)
+        self.rewards = Rewards(self.config.reward, self._say, self._reward_models)
         await self.rewards.start(self.task.sources())
         push, tensors = await self._pull(-1)
         self.engine: Engine = await build.engine(

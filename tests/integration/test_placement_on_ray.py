@@ -50,3 +50,9 @@ def test_every_rank_has_a_gpu_of_its_own_and_engines_have_theirs_or_share_it(
     shared = Placement(math_config(*options))
     first, second, third, fourth = seen(shared.rank(0), shared.rank(1), shared.actor(0), shared.actor(1))
     assert len(first) == 1 and (third, fourth) == (first, second) and first != second
+    ray.util.remove_placement_group(shared._group)
+
+    judged = Placement(math_config("learner.gpus=1", "reward={scorers={taste={kind='model', path='x', gpus=1}}}"))
+    rank, model = seen(judged.rank(0), judged.model("taste"))
+    assert len(model) == 1 and model != rank
+    assert seen(judged.model("taste")) == [model], "it is kept for when the model starts again"

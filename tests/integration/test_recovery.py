@@ -14,12 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import MATH, REPOSITORY
+from conftest import MATH, REPOSITORY, save_reward_model
 from integration.test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
 from ray.cluster_utils import Cluster
 
 from streamppo.replay import archive
 from streamppo.replay.journal import Journal
+from streamppo.tasks.arithmetic import ALPHABET
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -126,6 +127,24 @@ def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None
     resumed(tmp_path, f"updates={stopped_at + 4}")
     assert {engine["actor"] for engine in summary(tmp_path)["engines"]} == {"rollout-0", "rollout-1"}
     assert all_accounted(run).consumed == (stopped_at + 4) * 64
+
+
+def test_a_reward_model_outlives_rollout_actors_and_comes_back_when_it_is_killed(tmp_path: Path) -> None:
+    save_reward_model(tmp_path / "taste", ALPHABET)
+    right = "{kind='function', function='streamppo.tasks.arithmetic:score'}"
+    taste = f"{{kind='model', path='{tmp_path / 'taste'}', weight=0.01, breaker_s=1.0}}"
+    reward = f"reward={{scorers={{right={right}, taste={taste}}}}}"
+    with started(tmp_path, *SHORT, "updates=100000", "rollout.actors=2", reward) as process:
+        wait_for_updates(tmp_path, 2)
+        for victim in ("ray::RolloutActor", "ray::RolloutActor", "ray::RewardModel"):
+            named(tmp_path, victim).kill()
+            wait_for_updates(tmp_path, len(updates(tmp_path)) + 8)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
+    assert output.count("starting rollout again") == 2, output
+    assert {stage: count for stage, count in summary(tmp_path)["restarts"].items() if count} == {"rollout": 2}
+    assert all("reward_taste" in row for row in updates(tmp_path))
 
 
 def test_on_a_cluster_an_actor_without_a_place_holds_nobody_up_and_starts_on_a_node_that_comes(tmp_path: Path) -> None:

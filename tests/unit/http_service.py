@@ -31,6 +31,34 @@ async def serving(answer: Answer, latency_s: float = 0.0) -> AsyncIterator[str]:
         finally:
             writer.close()
 
+    async with _listening(serve) as url:
+        yield url
+
+
+@asynccontextmanager
+async def trickling(every_s: float) -> AsyncIterator[str]:
+    """The address of a server that is never silent for longer than that, and gives its score after forty times it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data = b" " * 40 + b'{"score": 1}'
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 X\r\nContent-Length: %d\r\n\r\n" % len(data))
+            for byte in data:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(every_s if byte == ord(" ") else 0)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async with _listening(serve) as url:
+        yield url
+
+
+@asynccontextmanager
+async def _listening(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[str]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 import ray
 import torch
-from conftest import MATH, REPOSITORY
+from conftest import MATH, REPOSITORY, save_reward_model
 from http_service import serving
 from test_episode import TEMPLATE, Scripted
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from streamppo.config import Config
 from streamppo.errors import RewardFailed
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import Player
+from streamppo.tasks.rewards import model
 from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.tokens import Tokenizer, character_tokenizer
 from streamppo.types import Prompt, Reward, ScoredText
@@ -126,11 +126,7 @@ def test_several_rewards(folder: Path) -> None:
 
 
 def test_a_reward_model_in_its_own_actor(folder: Path) -> None:
-    tokenizer = character_tokenizer("0123456789+=")
-    tokenizer.save_pretrained(folder / "rm")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    settings = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=1, pad_token_id=0, **sizes)
-    Qwen2ForSequenceClassification(settings).save_pretrained(folder / "rm")
+    save_reward_model(folder / "rm", "0123456789+=")
     wanted = config("A reward model")
     wanted = msgspec.convert(
         {
@@ -141,7 +137,7 @@ def test_a_reward_model_in_its_own_actor(folder: Path) -> None:
     )
 
     async def story() -> list[Reward]:
-        rewards = Rewards(wanted.reward, print)
+        rewards = Rewards(wanted.reward, print, model.create(wanted.reward, lambda _: {"num_cpus": 0}))
         await rewards.start({"arithmetic"})
         return list(await asyncio.gather(*(rewards.score(PROMPT, said(c)) for c in ("46", "47", "46"))))
 

@@ -35,10 +35,13 @@ def test_a_replay_asks_for_the_ranks_alone(math_config: Make) -> None:
     assert plan(math_config("rollout.gpus=1"), rollout=False).bundles == [{"CPU": 1}]
 
 
-def test_reward_models_are_counted(math_config: Make) -> None:
+def test_a_reward_model_on_a_gpu_has_a_bundle_after_all_others(math_config: Make) -> None:
     scorers = "reward={scorers={a={kind='model', path='x', gpus=0.5}, b={kind='function', function='m:f'}}}"
     config = math_config("learner.gpus=1", scorers)
-    assert plan(config).total("GPU") == 1.5
+    made = plan(config)
+    assert made.bundles == [{"CPU": 1, "GPU": 1}, {"CPU": 1}, {"GPU": 0.5}]
+    assert (made.actors, made.models) == ([1], {"a": 2})
+    assert made.total("GPU") == 1.5
     assert plan(config, rollout=False).total("GPU") == 1
 
 

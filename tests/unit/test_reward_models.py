@@ -1,17 +1,23 @@
 """Scores by models: a classifier in batches, a service and a judge behind HTTP."""
 
 import asyncio
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
-import torch
-from http_service import serving
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+import ray
+from conftest import save_reward_model
+from http_service import serving, trickling
+from ray.exceptions import RayActorError
 
-from streamppo.config_reward import FunctionScorer, JudgeScorer, Reward, ServiceScorer
+from streamppo.config_reward import FunctionScorer, JudgeScorer, ModelScorer, Reward, ServiceScorer
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks.rewards.model import RewardModel
+from streamppo.tasks.rewards.model import RewardModel, create
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.rewards import Rewards
 from streamppo.tasks.tokens import character_tokenizer
@@ -26,20 +32,7 @@ def text(completion: str, **more: Any) -> ScoredText:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    tokenizer = character_tokenizer(ALPHABET)
-    tokenizer.save_pretrained(tmp_path)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    Qwen2ForSequenceClassification(config).save_pretrained(tmp_path)
+    save_reward_model(tmp_path, ALPHABET)
     return tmp_path
 
 
@@ -73,6 +66,101 @@ def test_a_chat_needs_the_reward_models_own_template(folder: Path) -> None:
 def test_an_output_that_the_model_does_not_have_is_refused(folder: Path) -> None:
     with pytest.raises(TaskError, match="has 1 outputs"):
         RewardModel(str(folder), 1, 100, "float32")
+
+
+# --- in Ray ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def a_ray() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=1,
+        object_store_memory=256 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def created(config: Reward) -> dict[str, Any]:
+    return create(config, lambda _: {"num_cpus": 0})
+
+
+def hired(config: Reward, models: dict[str, Any], prompt: Prompt, given: ScoredText) -> Any:
+    """What a rollout actor does with a reward model."""
+
+    class Scoring:
+        async def start(self) -> int:
+            self._rewards = Rewards(config, print, models)
+            await self._rewards.start({""})
+            return os.getpid()
+
+        async def score(self) -> float:
+            return (await self._rewards.score(prompt, given)).total
+
+    remote: Any = ray.remote(Scoring)
+    return remote.options(num_cpus=0).remote()
+
+
+@pytest.mark.usefixtures("a_ray")
+def test_a_reward_model_outlives_the_rollout_actors(folder: Path) -> None:
+    config = Reward(scorers={"lasting": ModelScorer(path=str(folder), attempts=1)})
+    whom = config, created(config), Prompt(text="1+2=", columns={}), text("3")
+    first, second = hired(*whom), hired(*whom)
+    pid = ray.get(first.start.remote())
+    ray.get(second.start.remote())
+    score = ray.get(second.score.remote())
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RayActorError):
+        ray.get(first.score.remote())
+    replacement = hired(*whom)
+    ray.get(replacement.start.remote())
+    assert ray.get([replacement.score.remote(), second.score.remote()]) == [score, score]
+
+
+@pytest.mark.usefixtures("a_ray")
+def test_a_reward_model_that_is_killed_comes_back_and_the_calls_that_it_had_are_made_again(folder: Path) -> None:
+    scorer = ModelScorer(path=str(folder), attempts=12, backoff_s=0.1)
+    config = Reward(scorers={"mortal": scorer})
+    prompt, before = Prompt(text="1+2=", columns={}), reward_models()
+
+    async def story() -> None:
+        models = created(config)
+        early, late = Rewards(config, print, models), Rewards(config, print, models)
+        hasty = Rewards(Reward(scorers={"mortal": msgspec.structs.replace(scorer, timeout_s=0.3)}), print, models)
+        await asyncio.gather(early.start({""}), hasty.start({""}))
+        score = (await early.score(prompt, text("3"))).total
+        (process,) = reward_models() - before
+        process.suspend()
+        under_way = asyncio.create_task(early.score(prompt, text("3")))
+        with pytest.raises(RewardFailed, match=r"no score after 0\.3 s"):
+            await hasty.score(prompt, text("3"))
+        assert not under_way.done()
+        process.kill()
+        await asyncio.gather(under_way, late.start({""}))
+        assert [under_way.result().total, (await late.score(prompt, text("3"))).total] == [score, score]
+        (report,) = early.report()
+        assert (report.calls, report.failed) == (2, 0)
+        assert report.retries >= 1
+        assert reward_models() - before - {process}
+
+    asyncio.run(story())
+
+
+def reward_models() -> set[psutil.Process]:
+    """The processes of all reward models."""
+    return {child for child in psutil.Process().children(recursive=True) if "ray::RewardModel" in child.cmdline()[:1]}
+
+
+@pytest.mark.usefixtures("a_ray")
+def test_a_reward_model_that_cannot_be_loaded_says_why(folder: Path) -> None:
+    config = Reward(scorers={"wrong": ModelScorer(path=str(folder), label=3)})
+    with pytest.raises(TaskError, match=f"{folder} cannot be loaded: .*has 1 outputs: there is no output 3$"):
+        asyncio.run(Rewards(config, print, created(config)).start({""}))
 
 
 # --- HTTP ----------------------------------------------------------------------------------------------------
@@ -135,6 +223,15 @@ def test_a_slow_server_is_a_failure() -> None:
         async with serving(lambda path, body: (200, {"score": 1.0}), latency_s=1.0) as url:
             (found,) = await ask(Reward(scorers={"remote": ServiceScorer(url=url, timeout_s=0.1)}), text(""))
             assert "no score after 0.1 s" in str(found)
+
+    asyncio.run(story())
+
+
+def test_the_bound_is_on_the_call_and_not_on_its_single_bytes() -> None:
+    async def story() -> None:
+        async with trickling(every_s=0.05) as url:
+            (found,) = await ask(Reward(scorers={"remote": ServiceScorer(url=url, timeout_s=0.3)}), text(""))
+            assert "no score after 0.3 s" in str(found)
 
     asyncio.run(story())
 

@@ -521,3 +521,25 @@ def test_the_breaker_lets_one_call_at_a_time_try_until_one_succeeds() -> None:
         assert "calls wait: busy" in said[0]
 
     asyncio.run(story())
+
+
+def test_only_a_success_closes_the_breaker_and_begins_the_count_anew() -> None:
+    async def story() -> None:
+        said: list[str] = []
+        late = Outcome(reason="no score after 1 s")
+        outcomes = [BUSY, late, BUSY, FINE, BUSY, BUSY, late, BUSY, late, FINE, BUSY]
+
+        async def call(number: int) -> Outcome:
+            return outcomes[number]
+
+        guard = guarded(Limits(attempts=1, breaker_failures=3, breaker_s=0.01), call, said)
+        waiting: list[bool] = []
+        for _ in outcomes:
+            await guard.score(text(""), {})
+            waiting.append(not guard._closed.is_set())
+        assert waiting == [False] * 7 + [True, True, False, False]
+        assert [line for line in said if "calls wait" in line] == [
+            "judge: 3 calls failed and none succeeded; calls wait: busy"
+        ]
+
+    asyncio.run(story())

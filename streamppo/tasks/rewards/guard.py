@@ -1,6 +1,6 @@
 """Bounds around the calls of one scorer: how many at once, how often, how many tries, and when to stop asking.
 
-closed -> open      after `breaker_failures` retryable failures in a row: calls wait
+closed -> open      after `breaker_failures` retryable failures without a success: calls wait
 open -> closed      one call at a time tries again, every `breaker_s`; the first that succeeds lets the others go on
 """
 
@@ -33,7 +33,7 @@ class Guard:
         self._closed = asyncio.Event()
         self._closed.set()
         self._probe = asyncio.Lock()
-        self._bad_in_a_row = 0
+        self._failures = 0
         self._next_s = 0.0
         self._calls = self._retries = 0
         self._total_s = self._max_s = 0.0
@@ -99,14 +99,15 @@ class Guard:
         await asyncio.sleep(self._next_s - 1 / self.limits.calls_per_s - now)
 
     def _judge(self, outcome: Outcome) -> None:
-        if not outcome.retryable:
-            self._bad_in_a_row = 0
+        """Only a success closes the breaker: what failed for another reason, such as being too late, tells nothing."""
+        if not outcome.reason:
+            self._failures = 0
             self._closed.set()
             return
-        self._bad_in_a_row += 1
-        if self._bad_in_a_row >= self.limits.breaker_failures and self._closed.is_set():
+        self._failures += outcome.retryable
+        if self._failures >= self.limits.breaker_failures and self._closed.is_set():
             self._closed.clear()
-            self._say(f"{self.name}: {self._bad_in_a_row} calls failed in a row; calls wait: {outcome.reason}")
+            self._say(f"{self.name}: {self._failures} calls failed and none succeeded; calls wait: {outcome.reason}")
 
     def _note(self, reason: str) -> None:
         known = reason in self._reasons or len(self._reasons) < KINDS

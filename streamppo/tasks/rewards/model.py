@@ -1,15 +1,18 @@
 """A reward model: a sequence classification model in a Ray actor of its own, shared by all rollout actors.
 
+An actor dies with whoever created it, so the driver does, and hands it to the rollout actors, which come and go. Ray
+starts it again when it dies on its own; until it is there, calls are retryable failures.
+
 The text is written in the reward model's own chat template, or is prompt and completion in a row.
 """
 
-import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from streamppo.config_reward import ModelScorer
-from streamppo.errors import TaskError
+from streamppo.config_reward import ModelScorer, Reward
+from streamppo.errors import Retryable, TaskError
 from streamppo.tasks.rewards.batcher import Many
-from streamppo.tasks.rewards.outcome import Outcome, check, failed, too_late
+from streamppo.tasks.rewards.outcome import Outcome, check, failed
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import ScoredText, decode, encode
 
@@ -72,27 +75,40 @@ class RewardModel:
         return logits[:, self._label].float().tolist()
 
 
-async def start(name: str, config: ModelScorer) -> Many:
-    """The actor called reward-NAME, made by whichever actor comes first. Raises `TaskError` if it cannot load."""
+def create(reward: Reward, place: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The actor of every reward model by the scorer's name; all of them end with this process, and not before.
+
+    `place` gives Ray's options for where one lives.
+    """
     import ray
-    from ray.exceptions import RayError
 
     actor: Any = ray.remote(RewardModel)
-    handle = actor.options(name=f"reward-{name}", get_if_exists=True, num_cpus=0, num_gpus=config.gpus).remote(
-        config.path, config.label, config.max_tokens, config.dtype, threads=config.threads, gpus=config.gpus
-    )
+    return {
+        name: actor.options(name=f"reward-{name}", max_restarts=-1, **place(name)).remote(
+            config.path, config.label, config.max_tokens, config.dtype, threads=config.threads, gpus=config.gpus
+        )
+        for name, config in reward.models().items()
+    }
+
+
+async def connect(actor: Any, config: ModelScorer) -> Many:
+    """The calls of a reward model, once it has loaded. Raises `TaskError` if it cannot load."""
+    from ray.exceptions import RayError, RayTaskError
+
     try:
-        await handle.score.remote(encode(()))
+        # Whoever comes while it starts again waits, however long it loads.
+        await actor.score.options(max_task_retries=-1).remote(encode(()))
     except RayError as error:
-        raise TaskError(f"the reward model {config.path} cannot be loaded: {error}") from error
+        # The last line of a traceback is its error.
+        why = str(error).strip().splitlines()[-1]
+        raise TaskError(f"the reward model {config.path} cannot be loaded: {why}") from error
 
     async def call(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
         try:
-            async with asyncio.timeout(config.timeout_s):
-                return decode(await handle.score.remote(encode(texts)), tuple[Outcome, ...])
-        except TimeoutError:
-            return (too_late(config.timeout_s),) * len(texts)
+            return decode(await actor.score.remote(encode(texts)), tuple[Outcome, ...])
+        except RayTaskError as error:
+            return (failed(error.cause),) * len(texts)
         except RayError as error:
-            return (failed(getattr(error, "cause", None) or error),) * len(texts)
+            return (failed(Retryable(f"the reward model {config.path} is not there: {error}")),) * len(texts)
 
     return call

@@ -1,7 +1,9 @@
 """All scorers of a run: which of them score a trajectory, and how their scores become one reward."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from streamppo import config_reward as choices
@@ -13,19 +15,25 @@ from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.pool import Pool
 from streamppo.tasks.rewards.service import Service
-from streamppo.tasks.rewards.signature import Columns, Loaded, Texts
+from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 
 class Rewards:
-    """`start` first. `say` prints a line for people."""
+    """`start` first. `say` prints a line for people; `models` are the actors of the reward models (`model.create`)."""
 
-    def __init__(self, config: choices.Reward, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: choices.Reward,
+        say: Callable[[str], None],
+        models: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._scorers = config.named()
         self._selected: dict[str, list[str]] = {}
         self._several = len(self._scorers) > 1
         self._combine_as = config.combine
         self._say = say
+        self._models = models
         self._guards: dict[str, Guard] = {}
         self._pools: dict[str, Pool] = {}
         self._services: dict[str, Service] = {}
@@ -122,10 +130,11 @@ class Rewards:
                 call, size, places = await self._function(name, scorer)
             case choices.ModelScorer():
                 self._say(f"{name} is the reward model {scorer.path}")
-                call, size, places = await model.start(name, scorer), scorer.batch_size, 2
+                call, size, places = await model.connect(self._models[name], scorer), scorer.batch_size, 2
+                call = _in_time(call, scorer.timeout_s)
             case choices.ServiceScorer() | choices.JudgeScorer():
                 self._say(f"{name} is {scorer.url}")
-                call, size, places = self._remote(name, scorer), 1, scorer.concurrency
+                call, size, places = _in_time(self._remote(name, scorer), scorer.timeout_s), 1, scorer.concurrency
         one = Batcher(call, size, places) if size > 1 else _one(call)
         return Guard(name, scorer, one, self._say)
 
@@ -139,11 +148,9 @@ class Rewards:
         self._say(f"{name} is {told(scorer, how, in_actor=in_actor)}")
         size = scorer.batch_size if how.style == "batched" else 1
         if in_actor:
-            return (
-                _in_actor(signature.load(scorer.function, scorer.arguments), scorer.timeout_s),
-                size,
-                scorer.concurrency,
-            )
+            reward = signature.load(scorer.function, scorer.arguments)
+            call = _in_time(partial(signature.call_async, reward), scorer.timeout_s)
+            return call, size, scorer.concurrency
         pool = Pool(scorer, how.is_async)
         await pool.start()
         self._pools[name] = pool
@@ -171,15 +178,17 @@ def _of_a_model(scorer: choices.Scorer) -> bool:
     return not isinstance(scorer, choices.FunctionScorer)
 
 
-def _in_actor(reward: Loaded, timeout_s: float) -> Many:
-    async def call(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+def _in_time(call: Many, timeout_s: float) -> Many:
+    """`call`, given up after `timeout_s`. What runs in processes of its own is ended there."""
+
+    async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
         try:
             async with asyncio.timeout(timeout_s):
-                return await signature.call_async(reward, texts, columns)
+                return await call(texts, columns)
         except TimeoutError:
             return (too_late(timeout_s),) * len(texts)
 
-    return call
+    return bounded
 
 
 def _one(call: Many):

@@ -9,7 +9,7 @@ import msgspec
 
 from streamppo.config_reward import JudgeScorer, ServiceScorer
 from streamppo.errors import Retryable, TaskError
-from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failed, too_late
+from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failed
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Reward, ScoredText
 
@@ -28,7 +28,8 @@ class Service:
                 raise TaskError(f"the environment variable {config.key_env!r} (key_env) is not set")
             headers["Authorization"] = f"Bearer {os.environ[config.key_env]}"
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        self._client = httpx.AsyncClient(headers=headers, timeout=config.timeout_s, limits=limits)
+        # httpx would bound every read; who calls bounds the call.
+        self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
@@ -39,8 +40,6 @@ class Service:
                     return (check_verl(await self._post(url, _question(texts[0], columns[0])), texts[0]),)
                 case JudgeScorer() as judge:
                     return (await self._judge(judge, texts[0], columns[0]),)
-        except httpx.TimeoutException:
-            return (too_late(self._config.timeout_s),)
         except Exception as error:
             return (failed(error),)
 
@@ -69,8 +68,6 @@ class Service:
         try:
             response = await self._client.post(url, content=self._encoder.encode(body))
         except httpx.TransportError as error:
-            if isinstance(error, httpx.TimeoutException):
-                raise
             raise Retryable(f"{url}: {error!r}") from error
         if response.status_code in BUSY:
             raise Retryable(f"{url}: status {response.status_code}")
