@@ -30,7 +30,7 @@ from streamppo.replay.journal import Journal
 from streamppo.replay.lessons import Lessons
 from streamppo.replay.memory import DurableQueue
 from streamppo.replay.saved import Made
-from streamppo.types import Failure, Push, Trajectory, decode, encode
+from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
 
 POLL_S = 5.0
@@ -161,15 +161,14 @@ class ReplayActor(Lessons):
     async def take(self, version: int) -> bytes:
         """The batch of the update that starts at `version`, as soon as it is whole; nothing after `stop`.
 
-        A version that was trained on before comes from the archive.
+        What one rank has got before `stop` all ranks get. A version that was trained on before comes from the archive.
         """
         if version < self._queue.version:
+            # The file has its name when its version is in the journal.
+            await self._commit()
             return encode(await asyncio.to_thread(self._archive.batch, version))
-        batch = None
         async with self._changed:
-            while not self._stopped:
-                if version <= self._queue.version + 1 and (batch := self._queue.take(version)) is not None:
-                    break
+            while (batch := self._whole(version)) is None and not self._stopped:
                 await self._changed.wait()
         if batch is None:
             return b""
@@ -206,6 +205,11 @@ class ReplayActor(Lessons):
         await self._notify()
 
     # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _whole(self, version: int) -> Batch | None:
+        if version > self._queue.version + 1:
+            return None
+        return self._queue.take(version, leased_only=self._stopped)
 
     async def _commit(self) -> None:
         """Until everything that has changed so far is in the journal."""

@@ -400,6 +400,51 @@ def test_after_stop_whoever_waits_for_a_batch_gets_none(actor_of: Callable[..., 
     asyncio.run(main())
 
 
+def test_after_stop_all_ranks_have_the_batch_that_one_of_them_has_and_nobody_a_new_one(
+    actor_of: Callable[..., ReplayActor],
+) -> None:
+    async def main() -> None:
+        actor = actor_of()
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        await deliver(actor, await sample(actor, 0, 8))
+        batch = await actor.take(0)
+        await actor.stop()
+        assert decode(batch, Batch).version == 0
+        assert await actor.take(0) == batch
+        assert await actor.take(1) == b""
+        assert await actor.take(2) == b""
+
+    asyncio.run(main())
+
+
+def test_a_stop_between_two_ranks_that_wait_for_the_same_batch_leaves_none_without_it(
+    actor_of: Callable[..., ReplayActor],
+) -> None:
+    async def main() -> None:
+        actor = actor_of()
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        made = await sample(actor, 0, 4)
+        ranks = [asyncio.create_task(actor.take(0)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        # Whoever wakes first finds the run stopped as soon as it has the batch.
+        take = actor._queue.take
+
+        def take_and_stop(version: int, *, leased_only: bool = False) -> Batch | None:
+            batch = take(version, leased_only=leased_only)
+            actor._stopped = batch is not None
+            return batch
+
+        actor._queue.take = take_and_stop
+        await deliver(actor, made)
+        answers = await asyncio.gather(*ranks)
+        assert decode(answers[0], Batch).version == 0
+        assert set(answers) == {answers[0]}
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_an_actor_that_calls_is_not_silent(actor_of: Callable[..., ReplayActor]) -> None:
     async def main() -> None:
         actor = actor_of()
