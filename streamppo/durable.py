@@ -39,8 +39,13 @@ def folder(path: Path) -> None:
 def settle(path: Path) -> None:
     """Give what lies at `aside(path)`, a file or a flushed folder, its name; both survive a power cut from here on."""
     flush(aside(path))
-    os.replace(aside(path), path)
-    flush(path.parent)
+    rename(aside(path), path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give what is flushed already another name in its folder, which survives a power cut from here on."""
+    os.replace(source, target)
+    flush(target.parent)
 
 
 def write(path: Path, data: bytes) -> None:

@@ -8,7 +8,8 @@
     no version is published before the batch that made it is in the archive, with what the critic said of it
 
 Queue and ledger share a process, so that a version becomes known, ends the lease of the batch that made it and lets
-engines pull it in one step. A new process rebuilds the queue from the journal; the learner brings the weights again.
+engines pull it in one step. A new process fences out the one before it and rebuilds the queue from the journal; the
+learner brings the weights again.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from streamppo.replay.journal import Journal
 from streamppo.replay.lessons import Lessons
 from streamppo.replay.memory import DurableQueue
 from streamppo.replay.saved import Made
-from streamppo.types import Failure, Push, Trajectory, decode, encode
+from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
 
 POLL_S = 5.0
@@ -46,11 +47,13 @@ class ReplayActor(Lessons):
         self._model_path = model_path
         self._queue = queue_of(self.config)
         self._journal = Journal(Path(run) / "journal.sqlite")
+        self._journal.fence()
         if (saved := self._journal.read()) is not None:
             self._queue.restore(saved)
         self._made = self._journal.versions()
         checksums = {made.version - 1: made.archive_sha256 for made in self._made.values() if made.archive_sha256}
         self._archive = Archive(Path(run) / "archive", checksums)
+        self._archive.sweep()
         self._archiving: dict[int, asyncio.Task[str]] = {}
         self._unwritten: list[Made] = []
         self._asked = self._written = 0
@@ -161,15 +164,14 @@ class ReplayActor(Lessons):
     async def take(self, version: int) -> bytes:
         """The batch of the update that starts at `version`, as soon as it is whole; nothing after `stop`.
 
-        A version that was trained on before comes from the archive.
+        What one rank has got before `stop` all ranks get. A version that was trained on before comes from the archive.
         """
         if version < self._queue.version:
+            # The file has its name when its version is in the journal.
+            await self._commit()
             return encode(await asyncio.to_thread(self._archive.batch, version))
-        batch = None
         async with self._changed:
-            while not self._stopped:
-                if version <= self._queue.version + 1 and (batch := self._queue.take(version)) is not None:
-                    break
+            while (batch := self._whole(version)) is None and not self._stopped:
                 await self._changed.wait()
         if batch is None:
             return b""
@@ -188,9 +190,10 @@ class ReplayActor(Lessons):
         version, self._learner = described.version, max(learner, self._learner)
         if learner < self._learner:
             raise QueueError(f"version {version} comes from learner {learner}, which was given up for dead")
+        checksum = await self._archive_of(version - 1, values) if version and version not in self._made else None
+        # The same call, made twice, may have waited beside this one.
         known = self._made.get(version)
         if known is None:
-            checksum = await self._archive_of(version - 1, values) if version else None
             self._queue.publish(version)
             self._made[version] = Made(version=version, digest=described.digest, archive_sha256=checksum)
             self._unwritten.append(self._made[version])
@@ -207,6 +210,11 @@ class ReplayActor(Lessons):
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
+    def _whole(self, version: int) -> Batch | None:
+        if version > self._queue.version + 1:
+            return None
+        return self._queue.take(version, leased_only=self._stopped)
+
     async def _commit(self) -> None:
         """Until everything that has changed so far is in the journal."""
         self._asked += 1
@@ -219,7 +227,7 @@ class ReplayActor(Lessons):
             upto, made = self._asked, self._unwritten
             changes, self._unwritten = self._queue.drain(), []
             try:
-                await asyncio.to_thread(self._journal.write, changes, made)
+                await asyncio.to_thread(self._journal.write, changes, made, self._archive.settle)
             except JournalError as error:
                 # What was drained is written nowhere: nothing can be acknowledged by this process any more.
                 self._broken = error

@@ -9,6 +9,9 @@ prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. Where rewards stand on si
 `token_rewards` with offsets of its own, and where they have components a table of them [B, components], NaN where a
 trajectory has none of a name. Where there is a critic, `values` has for each token what the critic expected before it
 was sampled, as the update began. A file is complete when it has its name; it counts once the journal holds its SHA-256.
+
+It is written under a name of its writer, and gets its own within the transaction that records it: a queue that was
+given up for dead, and still writes, comes too late for that.
 """
 
 # zarr and pyarrow leave parts of their signatures untyped.
@@ -17,6 +20,7 @@ was sampled, as the update began. A file is complete when it has its name; it co
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import zarr
@@ -27,6 +31,7 @@ from zarr.storage import ZipStore
 from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.replay.journal import Journal
+from streamppo.replay.saved import Made
 from streamppo.types import Batch, Identity, Trajectory, flags, floats, ints
 
 FINISH = ("stop", "length")
@@ -40,24 +45,41 @@ class Archive:
     def __init__(self, folder: Path, checksums: Mapping[int, str]) -> None:
         self.folder = folder
         self.checksums = dict(checksums)
+        self._writer = uuid4().hex
 
     def versions(self) -> list[int]:
         """The versions whose batch is here, in order."""
         return sorted(self.checksums)
 
     def write(self, batch: Batch, values: bytes = b"") -> str:
-        """Make `batch` durable; returns the SHA-256 of its file, which counts from here on.
+        """Make `batch` durable, but for its name, which `settle` gives it; returns the SHA-256 of its file.
 
         `values` are one float32 for each token of its completions, or empty. Raises `JournalError` if the disk refuses.
         """
-        path = self.path(batch.version)
-        with durable.naming(path, JournalError):
+        aside = self._aside(batch.version)
+        with durable.naming(self.path(batch.version), JournalError):
             durable.folder(self.folder)
-            _write(durable.aside(path), batch, values)
-            checksum = durable.sha256(durable.aside(path))
-            durable.settle(path)
-        self.checksums[batch.version] = checksum
-        return checksum
+            _write(aside, batch, values)
+            durable.flush(aside)
+            return durable.sha256(aside)
+
+    def settle(self, made: Made) -> None:
+        """Name the batch that made a version, if one did; it counts from here on. Only for whoever holds the journal.
+
+        Raises `JournalError` if the disk refuses.
+        """
+        if made.archive_sha256 is None:
+            return
+        version = made.version - 1
+        with durable.naming(self.path(version), JournalError):
+            durable.rename(self._aside(version), self.path(version))
+        self.checksums[version] = made.archive_sha256
+
+    def sweep(self) -> None:
+        """Delete what others had not named when they died. Only for whoever holds the journal."""
+        with durable.naming(self.folder, JournalError):
+            for path in self.folder.glob(f"*{durable.ASIDE}"):
+                path.unlink(missing_ok=True)
 
     def columns(self, version: int) -> dict[str, NDArray[Any]]:
         """The columns of a batch as numpy arrays. Raises `JournalError` if it is missing or damaged."""
@@ -88,6 +110,10 @@ class Archive:
     def path(self, version: int) -> Path:
         """The file of the batch of `version`."""
         return self.folder / f"{version:08d}.zarr.zip"
+
+    def _aside(self, version: int) -> Path:
+        path = self.path(version)
+        return durable.aside(path.with_name(f"{path.name}.{self._writer}"))
 
     def _read(self, version: int) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         path, expected = self.path(version), self.checksums.get(version)

@@ -4,6 +4,9 @@ runs/NAME/journal.sqlite       slots that are alive, leases, attempts that came 
                                for each published version
 runs/NAME/journal.tip          the number of the last transaction; a log that ends before it has lost some
 
+Whoever is to write begins with `fence`: those who wrote before, and may not be as dead as they are taken for, cannot
+write from then on, and neither can they name a file of the archive.
+
 A slot's row goes when its batch is consumed, because the archive names it from then on. So the journal is as large as
 the queue, but for a short row for each attempt that was lost, failed, too old or given up. SQLite checks its structure
 and nothing else: every row carries a checksum of its own.
@@ -11,7 +14,7 @@ and nothing else: every row carries a checksum of its own.
 
 import sqlite3
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from zlib import crc32
 
 import msgspec
 
+from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.replay.saved import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
 from streamppo.types import decode, encode
@@ -60,9 +64,20 @@ class Journal:
             self._db.executescript(TABLES)
             self._number = self._last_transaction()
 
-    def write(self, changes: Changes, made: Sequence[Made] = ()) -> None:
-        """One transaction. What is known already is written over by the same."""
+    def fence(self) -> None:
+        """Nobody who opened it before can write from here on, and what is read from here on has all that they wrote."""
+        with self._transaction(fencing=True):
+            pass
+
+    def write(self, changes: Changes, made: Sequence[Made] = (), settle: Callable[[Made], None] | None = None) -> None:
+        """One transaction. What is known already is written over by the same.
+
+        `settle` is called within it for each of `made`: by nobody who was fenced out, and before it is known as made.
+        """
         with self._transaction() as db:
+            if settle is not None:
+                for version in made:
+                    settle(version)
             db.executemany("insert or replace into slots values (?, ?, ?, ?, ?, ?, ?, ?)", map(_slot, changes.slots))
             db.executemany(
                 "insert or replace into leases values (?, ?, ?)",
@@ -138,24 +153,26 @@ class Journal:
             raise JournalError(f"{self.path}: {error}") from error
 
     @contextmanager
-    def _transaction(self) -> Generator[sqlite3.Connection]:
-        number = self._number + 1
+    def _transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
         with self._named():
             self._db.execute("begin immediate")
             try:
-                if self._recorded() != self._number:
+                number = self._recorded()
+                if number != self._number and not fencing:
                     raise JournalError(f"{self.path}: somebody else writes here: this queue was given up for dead")
+                if number == 0:
+                    # Its name and its size survive a power cut; what it says later is never ahead of the log.
+                    durable.write(self._tip, _tip(0))
                 yield self._db
-                self._db.execute("insert or replace into state values ('number', ?, ?)", _checked(number))
+                self._db.execute("insert or replace into state values ('number', ?, ?)", _checked(number + 1))
                 self._db.execute("commit")
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("rollback")
                 raise
-            self._number = number
-            packed = struct.pack("<Q", number)
-            with open(self._tip, "r+b" if self._tip.exists() else "wb", buffering=0) as file:
-                file.write(TIP.pack(number, crc32(packed)))
+            self._number = number + 1
+            with open(self._tip, "r+b", buffering=0) as file:
+                file.write(_tip(self._number))
 
     def _verify_structure(self) -> None:
         ((first, *_),) = self._db.execute("pragma integrity_check(1)").fetchall()
@@ -168,10 +185,11 @@ class Journal:
 
     def _last_transaction(self) -> int:
         """The number of the last transaction. Raises if the tip knows of a later one."""
-        # The tip first: it is written after the transaction, by a queue that may be at work.
+        # A queue that may be at work makes the tip before its first transaction, and writes it after each of them.
+        begun = self._recorded() > 0
         tip = self._tip.read_bytes() if self._tip.exists() else b""
         number = self._recorded()
-        if not tip and number > 1:
+        if not tip and begun:
             raise JournalError(f"{self._tip}: missing or empty, though {self.path} holds {number} transactions")
         if not tip:
             return number
@@ -198,6 +216,10 @@ class Journal:
     def _check(self, table: str, row: bytes, checksum: int) -> None:
         if not isinstance(row, bytes) or crc32(row) != checksum:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise JournalError(f"{self.path}: damaged: a row of {table!r} does not match its checksum")
+
+
+def _tip(number: int) -> bytes:
+    return TIP.pack(number, crc32(struct.pack("<Q", number)))
 
 
 def _checked(value: object) -> tuple[bytes, int]:

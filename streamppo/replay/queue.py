@@ -147,15 +147,17 @@ class ReplayQueue:
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
-    def take(self, version: int) -> Batch | None:
+    def take(self, version: int, *, leased_only: bool = False) -> Batch | None:
         """The batch of the update from `version`, or None while it is not whole.
 
-        Raises `QueueError` unless that update runs now or comes next.
+        With `leased_only` none that nobody has yet. Raises `QueueError` unless that update runs now or comes next.
         """
         if version in self._leases:
             return self._leases[version][0]
         if not self.version <= version <= self.version + 1:
             raise QueueError(f"batch {version} was asked for at version {self.version}")
+        if leased_only:
+            return None
         min_version = version - self._max_lag
         units = self._choose(min_version)
         if units is None:

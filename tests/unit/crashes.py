@@ -34,6 +34,7 @@ from streamppo.errors import CheckpointError, JournalError
 from streamppo.learner import checkpoint, manifest
 from streamppo.learner.manifest import State
 from streamppo.replay.archive import Archive
+from streamppo.replay.saved import Made
 from streamppo.types import Batch
 from streamppo.weights.transport import Pushed
 
@@ -116,14 +117,22 @@ def batch(version: int) -> Batch:
     return Batch(version=version, min_version=0, trajectories=(trajectory([1, 2, version]),))
 
 
+def record(archive: Archive, version: int) -> dict[int, str]:
+    checksum = archive.write(batch(version))
+    archive.settle(Made(version=version + 1, digest="", archive_sha256=checksum))
+    return archive.checksums
+
+
 def write_archive(folder: Path) -> None:
-    Archive(folder, {}).write(batch(2))
+    record(Archive(folder, {}), 2)
 
 
 def check_archive(folder: Path, known: dict[int, str]) -> None:
     found = Archive(folder, known)
     assert found.batch(1) == batch(1)
-    found.write(batch(2))
+    found.sweep()
+    assert all(path.name.endswith(".zarr.zip") for path in folder.iterdir())
+    record(found, 2)
     assert found.batch(2) == batch(2)
 
 
@@ -188,7 +197,7 @@ def main(what: str, error: Callable[[], BaseException], base: Path) -> int:
     good = base / "good"
     good.mkdir()
     if what == "archive":
-        known = {1: Archive(good, {}).write(batch(1))}
+        known = record(Archive(good, {}), 1)
         return survived(write_archive, lambda folder: check_archive(folder, known), base, error)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     save_checkpoint(good, 1)

@@ -54,12 +54,15 @@ def rewarded(version: int = 3) -> Batch:
     )
 
 
+def written(made: Archive, one: Batch, values: bytes = b"") -> Made:
+    return Made(version=one.version + 1, digest="", archive_sha256=made.write(one, values))
+
+
 def recorded(run: Path, *batches: Batch, values: Mapping[int, bytes] = MappingProxyType({})) -> Archive:
     """Written and recorded as the queue does it."""
     journal, made = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
     for one in batches:
-        checksum = made.write(one, values.get(one.version, b""))
-        journal.write(Changes(COUNTERS), [Made(version=one.version + 1, digest="", archive_sha256=checksum)])
+        journal.write(Changes(COUNTERS), [written(made, one, values.get(one.version, b""))], made.settle)
     journal.close()
     return archive.open(run)
 
@@ -111,11 +114,24 @@ def test_columns_and_tables_are_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_file_that_was_not_recorded_does_not_count(tmp_path: Path) -> None:
     recorded(tmp_path, batch(3))
-    Archive(tmp_path / "archive", {}).write(batch(4))
+    dead = Archive(tmp_path / "archive", {})
+    dead.settle(written(dead, batch(4)))
     found = archive.open(tmp_path)
     assert found.versions() == [3]
     with pytest.raises(JournalError, match=r"00000004.zarr.zip: no batch of version 4 was recorded"):
         found.batch(4)
+
+
+def test_two_writers_at_a_time_do_not_spoil_each_other_and_what_has_no_name_is_swept_away(tmp_path: Path) -> None:
+    one, other = Archive(tmp_path / "archive", {}), Archive(tmp_path / "archive", {})
+    ours, theirs = written(other, rewarded(3)), written(one, batch(3))
+    other.settle(ours)
+    assert other.batch(3) == rewarded(3)
+    other.sweep()
+    assert [path.name for path in other.folder.iterdir()] == ["00000003.zarr.zip"]
+    with pytest.raises(JournalError, match=r"00000003.zarr.zip: cannot be written: .*No such file"):
+        one.settle(theirs)
+    assert other.batch(3) == rewarded(3)
 
 
 def test_200_random_flips_and_truncations_are_all_named(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_archive import batch, written
 from test_journal import damage
 
 from streamppo import durable
 from streamppo.errors import CheckpointError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import State
+from streamppo.replay.archive import Archive
 
 
 @pytest.mark.parametrize("error", ["crash", "full"])
@@ -29,16 +31,36 @@ def test_a_crash_or_a_full_disk_at_any_file_system_call_leaves_the_last_good_sta
     assert int(done.stdout.split()[-1]) >= 20, "the shim saw too few calls"
 
 
-def test_bytes_are_flushed_before_a_name_is_given_and_the_folder_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is flushed and renamed from here on, in order."""
     calls: list[str] = []
     flush, replace = durable.flush, os.replace
+
+    def rename(source: Path, target: Path) -> None:
+        calls.append(f"rename {source.name}")
+        replace(source, target)
+
     monkeypatch.setattr(durable, "flush", lambda path: (calls.append(f"flush {path.name}"), flush(path)))
-    monkeypatch.setattr(os, "replace", lambda source, target: (calls.append("rename"), replace(source, target)))
+    monkeypatch.setattr(os, "replace", rename)
+    return calls
+
+
+def test_bytes_are_flushed_before_a_name_is_given_and_the_folder_after_it(tmp_path: Path, calls: list[str]) -> None:
     durable.write(tmp_path / "a", b"content")
-    assert calls == ["flush a.tmp", "rename", f"flush {tmp_path.name}"]
+    assert calls == ["flush a.tmp", "rename a.tmp", f"flush {tmp_path.name}"]
     assert (tmp_path / "a").read_bytes() == b"content"
+
+
+def test_a_file_of_the_archive_is_flushed_before_it_has_its_name_and_its_folder_after_it(
+    tmp_path: Path, calls: list[str]
+) -> None:
+    made = Archive(tmp_path / "archive", {})
+    version = written(made, batch())
+    (aside,) = [path.name for path in made.folder.iterdir()]
+    made.settle(version)
+    assert calls == [f"flush {tmp_path.name}", f"flush {aside}", f"rename {aside}", "flush archive"]
+    assert made.batch(3) == batch()
 
 
 def complete(folder: Path, version: int) -> Path:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from conftest import trajectory
 
+from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.replay.journal import DEAD_LETTERS, Journal
 from streamppo.replay.saved import Changes, Counters, DeadLetter, Ended, Lease, Made, SavedSlot
@@ -126,6 +127,64 @@ def test_a_zombie_queue_cannot_write(tmp_path: Path) -> None:
     saved = living.read()
     assert saved is not None
     assert saved.slots[7] == slot(7)
+
+
+def test_whoever_fences_reads_all_that_was_written_before_and_nobody_else_writes_after(tmp_path: Path) -> None:
+    zombie = filled(tmp_path / "journal.sqlite")
+    living, reader = Journal(tmp_path / "journal.sqlite"), Journal(tmp_path / "journal.sqlite")
+    zombie.write(Changes(COUNTERS, (slot(8),)))
+    living.fence()
+    named: list[Made] = []
+    with pytest.raises(JournalError, match="given up for dead"):
+        zombie.write(Changes(COUNTERS, (slot(9),)), [made(1)], named.append)
+    assert named == [], "a file of the archive got its name by a zombie"
+    before = everything(reader)
+    saved = living.read()
+    assert saved is not None
+    assert [slot.number for slot in saved.slots] == list(range(9))
+    living.write(Changes(COUNTERS, (slot(9),)), [made(1)], named.append)
+    assert named == [made(1)]
+    assert everything(reader) != before
+
+
+def test_a_version_whose_file_gets_no_name_is_not_recorded(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    before = everything(journal)
+
+    def full(_: Made) -> None:
+        raise OSError("no room")
+
+    with pytest.raises(JournalError, match="no room"):
+        journal.write(Changes(COUNTERS, (slot(8),)), [made(1)], full)
+    assert everything(journal) == before
+
+
+def test_a_power_cut_after_any_of_the_first_transactions_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite flushes what it commits; of all else the cut leaves the names and bytes of the last flush."""
+    run = tmp_path / "run"
+    run.mkdir()
+    flushed: dict[int, bytes] = {}
+    names: dict[str, int] = {}
+
+    def flush(path: Path) -> None:
+        if path.is_dir():
+            names.update({child.name: child.stat().st_ino for child in path.iterdir()})
+        else:
+            flushed[path.stat().st_ino] = path.read_bytes()
+
+    monkeypatch.setattr(durable, "flush", flush)
+    journal = Journal(run / "journal.sqlite")
+    for number in range(4):
+        after = _copy(run, tmp_path / f"after {number}")
+        for path in after.glob("journal.tip*"):
+            path.unlink()
+            if path.name in names:
+                path.write_bytes(flushed.get(names[path.name], b""))
+        saved = Journal(after / "journal.sqlite").read()
+        assert (len(saved.slots) if saved else 0) == number
+        journal.write(Changes(COUNTERS, (slot(number),)))
 
 
 def test_a_transaction_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ def done(ticket: Ticket, version: int = 0) -> Trajectory:
     return msgspec.structs.replace(trajectory([5, 6], versions=[version] * 2), identity=ticket.identity)
 
 
+def journal(run: Path) -> Journal:
+    """The journal as those see it who write nothing."""
+    return Journal(run / "journal.sqlite")
+
+
 async def sample(actor: ReplayActor, call: int, count: int, version: int = 0) -> list[Trajectory]:
     tickets = decode(await actor.issue("a", version, count, call), tuple[Ticket, ...])
     assert len(tickets) == count
@@ -101,7 +106,7 @@ def test_a_version_waits_until_its_batch_is_in_the_archive(
         await asyncio.sleep(0.3)
         assert not publishing.done()
         assert actor._ledger.newest == 0
-        assert 1 not in Journal(tmp_path / "journal.sqlite").versions()
+        assert 1 not in journal(tmp_path).versions()
         gate.set()
         await asyncio.gather(publishing, again)
         assert actor._ledger.newest == 1
@@ -131,6 +136,86 @@ def test_what_was_trained_on_before_comes_from_the_archive_and_is_compared(
             await actor.publish(push(1, "another"), [], b"", 0)
 
     asyncio.run(main())
+
+
+def test_a_queue_that_was_given_up_for_dead_and_still_writes_reaches_neither_journal_nor_archive(
+    actor_of: Callable[..., ReplayActor], tmp_path: Path
+) -> None:
+    async def main() -> None:
+        zombie = actor_of()
+        await zombie.begin(0)
+        await zombie.publish(push(0), [], b"", 0)
+        made = await sample(zombie, 0, 5)
+        await deliver(zombie, made[:4])
+        batch = await zombie.take(0)
+        (tmp_path / "archive").mkdir()
+        (tmp_path / "archive" / "00000000.zarr.zip.left.tmp").write_bytes(b"half")
+        living = actor_of()
+        assert list((tmp_path / "archive").iterdir()) == []
+        with pytest.raises(JournalError, match="given up for dead"):
+            await deliver(zombie, made[4:])
+        zombie._broken = None
+        assert await living.begin(0) == 0
+        assert await living.take(0) == batch
+        await living.publish(push(1), [], np.ones(8, np.float32).tobytes(), 1)
+        for values in (np.zeros(8, np.float32).tobytes(), b""):
+            with pytest.raises(JournalError, match="given up for dead"):
+                await zombie.publish(push(1), [], values, 0)
+            zombie._broken = None
+        found = archive.open(tmp_path)
+        assert found.batch(0) == decode(batch, Batch)
+        assert found.columns(0)["values"].tolist() == [1.0] * 8
+
+    asyncio.run(main())
+
+
+def test_what_an_old_queue_acknowledges_while_a_new_one_opens_the_journal_is_not_lost(
+    actor_of: Callable[..., ReplayActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        old = actor_of()
+        await old.begin(0)
+        await old.publish(push(0), [], b"", 0)
+        made = await sample(old, 0, 4)
+        await deliver(old, made[:3])
+        old._queue.put(made[3])
+        last, fence = old._queue.drain(), Journal.fence
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "fence", lambda journal: (old._journal.write(last), fence(journal)))
+            new = actor_of()
+        assert new._queue.report().ready == 4
+        assert await new.begin(0) == 0
+        assert decode(await new.take(0), Batch).trajectories == tuple(made)
+
+    asyncio.run(main())
+
+
+def test_a_learner_that_redoes_the_newest_version_waits_until_its_batch_has_its_name(
+    actor_of: Callable[..., ReplayActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), Journal.write
+
+    async def main() -> None:
+        actor = actor_of()
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        await deliver(actor, await sample(actor, 0, 4))
+        batch = await actor.take(0)
+        monkeypatch.setattr(Journal, "write", lambda *arguments: (gate.wait(20), write(*arguments))[1])
+        publishing = asyncio.create_task(actor.publish(push(1), [], b"", 0))
+        while actor._queue.version == 0:
+            await asyncio.sleep(0.01)
+        taking = asyncio.create_task(actor.take(0))
+        await asyncio.sleep(0.1)
+        assert not publishing.done()
+        gate.set()
+        assert await taking == batch
+        await publishing
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 30))
+    finally:
+        gate.set()
 
 
 def test_a_learner_that_was_given_up_cannot_publish(actor_of: Callable[..., ReplayActor]) -> None:
@@ -240,7 +325,7 @@ async def tickets(actor: ReplayActor, call: int, count: int) -> tuple[Ticket, ..
 
 @pytest.mark.parametrize("reason", DEFECTS)
 def test_what_cannot_be_trained_on_is_kept_with_its_reason_and_its_slot_is_sampled_again(
-    actor_of: Callable[..., ReplayActor], reason: str
+    actor_of: Callable[..., ReplayActor], tmp_path: Path, reason: str
 ) -> None:
     async def main() -> None:
         actor = actor_of()
@@ -251,7 +336,7 @@ def test_what_cannot_be_trained_on_is_kept_with_its_reason_and_its_slot_is_sampl
         await deliver(actor, [done(given[0]), letter, done(given[2]), done(given[3])])
         await deliver(actor, [letter])
         # The payload is bytes for bytes the same, NaN included, in a process that was not there.
-        (kept,) = actor_of()._journal.dead_letters()
+        (kept,) = journal(tmp_path).dead_letters()
         assert (encode(kept.trajectory), kept.reason) == (encode(letter), reason)
         assert actor._queue.report().failed == {"engine": 1}
         (again,) = await tickets(actor, 1, 1)
@@ -398,6 +483,51 @@ def test_after_stop_whoever_waits_for_a_batch_gets_none(actor_of: Callable[..., 
         assert await waiting == b""
 
     asyncio.run(main())
+
+
+def test_after_stop_all_ranks_have_the_batch_that_one_of_them_has_and_nobody_a_new_one(
+    actor_of: Callable[..., ReplayActor],
+) -> None:
+    async def main() -> None:
+        actor = actor_of()
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        await deliver(actor, await sample(actor, 0, 8))
+        batch = await actor.take(0)
+        await actor.stop()
+        assert decode(batch, Batch).version == 0
+        assert await actor.take(0) == batch
+        assert await actor.take(1) == b""
+        assert await actor.take(2) == b""
+
+    asyncio.run(main())
+
+
+def test_a_stop_between_two_ranks_that_wait_for_the_same_batch_leaves_none_without_it(
+    actor_of: Callable[..., ReplayActor],
+) -> None:
+    async def main() -> None:
+        actor = actor_of()
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        made = await sample(actor, 0, 4)
+        ranks = [asyncio.create_task(actor.take(0)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        # Whoever wakes first finds the run stopped as soon as it has the batch.
+        take = actor._queue.take
+
+        def take_and_stop(version: int, *, leased_only: bool = False) -> Batch | None:
+            batch = take(version, leased_only=leased_only)
+            actor._stopped = batch is not None
+            return batch
+
+        actor._queue.take = take_and_stop
+        await deliver(actor, made)
+        answers = await asyncio.gather(*ranks)
+        assert decode(answers[0], Batch).version == 0
+        assert set(answers) == {answers[0]}
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_an_actor_that_calls_is_not_silent(actor_of: Callable[..., ReplayActor]) -> None:
