@@ -144,7 +144,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
                  gradients, and those in float32 on their way to the ranks
     activations  of the micro-batch in every layer, or with checkpointing its input to each and one layer's
     head         logits of a chunk, the head's float32 copy and its gradient
-    reference    a second, frozen policy
+    reference    a second, frozen policy's shards; what its pass gathers is freed before there are gradients
     """
     learner, critic = config.learner, config.algorithm.critic.model
     own = critic != "head"

@@ -38,7 +38,7 @@ class Denominators(NamedTuple):
 def denominators(mask: Tensor, *, constant: float = 1.0, cu_seqlens: Tensor | None = None) -> Denominators:
     """Count the unmasked tokens, and the sequences that have at least one, of a full minibatch.
 
-    `constant` is the length that the "constant" aggregation divides by (the longest response allowed).
+    `constant` is the length that the "constant" aggregation divides by: any fixed one, such as the longest allowed.
     """
     check(mask, cu_seqlens)
     if constant <= 0:

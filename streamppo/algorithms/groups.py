@@ -3,7 +3,8 @@
 B sequences, T response tokens (padded), N response tokens (packed). `scores_B` is one score per trajectory,
 `group_ids_B` any integers that are equal within a group. All but the REINFORCE++ forms return one advantage
 per trajectory [B]; `layout.spread` puts it on the tokens. A trajectory alone in its group has nothing to be
-compared with and gets 0. A group must not be cut: compute these before the batch is divided over ranks.
+compared with and gets 0, before any whitening. A group must not be cut: compute these before the batch is divided
+over ranks.
 """
 
 from typing import NamedTuple

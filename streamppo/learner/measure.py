@@ -12,7 +12,7 @@ from streamppo.algorithms.diagnostics import off_policy, ratio_quantiles, update
 from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.algorithms.value_losses import explained_variance
-from streamppo.learner.model import Scored
+from streamppo.learner.model import Part, Scored
 from streamppo.learner.packing import Packed
 
 LOSSES = ("policy_loss", "entropy", "value_loss", "value_clip_fraction")
@@ -21,7 +21,10 @@ VALUE_LOSSES = 2
 
 
 class Sums:
-    """Running sums over the micro-batches of one update; `means` and `first_logprobs` add them over ranks."""
+    """Running sums over the micro-batches of one update; `means` and `first_logprobs` add them over ranks.
+
+    Every minibatch begins on all ranks alike; of its rows, each rank adds what it was dealt, in every epoch anew.
+    """
 
     def __init__(self, mask_BT: Tensor, group: dist.ProcessGroup) -> None:
         self.update = torch.zeros(6, dtype=torch.float64, device=mask_BT.device)
@@ -32,8 +35,19 @@ class Sums:
         self._ratio_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
         self._seen_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
         self._first_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
-        self._passed_B = torch.zeros(len(mask_BT), device=mask_BT.device)
+        self._passes_B = torch.zeros(len(mask_BT), dtype=torch.long, device=mask_BT.device)
+        self._minibatches = {True: 0, False: 0}
         self._norms: dict[bool, list[float]] = {True: [], False: []}
+
+    def begin(self, rows: Tensor, part: Part) -> None:
+        """A minibatch. What any rank keeps of the policy's pass over these rows before is replaced."""
+        self._minibatches[part == "critic"] += 1
+        if part != "critic":
+            # Rows are dealt out on the CPU: such indices read a GPU's tensors, and are not read by them.
+            rows = rows.to(self._passes_B.device)
+            self._passes_B[rows] += 1
+            self._ratio_BT[rows] = 0
+            self._seen_BT[rows] = 0
 
     def add_losses(self, losses: dict[str, Tensor]) -> None:
         """One micro-batch: its shares of the losses."""
@@ -45,14 +59,12 @@ class Sums:
     ) -> None:
         """One micro-batch of the policy: its token sums, and its log-probs if it is the first with these rows."""
         width_T, logprobs_bT = mask_bT.shape[1], logprobs_bT.detach()
-        # Rows are dealt out on the CPU: such indices read a GPU's tensors, and are not read by them.
-        rows = rows.to(self._passed_B.device)
+        rows = rows.to(self._passes_B.device)
         self.update += update_sums(logprobs_bT, proximal_bT, mask_bT, policy.clipped)
         self._ratio_BT[rows, :width_T] = policy.ratio.float()
         self._seen_BT[rows, :width_T] = mask_bT.float()
-        new_b = self._passed_B[rows] == 0
-        self._first_BT[rows[new_b], :width_T] = logprobs_bT[new_b].float()
-        self._passed_B[rows] = 1
+        first_b = self._passes_B[rows] == 1
+        self._first_BT[rows[first_b], :width_T] = logprobs_bT[first_b].float()
 
     def kl_since(self, before: Tensor) -> float:
         """KL(proximal || current), k3 per token, of what was added since `update` was `before`. A collective."""
@@ -66,21 +78,21 @@ class Sums:
 
     def first_logprobs(self) -> tuple[Tensor, Tensor]:
         """[B, T] log-probs of every row's first pass, and [B] which rows had one. A collective."""
-        for tensor in (self._first_BT, self._passed_B):
-            dist.all_reduce(tensor, group=self._group)
-        return self._first_BT, self._passed_B > 0
+        dist.all_reduce(self._first_BT, group=self._group)
+        return self._first_BT, self._passes_B > 0
 
     def means(self) -> dict[str, float]:
-        """Losses per step, token sums per token. A collective."""
+        """Losses per minibatch, a step taken of it or not, and token sums per token. A collective."""
         for tensor in (self.update, self._losses, self._ratio_BT, self._seen_BT):
             dist.all_reduce(tensor, group=self._group)
         policy, critic = self._norms[False], self._norms[True]
-        steps = [max(1, len(policy))] * (len(LOSSES) - VALUE_LOSSES) + [max(1, len(critic or policy))] * VALUE_LOSSES
+        passes, critic_passes = self._minibatches[False], self._minibatches[True]
+        counts = [passes] * (len(LOSSES) - VALUE_LOSSES) + [critic_passes or passes] * VALUE_LOSSES
         own = {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
         statistics = update_statistics_of(self.update)
         low, median, high = ratio_quantiles(self._ratio_BT, self._seen_BT > 0)
         return {
-            **{name: value / n for name, value, n in zip(LOSSES, self._losses.tolist(), steps, strict=True)},
+            **{name: value / n for name, value, n in zip(LOSSES, self._losses.tolist(), counts, strict=True)},
             "proximal_kl_k1": statistics.k1,
             "proximal_kl": statistics.k3,
             "clip_fraction_high": statistics.clip_fraction_high,

@@ -219,6 +219,20 @@ def _checkpoint_activations(transformer: Any) -> None:
         layer.training = True
 
 
+def release(policy: Policy) -> None:
+    """Let go of what FSDP keeps of forward passes until a backward: a record of each, and weights gathered.
+
+    After this there is nothing to run a backward through.
+    """
+    sharded: Any = policy
+    sharded.reshard()
+    # Only the newest torch has a public name for this.
+    order = sharded._get_fsdp_state()._comm_ctx.post_forward_order
+    for group in order:
+        group._post_forward_indices.clear()
+    order.clear()
+
+
 def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
     """The whole policy, without its critic, on the CPU under its HF names; on rank 0 alone, and a collective for all.
 

@@ -24,7 +24,7 @@ from streamppo.learner import attention
 from streamppo.learner.clip import clip
 from streamppo.learner.loss import Loss, Targets
 from streamppo.learner.measure import Sums, batch_metrics
-from streamppo.learner.model import Part, Policy, Scored, nothing
+from streamppo.learner.model import Part, Policy, Scored, nothing, release
 from streamppo.learner.objective import Objective, Phase
 from streamppo.learner.packing import Packed, micro_batches
 
@@ -101,6 +101,8 @@ class Updater:
 
         Returns the share of their variance that it explained before. A collective; raises `UpdateError` like `update`.
         """
+        # At lag 0 the learner's own weights sampled a token. Another run's never did.
+        batch = batch._replace(lag_BT=batch.lag_BT + 1)
         targets, _ = self._prepared(batch)
         loss = Loss(self.objective, self.config, batch, targets, Sums(batch.mask_BT, self.group))
         self._optimize(self.objective.phases[-1]._replace(part="critic"), loss, None)
@@ -157,6 +159,7 @@ class Updater:
             return None
         with torch.no_grad():
             scores = [self._score(self.reference, batch, rows, "policy") for rows in plan]
+        release(self.reference)
         return self._gather(batch, plan, scores).logprobs_BT
 
     def _targets(self, batch: Packed, scored: Scored, reference_BT: Tensor | None) -> Targets:
@@ -165,8 +168,10 @@ class Updater:
         check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
         rewards_BT = batch.rewards_BT
         check_finite(mask_BT, rewards=rewards_BT, values=scored.values_BT)
-        if reference_BT is not None and config.kl.reward_beta:
+        check_finite(torch.ones_like(batch.truncated_B), bootstrap=scored.bootstrap_B)
+        if reference_BT is not None:
             check_logprobs(mask_BT, reference=reference_BT)
+        if reference_BT is not None and config.kl.reward_beta:
             rewards_BT = kl_reward(
                 rewards_BT,
                 scored.logprobs_BT,
@@ -209,6 +214,7 @@ class Updater:
         """The gradient of the minibatch `rows`, in place of the one before."""
         counts = denominators(loss.batch.mask_BT[rows], constant=self.config.rollout.max_tokens)
         self.optimizer.zero_grad(set_to_none=True)
+        loss.sums.begin(rows, phase.part)
         for piece in self._plan(loss.batch, rows):
             current = graph if graph is not None else self._score(self.policy, loss.batch, piece, phase.part)
             # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.

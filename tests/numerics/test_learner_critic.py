@@ -37,6 +37,20 @@ def test_pretraining_teaches_the_critic_and_nothing_else(folder: Path, model_cho
         assert torch.equal(tensor, after[name]) is not is_critics(name), name
 
 
+def test_another_runs_tokens_are_never_the_learners_own_whatever_their_lag(folder: Path) -> None:
+    """V-trace takes a token of lag 0 for on-policy; in an archive it only says that the run was in step with itself."""
+    batch = pack(case.batch())
+    in_step = batch._replace(lag_BT=torch.zeros_like(batch.lag_BT))
+    taught = {}
+    for lesson in ("pretrain", "update"):
+        for name, learned in (("late", batch), ("in step", in_step)):
+            updater = case.updater(case.config_of(OWN, "algorithm.advantage.kind=vtrace"), folder)
+            getattr(updater, lesson)(learned)
+            taught[lesson, name] = case.whole(updater.policy)["value_head.weight"]
+    assert torch.equal(taught["pretrain", "late"], taught["pretrain", "in step"])
+    assert not torch.equal(taught["update", "late"], taught["update", "in step"])
+
+
 def is_critics(name: str) -> bool:
     return name.startswith(("critic.", "value_head."))
 

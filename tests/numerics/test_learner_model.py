@@ -1,13 +1,15 @@
 """Precision, memory and gradient norms of the learner's model; what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import learner_case as case
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from streamppo.errors import RunError, UpdateError
-from streamppo.learner import device
+from streamppo.learner import device, model
 from streamppo.learner.packing import Packed, pack
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -72,6 +74,27 @@ def test_an_offloaded_reference_stays_on_the_cpu_and_says_the_same(folder: Path)
     assert said[0] == said[1]
     assert offloaded.reference is not None
     assert {parameter.device.type for parameter in offloaded.reference.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("layers_above", [0, model.SHARD_LAYERS_ABOVE])
+def test_of_a_references_pass_nothing_stays_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, layers_above: int
+) -> None:
+    monkeypatch.setattr(model, "SHARD_LAYERS_ABOVE", layers_above)
+    updater = case.updater(case.config_of("algorithm.kl.loss_beta=0.1", "learner.micro_batch_tokens=40"), folder)
+    reference: Any = updater.reference
+
+    def record() -> list[Any]:
+        return reference._get_fsdp_state()._comm_ctx.post_forward_order
+
+    sharded: set[Any] = set()
+    reference.register_forward_hook(lambda *_: sharded.update(record()))
+    for _ in range(2):
+        updater.update(pack(case.batch()))
+        assert len(sharded) == 1 + (0 if layers_above else case.SMALL["num_hidden_layers"])
+        assert not record()
+        assert not any(group._post_forward_indices for group in sharded)
+        assert all(isinstance(parameter, DTensor) for parameter in reference.parameters())
 
 
 # --- the gradient's norm -------------------------------------------------------------------------------------

@@ -98,6 +98,23 @@ def test_target_kl_ends_an_update_before_the_step_that_would_go_too_far(folder: 
 
 
 @pytest.mark.usefixtures("alone")
+def test_losses_are_means_over_minibatches_whether_or_not_each_became_a_step(folder: Path) -> None:
+    twice = ("learner.epochs=2", "learner.lr=0.01")
+    _, stepped = updated(folder, *twice)
+    _, stopped = updated(folder, *twice, "algorithm.target_kl=0.001")
+    assert (stepped["steps"], stopped["steps"]) == (2, 1)
+    own = "algorithm.critic.model=policy"
+    _, once = updated(folder, own)
+    _, standing = updated(folder, own, "learner.epochs=2", "algorithm.critic.warmup_updates=4")
+    assert (standing["steps"], standing["critic_steps"]) == (0, 2)
+    for name in ("policy_loss", "entropy"):
+        assert stopped[name] == stepped[name] != 0
+        assert standing[name] == pytest.approx(once[name], rel=1e-6)
+    for name in ("value_loss", "value_clip_fraction"):
+        assert stopped[name] == stepped[name] != 0
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("norm", ["2-norm", "max-norm"])
 def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_stays(folder: Path, norm: str) -> None:
     updater = case.updater(case.config_of("learner.max_bad_steps=2", f"learner.norm={norm}"), folder)
@@ -123,6 +140,32 @@ def test_data_that_must_not_be_trained_on_is_refused_by_name(folder: Path) -> No
     broken[0, 0] = torch.nan
     with pytest.raises(UpdateError, match=r"batch 3 cannot be trained on: .*behavior"):
         updater.update(packed._replace(behavior_logprobs_BT=broken, mask_BT=packed.mask_BT | (broken.isnan())))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("beta", ["reward_beta", "loss_beta"])
+def test_a_reference_without_log_probs_is_refused_in_reward_and_loss(folder: Path, beta: str) -> None:
+    updater = case.updater(case.config_of(f"algorithm.kl.{beta}=0.1"), folder)
+    assert updater.reference is not None
+    with torch.no_grad():
+        next(updater.reference.parameters()).fill_(torch.nan)
+    with pytest.raises(UpdateError, match=r"reference.*not finite"):
+        updater.update(pack(case.batch()))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_stands(folder: Path) -> None:
+    updater, packed = case.updater(case.config_of(), folder), pack(case.batch())
+    finished = packed.truncated_B.logical_not().nonzero()[0]
+    before = updater._before
+
+    def poisoned(batch: Packed, plan: list[torch.Tensor]):
+        scored, graph = before(batch, plan)
+        return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
+
+    updater._before = poisoned
+    with pytest.raises(UpdateError, match=rf"bootstrap\[{int(finished)}\] = nan"):
+        updater.update(packed)
 
 
 @pytest.mark.usefixtures("alone")
@@ -240,11 +283,15 @@ def test_without_a_critic_an_update_tells_of_none(folder: Path) -> None:
     assert updater.update(pack(case.batch())).values_BT is None
 
 
+LOGLINEAR = ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"]
 RANKED = [
     [],
     # Two trajectories in a minibatch: one rank has none.
     ["algorithm.critic.model=scratch", "algorithm.critic.minibatches=6", "learner.norm=max-norm"],
-    ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=6"],
+    [*LOGLINEAR, "learner.minibatches=6"],
+    # In the second epoch rows are dealt to other ranks than in the first.
+    ["learner.epochs=2", "learner.minibatches=2", "learner.lr=1e-5"],
+    [*LOGLINEAR, "learner.epochs=2", "learner.minibatches=2", "learner.lr=1e-5", "algorithm.kl.loss_beta=0.1"],
 ]
 
 
