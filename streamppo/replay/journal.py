@@ -60,6 +60,14 @@ class Journal:
             self._db.executescript(TABLES)
             self._number = self._last_transaction()
 
+    @classmethod
+    def of(cls, run: Path) -> "Journal":
+        """That of the run in the folder `run`. Raises `JournalError` if it has none, and makes none."""
+        path = run / "journal.sqlite"
+        if not path.is_file():
+            raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
+        return cls(path)
+
     def write(self, changes: Changes, made: Sequence[Made] = ()) -> None:
         """One transaction. What is known already is written over by the same."""
         with self._transaction() as db:
