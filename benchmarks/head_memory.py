@@ -1,4 +1,4 @@
-"""Memory of log-probs and entropies at a large vocabulary: chunked from hidden states, beside the naive form.
+"""Memory of log-probs and entropies at a large vocabulary: chunked as in the learner, beside the naive form.
 
     python benchmarks/head_memory.py --json out.json
 
@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--form", choices=["chunked", "naive"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -45,6 +45,7 @@ def _measure(form: str, tokens: int, width: int, vocabulary: int) -> dict[str, f
     import torch
 
     from streamppo.algorithms.tokens import chunked_logprobs_entropy
+    from streamppo.learner.model import HEAD_CHUNK
 
     torch.manual_seed(0)
     hidden_ND = torch.randn(tokens, width, requires_grad=True)
@@ -54,7 +55,7 @@ def _measure(form: str, tokens: int, width: int, vocabulary: int) -> dict[str, f
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     if form == "chunked":
-        logprobs_N, entropy_N = chunked_logprobs_entropy(hidden_ND, weight_VD, targets_N, chunk=128)
+        logprobs_N, entropy_N = chunked_logprobs_entropy(hidden_ND, weight_VD, targets_N, chunk=HEAD_CHUNK)
     else:
         logp_NV = (hidden_ND @ weight_VD.T).log_softmax(-1)
         logprobs_N = logp_NV.gather(-1, targets_N[:, None]).squeeze(-1)

@@ -27,8 +27,9 @@ from streamppo.config import (
 )
 from streamppo.config_reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
 from streamppo.config_task import DataTask
-from streamppo.errors import ModelError, StreamppoError, TaskError
+from streamppo.errors import JournalError, ModelError, StreamppoError, TaskError
 from streamppo.learner import tiny
+from streamppo.replay import archive
 from streamppo.rollout.sglang import wire
 from streamppo.tasks import environments, plugins
 from streamppo.tasks import task as tasks
@@ -89,6 +90,7 @@ def _gpu(gib: float | None) -> Gpu:
 def _findings(config: Config, gpu: Gpu) -> Findings:
     folder, found = _folder(config.model.path)
     yield found
+    yield from _critic(config)
     hf_config = tokenizer = None
     try:
         if config.model.path == BUILTIN:
@@ -105,6 +107,8 @@ def _findings(config: Config, gpu: Gpu) -> Findings:
         task = _task(config, tokenizer)
         if task is not None:
             yield Finding("task", "ok", _prompts(task, tokenizer))
+        if task is not None and config.model.path == BUILTIN:
+            tiny.answered(task)
     except StreamppoError as error:
         yield Finding("task", "error", str(error))
     yield from _rewards(config, task)
@@ -133,8 +137,28 @@ def _folder(path: str, what: str = "model") -> tuple[str | None, Finding]:
     return cached, Finding(what, "ok", f"{path}, in the hub's cache")
 
 
+def _critic(config: Config) -> Findings:
+    critic = config.algorithm.critic
+    if critic.model not in ("head", "policy", "scratch"):
+        yield _folder(critic.model, "critic")[1]
+    if not critic.pretrain:
+        return
+    if not Path(critic.pretrain).is_dir():
+        yield Finding("critic", "not here", f"{critic.pretrain!r}, whose batches are to teach it, is no folder here")
+        return
+    try:
+        batches = len(archive.open(Path(critic.pretrain)).versions())
+    except JournalError as error:
+        yield Finding("critic", "error", str(error))
+        return
+    if not batches:
+        yield Finding("critic", "error", f"{critic.pretrain} has no archived batch to teach it")
+        return
+    yield Finding("critic", "ok", f"learns from the {batches} batches of {critic.pretrain}")
+
+
 def _vocabulary(tokenizer: Tokenizer, hf_config: Any) -> Finding:
-    has, knows = tokenizer.vocabulary, hf_config.vocab_size
+    has, knows = tokenizer.vocabulary, hf_config.get_text_config().vocab_size
     if has > knows:
         return Finding("tokenizer", "error", f"it writes {has:,} tokens, and the model knows {knows:,}")
     return Finding("tokenizer", "ok", f"{has:,} tokens")
@@ -254,11 +278,17 @@ def _places(config: Config) -> Findings:
 
 
 def _memory(config: Config, hf_config: Any, gpu: Gpu) -> Findings:
-    model, longest = memory.sizes(hf_config, config.model), _longest(config)
+    try:
+        model = memory.sizes(hf_config, config.model)
+    except ModelError as error:
+        yield Finding("memory", "not here", _first_line(error))
+        return
     yield Finding("parameters", "ok", f"{model.parameters:,} in {model.layers} layers, {config.model.dtype}")
-    context = hf_config.max_position_embeddings
-    if longest > context:
-        yield Finding("context", "error", f"prompt and completion may have {longest} tokens; the model takes {context}")
+    allowed, context = _longest(config), hf_config.max_position_embeddings
+    longest = min(allowed, context)
+    if allowed > context:
+        text = f"prompt and completion may have {allowed} tokens; the model takes {context}: completions end there"
+        yield Finding("context", "note", text)
     rank, shared = memory.rank(config, model, longest), shares_gpus(config)
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank._asdict().items() if size)
     yield Finding("rank", "ok", f"about {_gib(rank.total)}: {parts}")

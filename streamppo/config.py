@@ -61,11 +61,11 @@ class Model(Section, frozen=True):
     """Warm start of builtin:tiny."""
 
     def __post_init__(self) -> None:
-        """What flash-attn computes in; and every head of builtin:tiny is equally wide."""
+        """What flash-attn computes in; every head of builtin:tiny is equally wide, and its rotations turn pairs."""
         if self.attention in FLASH and self.dtype != "bfloat16":
             raise ValueError(f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"')
-        if self.path == BUILTIN and self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
+        if self.path == BUILTIN and self.hidden_size % (2 * self.heads):
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be an even multiple of heads ({self.heads})")
 
 
 # --- rollout -------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class Config(Section, frozen=True):
     """The ranks that train."""
     environment: Environment | None = None
     """Several turns, if there is one; its rewards are added to those of [reward], which may then be empty."""
-    seed: int = 1
+    seed: Count = 1
     """Everything random is derived from it."""
     rollout: Rollout = Rollout()
     """The actors that generate."""

@@ -27,30 +27,22 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises `ConfigError` with the file, the line and the nearest name of what is wrong.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error}") from error
+    kind, parse = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
     try:
-        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        tree = parse(text)
     except ValueError as error:
-        raise ConfigError(f"{path}: not {path.suffix[1:].upper()}: {error}") from error
-    overridden = {apply_override(tree, override) for override in overrides}
-    for name in overridden:
-        _name_default_kind(tree, name.rpartition(".")[0])
-    try:
-        return msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), path, text, tree, overridden)) from error
+        raise ConfigError(f"{path}: not {kind}: {error}") from error
+    return _resolve(tree, overrides, path, text)
 
 
 def change(config: Config, overrides: Sequence[str]) -> Config:
     """`config` with `overrides`. Raises `ConfigError` that names what is wrong with them."""
-    tree = msgspec.to_builtins(config)
-    overridden = {apply_override(tree, override) for override in overrides}
-    try:
-        return msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), Path(CONFIG), "", tree, overridden)) from error
+    return _resolve(msgspec.to_builtins(config), overrides, Path(CONFIG), "")
 
 
 def save(config: Config, run: Path) -> None:
@@ -64,25 +56,53 @@ def show(config: Config) -> str:
     return "\n".join(f"{name} = {_toml(value)}" for name, value in _leaves("", msgspec.to_builtins(config)))
 
 
-def apply_override(tree: dict[str, Any], override: str) -> str:
-    """Set one "a.b.c=value" in `tree`, the value read as TOML (a bare word is a string). Returns the dotted name.
+def _resolve(tree: dict[str, Any], overrides: Sequence[str], path: Path, text: str) -> Config:
+    """`tree`, which stands in `path` as `text`, with `overrides`."""
+    named = _kinds_first([_split(override) for override in overrides])
+    for name, value in named:
+        _apply(tree, name, value)
+    for name, _ in named:
+        _name_default_kind(tree, name.rpartition(".")[0])
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), path, text, tree, {name for name, _ in named})) from error
 
-    Another `kind` replaces the whole table, since the fields of two kinds have nothing to do with each other.
-    """
+
+def _split(override: str) -> tuple[str, Any]:
+    """(dotted name, value) of "a.b.c=value", the value read as TOML; a bare word is a string."""
     name, equals, value = override.partition("=")
     if not equals or not name.strip():
         raise ConfigError(f"override {override!r} is not of the form section.field=value")
-    *parents, last = name.strip().split(".")
-    table = tree
+    return name.strip(), _value(value.strip())
+
+
+def _kinds_first(named: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """A kind comes before the fields of its table, which would be lost with the former kind; else in order."""
+    ordered: list[tuple[str, Any]] = []
+    for name, value in named:
+        place = len(ordered)
+        # What sets this very kind, or a whole table around it, stays before it: the last word counts.
+        while name.endswith(".kind") and place and not f"{name}.".startswith(f"{ordered[place - 1][0]}."):
+            place -= 1
+        ordered.insert(place, (name, value))
+    return ordered
+
+
+def _apply(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Another `kind` replaces the whole table, since the fields of two kinds have nothing to do with each other."""
+    *parents, last = name.split(".")
+    table: Any = tree
     for part in parents:
-        table = table.setdefault(part, {})
+        # A section that is left out is null in a run's config.json.
+        if table.get(part) is None:
+            table[part] = {}
+        table = table[part]
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {part!r} is a value, not a section")
-    parsed = _value(value.strip())
-    if last == "kind" and table.get("kind") != parsed:
+            raise ConfigError(f"override {name}: {part!r} is a value, not a section")
+    if last == "kind" and table.get("kind") != value:
         table.clear()
-    table[last] = parsed
-    return name.strip()
+    table[last] = value
 
 
 def _name_default_kind(tree: dict[str, Any], where: str) -> None:
@@ -139,7 +159,8 @@ def _explain(message: str, path: Path, text: str, tree: Any, overridden: set[str
         hint = f": did you mean {near[0]!r}?" if near else f": known here are {', '.join(sorted(names))}"
     if name.endswith(".kind"):
         hint = f"; kinds are {', '.join(_kinds(name.removesuffix('.kind'), tree))}"
-    if any(changed == name or changed.startswith(f"{name}.") for changed in overridden if name):
+    within = (f"{changed}.".startswith(f"{name}.") or f"{name}.".startswith(f"{changed}.") for changed in overridden)
+    if name and any(within):
         return f"override {name}: {body}{hint}"
     line = _line_of(name, text)
     return f"{path}{f':{line}' if line else ''}: {f'{name}: ' if name else ''}{body}{hint}"

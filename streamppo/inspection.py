@@ -37,7 +37,7 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
 
 def inspect_dead_letters(run: Path, count: int) -> int:
     """Print the newest `count` trajectories that arrived and could not be trained on."""
-    journal = Journal(run / "journal.sqlite")
+    journal = Journal.of(run)
     letters = journal.dead_letters()
     journal.close()
     print(f"{len(letters)} dead letters")
@@ -51,7 +51,7 @@ def inspect_dead_letters(run: Path, count: int) -> int:
 
 def inspect_prompt(run: Path, prompt: int) -> int:
     """Print what became of every attempt at a prompt. Raises `JournalError` for one that was never issued."""
-    journal = Journal(run / "journal.sqlite")
+    journal = Journal.of(run)
     saved, ended = journal.read(), journal.ended()
     journal.close()
     attempts = {one.identity: f"{one.state.replace('_', ' ')}: {one.reason}" for one in ended}

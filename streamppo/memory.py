@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from streamppo.config import Config, Model, SGLangEngine
+from streamppo.errors import ModelError
 from streamppo.learner.model import HEAD_CHUNK, SHARD_LAYERS_ABOVE
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
@@ -76,7 +77,20 @@ class EngineMemory(NamedTuple):
 
 
 def sizes(hf_config: Any, model: Model) -> Sizes:
-    """Build the model of `hf_config` without memory and look at it."""
+    """Build the model of `hf_config` without memory and look at it.
+
+    Raises `ModelError` for one that is not built as llama is, of `layers` with keys and values of their own, or that
+    computes nothing without memory.
+    """
+    try:
+        return _sizes(hf_config, model)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"what a rank and an engine hold is not known for a {type(hf_config).__name__}: {error}"
+        ) from error
+
+
+def _sizes(hf_config: Any, model: Model) -> Sizes:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, model.dtype)

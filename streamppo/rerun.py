@@ -36,7 +36,7 @@ def rerun(run: Path, to: int | None, changes: Sequence[str]) -> int:
 
     Raises `Diverged` if there are no changes and a version has other weights than it had.
     """
-    journal = Journal(run / "journal.sqlite")
+    journal = Journal.of(run)
     recorded, configs = journal.versions(), journal.configs()
     journal.close()
     last = max(recorded, default=0) if to is None else to

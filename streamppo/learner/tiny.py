@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.config import Config, Model, WarmStart
+from streamppo.config import BUILTIN, Config, Model, WarmStart
+from streamppo.errors import TaskError
 from streamppo.learner import pretrained
 from streamppo.tasks import task as tasks
 from streamppo.tasks.arithmetic import ALPHABET
+from streamppo.tasks.task import Task
 from streamppo.tasks.tokens import character_tokenizer
 from streamppo.types import Prompt
 
@@ -31,7 +33,7 @@ WARM_UP_STEPS = 10
 
 
 def make(config: Config, folder: Path) -> None:
-    """Create, warm up and save the model."""
+    """Create, warm up and save the model. Raises `TaskError` for a task that it cannot learn from."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(config.seed)
@@ -40,9 +42,20 @@ def make(config: Config, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
-    task = tasks.build(config.task, config.seed)
-    _warm_up(model, tokenizer, task.demonstrations, config.model.warm_start, config.seed)
+    problems = answered(tasks.build(config.task, config.seed))
+    _warm_up(model, tokenizer, problems, config.model.warm_start, config.seed)
     pretrained.write(model, tokenizer, folder)
+
+
+def answered(task: Task) -> Sequence[Prompt]:
+    """What the warm start learns from. Raises `TaskError` if one has no answer that is a text."""
+    for problem in task.demonstrations:
+        answer = problem.columns.get("answer")
+        if not isinstance(answer, str):
+            raise TaskError(
+                f"{BUILTIN} learns from answers that are texts: that of the prompt {problem.text!r} is {answer!r}"
+            )
+    return task.demonstrations
 
 
 def settings(config: Model) -> Any:

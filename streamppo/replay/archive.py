@@ -132,10 +132,7 @@ class Archive:
 
 def open(run: Path) -> Archive:
     """The archive of the run in the folder `run`. Raises `JournalError` if it has none."""
-    path = run / "journal.sqlite"
-    if not path.is_file():
-        raise JournalError(f"{path}: missing: {run} is not the folder of a run")
-    journal = Journal(path)
+    journal = Journal.of(run)
     made = journal.versions().values()
     journal.close()
     checksums = {version.version - 1: version.archive_sha256 for version in made if version.archive_sha256}

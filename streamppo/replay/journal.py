@@ -64,6 +64,14 @@ class Journal:
             self._db.executescript(TABLES)
             self._number = self._last_transaction()
 
+    @classmethod
+    def of(cls, run: Path) -> "Journal":
+        """That of the run in the folder `run`. Raises `JournalError` if it has none, and makes none."""
+        path = run / "journal.sqlite"
+        if not path.is_file():
+            raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
+        return cls(path)
+
     def fence(self) -> None:
         """Nobody who opened it before can write from here on, and what is read from here on has all that they wrote."""
         with self._transaction(fencing=True):

@@ -7,12 +7,12 @@ hellaswag      hellaswag_train.jsonl, hellaswag_val.jsonl       prompt, answer (
 full_hh_rlhf   train-*.parquet, test-*.parquet, or jsonl        prompt (messages), chosen, rejected
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from streamppo import durable
 from streamppo.errors import TaskError
 from streamppo.tasks import read
 from streamppo.tasks.scorers.answers import boxed, marked
@@ -39,7 +39,7 @@ def math(folder: Path, split: str) -> Rows:
     if not files:
         raise TaskError(f"{folder / split}: no SUBJECT/*.json files of MATH")
     for path in files:
-        row = json.loads(path.read_text())
+        row = read.parse(path.read_bytes(), str(path))
         answer = boxed(row["solution"])
         if answer is None:
             raise TaskError(f"{path}: no \\boxed in the solution")
@@ -83,7 +83,10 @@ PREPARED: dict[str, Callable[[Path, str], Rows]] = {
 
 
 def prepare(name: str, folder: Path, to: Path, split: str) -> int:
-    """Write one split of the data set `name`; the number of rows. Raises `TaskError` for files of another layout."""
+    """Write one split of the data set `name`; the number of rows. Raises `TaskError` for files of another layout.
+
+    And for a place where no file can be written.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -93,8 +96,9 @@ def prepare(name: str, folder: Path, to: Path, split: str) -> int:
         rows = [{"data_source": name, **row} for row in PREPARED[name](folder, split)]
     except KeyError as error:
         raise TaskError(f"{folder}: the rows of {name} have a column {error}, these have not") from error
-    to.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), to)
+    with durable.naming(to, TaskError):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), to)
     return len(rows)
 
 

@@ -64,16 +64,17 @@ def _names(part: str, split: str) -> bool:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _object(line, f"{path}, line {number}")
+                yield parse(line, f"{path}, line {number}")
 
 
-def _object(line: str, where: str) -> Row:
+def parse(text: bytes, where: str) -> Row:
+    """One row as JSON. Raises `TaskError` that says `where` the text is that is none, or not in Unicode."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = json.loads(text)
+    except ValueError as error:
         raise TaskError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise TaskError(f"{where}: a row must be an object, this is a {type(row).__name__}")

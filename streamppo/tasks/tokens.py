@@ -19,7 +19,10 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
+        except (OSError, ValueError) as error:
+            raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.vocabulary = len(self._tokenizer)
         # Without its files transformers makes one that knows nothing but its special tokens.

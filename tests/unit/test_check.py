@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import MATH, REPOSITORY
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from test_journal import COUNTERS
+from transformers import Gemma3Config, GPT2Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import configfile, memory
 from streamppo.cli import main
 from streamppo.learner import model as learner_model
+from streamppo.replay.journal import Journal
+from streamppo.replay.saved import Changes, Made
 from streamppo.tasks.tokens import character_tokenizer
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
@@ -131,12 +134,15 @@ WRONG = {
         "reward={scorers={a={kind='function', function='mine.py:late', sources=['x']}}}"
     ],
     "line 2: not JSON": ["task={kind='data', data='broken.jsonl'}"],
+    "latin.jsonl, line 1: not JSON: 'utf-8'": ["task={kind='data', data='latin.jsonl'}"],
+    "learns from answers that are texts: that of the prompt '1+1=' is 2": ["task={kind='data', data='numbers.jsonl'}"],
+    "model/journal.sqlite: missing": ["algorithm.critic.pretrain=model"],
+    "has no archived batch": ["algorithm.critic.pretrain=young"],
     "no column 'question'": [f"{DATA}, prompt='question'}}"],
     "is longer than max_prompt_tokens (2)": [f"{DATA}, max_prompt_tokens=2}}", "model.path=model"],
     "tokenizer has no chat template": [f"{DATA}, chat=true}}", "model.path=plain"],
     "no tokenizer is there": ["model.path=mute"],
     "it writes 120 tokens, and the model knows 50": ["model.path=small"],
-    "may have 1124 tokens; the model takes 64": [f"{DATA}}}", "rollout.max_tokens=100", "model.path=short"],
     "cluster.cpus (1) is less than the 2": ["cluster.cpus=1"],
     "are too much for one GPU: the GPU has 0 GiB": ["learner.gpus=1", "model.path=model", "--gpu-gib", "0.01"],
     "the cache does not hold one completion of 5 tokens": [
@@ -156,14 +162,67 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     (tmp_path / "mine.py").write_text(REWARDS)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "hello", "answer": "a"}\n{"prompt": "there", "answer": "b"}\n')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "hello", "answer": "a"}\n{"prompt": \n')
+    (tmp_path / "latin.jsonl").write_text('{"prompt": "é", "answer": "a"}\n', encoding="latin-1")
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 2)
+    (tmp_path / "young").mkdir()
+    Journal(tmp_path / "young" / "journal.sqlite").close()
     model_folder(tmp_path / "model", **SMALL)
     model_folder(tmp_path / "plain", template=None, **SMALL)
     model_folder(tmp_path / "small", **SMALL, vocab_size=50)
-    model_folder(tmp_path / "short", **SMALL, max_position_embeddings=64)
     Qwen2Config(**SMALL, num_key_value_heads=2).save_pretrained(tmp_path / "mute")
     code, output = checked(MATH, *WRONG[sentence])
     assert code == 1
     assert sentence in output, output
+
+
+ABSENT = {
+    "critic         not here  'polcy' is no folder here": ["algorithm.critic.model=polcy"],
+    "'runs/nope', whose batches are to teach it, is no folder": ["algorithm.critic.pretrain=runs/nope"],
+    "not known for a GPT2Config: 'GPT2Model' object has no attribute 'layers'": ["model.path=gpt2"],
+    "not known for a Gemma3Config": ["model.path=gemma3"],
+    "not known for a MixtralConfig": ["model.path=mixtral"],
+}
+
+
+@pytest.mark.parametrize("sentence", ABSENT)
+def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path, sentence: str
+) -> None:
+    folder = tmp_path / ABSENT[sentence][0].partition("=")[2]
+    settings = {
+        "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4),
+        "gemma3": Gemma3Config(),
+        "mixtral": MixtralConfig(**SMALL, vocab_size=200, num_key_value_heads=2),
+    }
+    if folder.name in settings:
+        model_folder(folder, **SMALL)
+        settings[folder.name].save_pretrained(folder)
+    code, output = checked(MATH, *ABSENT[sentence])
+    assert code == 0 and sentence in output, output
+    assert "0 errors, 1 things that cannot be looked at here" in output
+
+
+def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    journal = Journal(tmp_path / "run" / "journal.sqlite")
+    journal.write(Changes(COUNTERS), [Made(version=1, digest="", archive_sha256="0")])
+    journal.close()
+    code, output = checked(MATH, f"algorithm.critic.pretrain={tmp_path / 'run'}")
+    assert code == 0 and f"critic         ok        learns from the 1 batches of {tmp_path / 'run'}" in output
+
+
+def test_completions_that_the_model_cuts_short_are_noted_and_are_no_error(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    model_folder(tmp_path / "short", **SMALL, max_position_embeddings=64)
+    code, output = checked(MATH, f"{DATA}}}", "rollout.max_tokens=100", "model.path=short")
+    assert code == 0
+    assert "context        note      prompt and completion may have 1124 tokens; the model takes 64" in output
+    code, output = checked(MATH, f"{DATA}}}", "rollout.engine.kind=sglang", "rollout.engine.max_total_tokens=64")
+    assert "does not hold one completion of 256 tokens" in output
 
 
 def test_a_field_that_is_not_there_is_answered_with_the_nearest(checked: Callable[..., tuple[int, str]]) -> None:

@@ -6,15 +6,16 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 from conftest import MATH, REPOSITORY
 
 from streamppo import configfile
-from streamppo.config import Config
+from streamppo.config import Config, EmbeddedEngine, SGLangEngine
 from streamppo.config_algorithm import Algorithm, Clip, NoCorrection, Truncate
+from streamppo.config_task import DataTask
 from streamppo.errors import ConfigError
 
 RLOO = "algorithm.advantage.kind=rloo"
@@ -46,6 +47,36 @@ def test_overrides_reach_nested_fields_and_keep_their_types() -> None:
 def test_another_kind_replaces_the_whole_table() -> None:
     config = configfile.load(MATH, ["algorithm.correction.kind=off"])
     assert config.algorithm.correction == NoCorrection()
+
+
+def test_a_kind_keeps_what_was_said_of_its_table_before() -> None:
+    engine = configfile.load(MATH, ["rollout.engine.mem_fraction_static=0.5", "rollout.engine.kind=sglang"])
+    assert engine.rollout.engine == SGLangEngine(mem_fraction_static=0.5)
+    task = configfile.load(MATH, ["task.sources.a.data=x", "task.sources.a.weight=2", "task.kind=data"]).task
+    assert isinstance(task, DataTask) and task.sources["a"].weight == 2
+    again = configfile.change(engine, ["rollout.engine.kv=recompute", "rollout.engine.kind=embedded"])
+    assert again.rollout.engine == EmbeddedEngine(kv="recompute")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "meant"),
+    [
+        (["correction.kind=off", "correction={kind='truncate', cap=3.0}"], Truncate(cap=3.0)),
+        (["correction={kind='truncate', cap=3.0}", "correction.kind=off"], NoCorrection()),
+        (["correction.kind=off", "correction.cap=3.0", "correction.kind=truncate"], Truncate(cap=3.0)),
+        (["correction.cap=3.0", "correction.kind=truncate", "correction.cap=4.0"], Truncate(cap=4.0)),
+    ],
+)
+def test_of_two_that_contradict_each_other_the_last_counts(overrides: list[str], meant: Any) -> None:
+    config = configfile.load(MATH, [f"algorithm.{override}" for override in overrides])
+    assert config.algorithm.correction == meant
+
+
+def test_a_section_that_a_run_was_left_without_can_be_given_to_it(tmp_path: Path) -> None:
+    configfile.save(configfile.load(MATH), tmp_path)
+    config = configfile.load(tmp_path / configfile.CONFIG, ["environment.name=a:B", "environment.max_turns=3"])
+    assert config.environment is not None and (config.environment.name, config.environment.max_turns) == ("a:B", 3)
+    assert configfile.change(configfile.load(MATH), ["environment.name=a:B"]).environment is not None
 
 
 def test_an_override_inside_a_table_that_the_file_leaves_out_means_the_default_kind() -> None:
@@ -87,6 +118,8 @@ def test_an_unknown_kind_lists_the_known_ones() -> None:
         ("learner.minibatches=7", "multiple of learner.minibatches"),
         ("name=a/b", "name of a folder"),
         ("algorithm.advantage.gamma=1.5", "algorithm.advantage.gamma"),
+        ("seed=-1", "override seed: Expected `int` >= 0"),
+        ('rollout.engine={kind="sglang", mem_fraction=0.3}', r"^override rollout.engine.mem_fraction: .* did you mean"),
         ("learner.lr", "not of the form"),
         ("name.x=1", "'name' is a value"),
     ],
@@ -108,7 +141,8 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([RLOO, "algorithm.critic.model=policy"], "advantage 'rloo' uses no critic"),
         ([RLOO, "algorithm.critic.warmup_updates=5"], "advantage 'rloo' uses no critic"),
         ([OWN_CRITIC, "algorithm.critic.minibatches=7"], r"\(512\) .* algorithm.critic.minibatches \(7\)"),
-        (["model.heads=7"], r"hidden_size \(64\) must be a multiple of heads \(7\)"),
+        (["model.heads=7"], r"hidden_size \(64\) must be an even multiple of heads \(7\)"),
+        (["model.hidden_size=24"], r"hidden_size \(24\) must be an even multiple of heads \(8\)"),
         (["algorithm.correction.kind=mask", "algorithm.correction.lo=6"], r"lo \(6.0\) must be below hi \(5.0\)"),
         (["algorithm.correction={kind='truncate_and_mask', lo=2.0, hi=1.0}"], r"lo \(2.0\) must be below hi \(1.0\)"),
         (["algorithm.policy_loss.dual=0.5"], r"dual \(0.5\) must be above 1"),
@@ -184,9 +218,14 @@ def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:
 def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         configfile.load(tmp_path / "none.toml")
-    (tmp_path / "broken.toml").write_text("name = ")
-    with pytest.raises(ConfigError, match="not TOML"):
-        configfile.load(tmp_path / "broken.toml")
+    for name in ("broken.toml", "broken.yaml", "broken"):
+        (tmp_path / name).write_text("name: x")
+        with pytest.raises(ConfigError, match=f"{name}: not TOML"):
+            configfile.load(tmp_path / name)
+    for encoding in ("latin-1", "utf-16"):
+        (tmp_path / "other.toml").write_text("name = 'é'", encoding=encoding)
+        with pytest.raises(ConfigError, match=r"other.toml: not UTF-8"):
+            configfile.load(tmp_path / "other.toml")
 
 
 def test_the_tree_survives_its_own_encoding() -> None:
