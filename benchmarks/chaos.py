@@ -34,6 +34,7 @@ from benchmarks.runs import machine
 from streamppo.replay import archive
 from streamppo.replay.journal import Journal
 from streamppo.replay.saved import GIVEN_UP
+from streamppo.telemetry import lines
 
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parent.parent
@@ -111,10 +112,7 @@ class Victim:
 
     def updates(self) -> int:
         """The last update that is written down."""
-        with contextlib.suppress(OSError, ValueError):
-            lines = (self.run / "metrics.jsonl").read_text().splitlines()
-            return max((row["update"] for row in map(json.loads, lines) if "update" in row), default=0)
-        return 0
+        return max((line["update"] for line in lines.updates(self.run)), default=0)
 
     def wait_for(self, update: int) -> bool:
         """Until `update` is made. False if the run ended; raises `RuntimeError` if it does neither."""

@@ -1,4 +1,4 @@
-"""The arithmetic reward, as slow as a service: for benchmarks/throughput.py."""
+"""The arithmetic reward, as slow as a service: for throughput.py and reward_latency.py."""
 
 import asyncio
 import os
@@ -6,7 +6,9 @@ import os
 from streamppo.tasks import arithmetic
 from streamppo.types import ScoredText
 
-LATENCY_S = float(os.environ.get("STREAMPPO_BENCHMARK_LATENCY_S", "0"))
+LATENCY = "STREAMPPO_BENCHMARK_LATENCY_S"
+"""The environment variable that says how long it takes."""
+LATENCY_S = float(os.environ.get(LATENCY, "0"))
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:

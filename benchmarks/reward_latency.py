@@ -15,10 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.runs import machine, run
+from benchmarks.latency import LATENCY
+from benchmarks.runs import machine, run, waiting
 
 WARM_UP = 20
-LATENCY = "STREAMPPO_BENCHMARK_LATENCY_S"
 
 
 def main() -> None:
@@ -66,13 +66,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     return [
         f"updates={options.updates}",
         f"queue.max_lag={options.max_lag}",
-        f"rollout.in_flight={options.in_flight}",
-        f"reward.concurrency={options.in_flight}",
-        f"reward.where={options.where}",
-        "reward.function=benchmarks.latency:score",
-        "evaluation.every=0",
-        "evaluation.prompts=64",
-        "checkpoint.every=0",
+        *waiting(options.in_flight, options.where),
         *options.set,
     ]
 
@@ -88,7 +82,7 @@ def _run(options: argparse.Namespace, latency_s: float) -> dict[str, Any]:
         "updates_per_s": len(steady) / seconds,
         "learner_idle_share": sum(row["wait_s"] for row in steady) / sum(row["update_s"] for row in steady),
         "lag": done.summary["lag"]["mean"],
-        "scorers": done.summary["scorers"],
+        "scorers": done.summary["engines"]["scorers"],
     }
 
 

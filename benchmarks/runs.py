@@ -13,9 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from streamppo.telemetry import lines
+from streamppo.telemetry.record import SUMMARY
+
 
 class Run(NamedTuple):
-    """What a run left behind: summary.json, the lines of metrics.jsonl that are updates, and what was seen of it.
+    """What a run left behind: summary.json, the updates' lines of metrics.jsonl, and what was seen of it.
 
     `peak_memory_mib` is of all its processes together, shared pages counted once.
     """
@@ -48,9 +51,24 @@ def run(config: Path, overrides: Sequence[str], environment: Mapping[str, str] |
         if process.returncode:
             sys.exit(f"{' '.join(command)}\nended with {process.returncode}:\n{log.read_text()[-4000:]}")
         (made,) = runs.iterdir()
-        rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((made / "summary.json").read_text())
-    return Run(summary, [row for row in rows if "update" in row], first_output_s, peak)
+        summary, updates = json.loads((made / SUMMARY).read_text()), lines.updates(made)
+    return Run(summary, updates, first_output_s, peak)
+
+
+def waiting(in_flight: int, where: str = "process") -> list[str]:
+    """Overrides for a reward that waits as many seconds as `benchmarks.latency.LATENCY` says, also if that is none.
+
+    `in_flight` bounds what is sampled and what waits; where the queue admits no more, nothing but `max_lag` bounds it.
+    """
+    return [
+        f"rollout.in_flight={in_flight}",
+        f"reward.concurrency={in_flight}",
+        f"reward.where={where}",
+        "reward.function=benchmarks.latency:score",
+        "evaluation.every=0",
+        "evaluation.prompts=64",
+        "checkpoint.every=0",
+    ]
 
 
 def _memory_mib(root: int) -> float:

@@ -45,7 +45,7 @@ def _measure(seed: int, done: Run) -> dict[str, Any]:
         "mean_lag": summary["lag"]["mean"],
         "max_lag": summary["lag"]["max"],
         "learner_idle_share": summary["learner_idle_share"],
-        "engine_idle_share": summary["engine_idle_share"],
+        "engine_idle_share": summary["engines"]["idle_share"],
         "peak_memory_mib": done.peak_memory_mib,
     }
 

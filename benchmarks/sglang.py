@@ -127,7 +127,7 @@ def _mismatch(kind: str, dtype: str, kv: str, updates: int) -> dict[str, Any]:
         "mismatch_max": max(seen),
         "updates": updates,
         "wall_s": round(done.summary["wall_s"]),
-        "tokens_per_s": round(done.summary["tokens_per_s"]),
+        "tokens_per_s": round(done.summary["engines"]["tokens_per_s"]),
         "peak_memory_mib": round(done.peak_memory_mib),
     }
 

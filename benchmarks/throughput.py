@@ -2,8 +2,10 @@
 
     python benchmarks/throughput.py --json out.json --max-lag 0 1 4 --reward-latency-s 0 1
 
-Every setting is a real run of `--config` for `--updates` updates, of which the first `WARM_UP` are left out. The peer
-of the engine is transformers' batched `generate` on the same weights, one thread, in turns within one process.
+Every setting is a real run of `--config` for `--updates` updates, of which the first `WARM_UP` are left out. All have
+the same async reward, in a process of its own as a user's would be: the seconds it takes are all that differs between
+the runs of one lag bound, and `max_lag` is all that bounds how many trajectories are under way. The peer of the engine
+is transformers' batched `generate` on the same weights, one thread, in turns within one process.
 """
 
 import argparse
@@ -15,14 +17,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.runs import machine, run
+from benchmarks.latency import LATENCY
+from benchmarks.runs import machine, run, waiting
 
 WARM_UP = 5
-LATENCY = "STREAMPPO_BENCHMARK_LATENCY_S"
 
 
 def main() -> None:
-    options = _options()
+    options = parser().parse_args()
     rows = [
         _run(options, max_lag, latency_s) for max_lag, latency_s in product(options.max_lag, options.reward_latency_s)
     ]
@@ -36,7 +38,8 @@ def main() -> None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _options() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/math.toml"))
     parser.add_argument("--json", type=Path, help="write the result here too")
@@ -44,40 +47,43 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--reward-latency-s", type=float, nargs="+", default=[0.0])
     parser.add_argument("--engine", default="embedded", help="rollout.engine.kind")
     parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--in-flight", type=int, default=8192)
     parser.add_argument("--set", nargs="*", default=[], metavar="section.field=value")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave transformers' generate out")
-    return parser.parse_args()
+    return parser
 
 
-def _run(options: argparse.Namespace, max_lag: int, latency_s: float) -> dict[str, Any]:
-    overrides = [
+def overrides(options: argparse.Namespace, max_lag: int) -> list[str]:
+    """What differs from `--config` in the runs of one `max_lag`, whatever the reward takes."""
+    return [
         f"queue.max_lag={max_lag}",
         f"rollout.engine.kind={options.engine}",
         f"updates={options.updates}",
-        "evaluation.every=0",
-        "checkpoint.every=0",
-        *(["reward.function=benchmarks.latency:score"] if latency_s else []),
+        *waiting(options.in_flight),
         *options.set,
     ]
-    done = run(options.config, overrides, {LATENCY: str(latency_s)})
+
+
+def _run(options: argparse.Namespace, max_lag: int, latency_s: float) -> dict[str, Any]:
+    done = run(options.config, overrides(options, max_lag), {LATENCY: str(latency_s)})
     return _measure(done.updates, done.summary, max_lag, latency_s)
 
 
 def _measure(updates: list[dict[str, Any]], summary: dict[str, Any], max_lag: int, latency_s: float) -> dict[str, Any]:
-    steady = updates[WARM_UP:]
+    steady, engines = updates[WARM_UP:], summary["engines"]
     seconds = steady[-1]["wall_s"] - updates[WARM_UP - 1]["wall_s"]
     return {
         "max_lag": max_lag,
         "reward_latency_s": latency_s,
         "updates_per_s": len(steady) / seconds,
         "trained_tokens_per_s": sum(row["tokens_trained"] for row in steady) / seconds,
-        "engine_tokens_per_s": summary["tokens_generated"] / summary["engine_s"],
+        "engine_tokens_per_s": engines["tokens"] / engines["seconds"],
         "learner_idle_share": sum(row["wait_s"] for row in steady) / sum(row["update_s"] for row in steady),
-        "engine_idle_share": summary["engine_idle_share"],
+        "engine_idle_share": engines["idle_share"],
         "lag": summary["lag"],
         "dropped": summary["dropped"],
         "push_ms": summary["push_ms"],
-        "swap_ms": summary["swap_ms"],
+        "swap_ms": engines["swap_ms"],
         "first_update_s": summary["first_update_s"],
     }
 

@@ -23,6 +23,7 @@ from streamppo.replay.journal import Journal
 from streamppo.replay.replayer import Replayer
 from streamppo.replay.saved import Made
 from streamppo.stages import model_path
+from streamppo.telemetry import lines
 from streamppo.types import UpdateReport, decode
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
@@ -99,8 +100,7 @@ def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str]) -> None:
 
 def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[dict[str, Any]]:
     """What each update was like in the run and in the replay."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    before = {row["update"]: row for row in map(json.loads, lines) if "update" in row}
+    before = {line["update"]: line for line in lines.updates(run)}
     return [
         {"version": report.version, "recorded": before.get(report.version), "replayed": report.metrics}
         for report in reports

@@ -36,8 +36,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts)
     record.say(f"run folder {folder}" + (f": {record.version} updates are there" if record.version else ""))
     outcome, reports = FINISHED, (None, [])
     try:
-        with Stages(config, folder, record.say, interrupts) as stages:
-            record.restarts = stages.restarts
+        with Stages(config, folder, record, interrupts) as stages:
             reports = _train(config, stages, record)
     except StreamppoError as error:
         outcome = f"{type(error).__name__}: {error}"
@@ -132,10 +131,9 @@ def new_folder(config: Config, runs: Path) -> Path:
 
 def _farewell(record: Record, summary: dict[str, Any]) -> None:
     accuracy, lag = summary["eval_accuracy"], summary["lag"]
-    made = ", all of them made before"
-    if record.reports:
-        made = f", mean lag {lag['mean']:.2f} (max {lag['max']}), learner idle {summary['learner_idle_share']:.0%}"
+    parts = f" in {summary['parts']} parts" if summary["parts"] > 1 else ""
     record.say(
-        f"{summary['updates']} updates in {summary['wall_s']:.0f} s: accuracy {accuracy['start']:.3f} -> "
-        f"{accuracy['final']:.3f}{made}\nmodel: {record.folder / 'final'}"
+        f"{summary['updates']} updates in {summary['wall_s']:.0f} s{parts}: accuracy {accuracy['start']:.3f} -> "
+        f"{accuracy['final']:.3f}, mean lag {lag['mean']:.2f} (max {lag['max']}), "
+        f"learner idle {summary['learner_idle_share']:.0%}\nmodel: {record.folder / 'final'}"
     )

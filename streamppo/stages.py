@@ -10,9 +10,10 @@ a learner rank dies                   LearnerLost: the driver starts the group a
 too many of these in a short time     RunError
 """
 
+import itertools
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Timer
@@ -34,6 +35,7 @@ from streamppo.placement import Placement
 from streamppo.replay.actor import ReplayActor
 from streamppo.rollout.actor import RolloutActor
 from streamppo.tasks.rewards import model
+from streamppo.telemetry.record import Record
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport, decode
 
 TICK_S = 0.5
@@ -62,12 +64,12 @@ class Stages:
     queue: Any
     learner: LearnerGroup
 
-    def __init__(self, config: Config, folder: Path, say: Callable[[str], None], interrupts: Interrupts) -> None:
+    def __init__(self, config: Config, folder: Path, record: Record, interrupts: Interrupts) -> None:
         self.config = config
         self.folder = folder
-        self.say = say
+        self._record = record
         self._interrupts = interrupts
-        self.restarts: Counter[str] = Counter(rollout=0, replay=0, learner=0)
+        self._epochs = itertools.count()
         self._recent: deque[float] = deque()
         self._crew = Crew(self._rollout)
         self._watched: dict[Any, Watched] = {}
@@ -130,11 +132,13 @@ class Stages:
         last.cancel()
 
     def _end_without_ray(self, error: BaseException | None) -> None:
-        self.say(f"Ray has not ended within {CLOSING_S:g} s; ending without it" + (f": {error}" if error else ""))
+        self._record.say(
+            f"Ray has not ended within {CLOSING_S:g} s; ending without it" + (f": {error}" if error else "")
+        )
         os._exit(1)
 
     def _group(self) -> LearnerGroup:
-        return LearnerGroup(self.config, self._encoded, self.queue, self._placement.rank, self.restarts["learner"])
+        return LearnerGroup(self.config, self._encoded, self.queue, self._placement.rank, next(self._epochs))
 
     def _rollout(self, name: str, place: int) -> Any:
         rollout: Any = ray.remote(RolloutActor)
@@ -257,11 +261,11 @@ class Stages:
         try:
             wanted = running.take(self.folder)
         except RunError as error:
-            self.say(f"not understood: {error}")
+            self._record.say(f"not understood: {error}")
             wanted = self.config.rollout.actors
         if wanted is None:
             return
-        self.say(f"rollout actors: {wanted} wanted, {len(self._crew.seats)} there")
+        self._record.say(f"rollout actors: {wanted} wanted, {len(self._crew.seats)} there")
         self.config = configfile.change(self.config, [f"rollout.actors={wanted}"])
         configfile.save(self.config, self.folder)
         for seat in self._crew.seats[wanted:]:
@@ -295,15 +299,14 @@ class Stages:
         self.watch(self.queue.silent.remote(list(names), limit_s), "replay", heard)
 
     def note(self, stage: str, reason: str) -> None:
-        """Count a restart. Raises `RunError` if there were too many of late."""
+        """Write a restart down. Raises `RunError` instead if there were too many of late."""
         watchdog, present = self.config.watchdog, time.monotonic()
-        self.restarts[stage] += 1
         self._recent.append(present)
         while present - self._recent[0] > watchdog.restarts_s:
             self._recent.popleft()
         if len(self._recent) > watchdog.max_restarts:
             raise RunError(f"{len(self._recent)} restarts within {watchdog.restarts_s:g} s; the last reason: {reason}")
-        self.say(f"{reason}; starting {stage} again")
+        self._record.restart(stage, reason)
         self._progress = present
 
     # --- asking ----------------------------------------------------------------------------------------------
@@ -349,10 +352,10 @@ class Stages:
             ray.get(ready)
         except RayError as error:
             # Where one rank fails, the others may stand in a collective that never ends.
-            self.say(f"no last checkpoint: {describe(error)}")
+            self._record.say(f"no last checkpoint: {describe(error)}")
             return
         if late:
-            self.say("no checkpoint in time; the journal and the archive have everything since the last one")
+            self._record.say("no checkpoint in time; the journal and the archive have everything since the last one")
 
     def finished(self, updates: Sequence[list[Any]]) -> list[UpdateReport]:
         """The reports of those of `updates` that were made before the learner stopped."""
@@ -360,7 +363,7 @@ class Stages:
         try:
             reports = [decode(answer, UpdateReport) for answer in ray.get(ready) if answer]
         except RayError as error:
-            self.say(f"the last updates were not made: {describe(error)}")
+            self._record.say(f"the last updates were not made: {describe(error)}")
             return []
         return sorted(reports, key=lambda report: report.version)
 

@@ -1,4 +1,22 @@
-"""Every metric of one update, by its name in metrics.jsonl: its unit, and what it says."""
+"""Every line of metrics.jsonl, and every metric of one update by its name there: its unit, and what it says."""
+
+LINES = {
+    "part": "a driver begins: the first with 1, another with each resume; after which version it goes on",
+    "update": "the version that it made, its metrics",
+    "redone": "the version that an update made once more; the update's line, of the first time, was there",
+    "evaluation": "the version after which it was asked for; accuracy, prompts with and without a score, versions seen",
+    "restart": "the stage that died and is started again; why",
+    "end": "the driver ends: `finished`, or why it ends early; a driver that was killed has no such line",
+}
+"""By the first name of a line. Each has `wall_s`: seconds that the run has gone on for, over all its parts."""
+
+BESIDE = {
+    "update": "the version that it made",
+    "wall_s": "seconds, as in every line",
+    "lag_histogram": "tokens of the batch that the policy sampled, by their lag in versions",
+}
+"""In every update's line, beside its metrics."""
+
 
 UPDATE = {
     "reward": "mean reward of the batch",
@@ -45,7 +63,7 @@ UPDATE = {
     "update_s": "seconds, all of the update",
     "push_ms": "milliseconds, the push before: encode, checksum, publish, beside training",
 }
-"""In every line."""
+"""In every update's line."""
 
 SOMETIMES = {
     "reference_kl": "nats per response, k3 estimate of KL(policy || first model); with [algorithm.kl]",
@@ -56,4 +74,4 @@ SOMETIMES = {
     "ess_lag_": "effective sample size of the tokens of one bucket of lags: 0, 1, 2, 3-4, 5-8, 9+",
     "behavior_kl_lag_": "KL(behavior || proximal) of the tokens of one bucket of lags",
 }
-"""In lines to which they apply; a name that ends in _ is followed by the bucket or the name."""
+"""In those to which they apply; a name that ends in _ is followed by the bucket or the name."""

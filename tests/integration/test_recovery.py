@@ -21,6 +21,7 @@ from ray.cluster_utils import Cluster
 from streamppo.replay import archive
 from streamppo.replay.journal import Journal
 from streamppo.tasks.arithmetic import ALPHABET
+from streamppo.telemetry import lines
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -125,7 +126,7 @@ def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None
     assert {stage: count for stage, count in summary(tmp_path)["restarts"].items() if count} == {"rollout": 1}
     stopped_at = summary(tmp_path)["updates"]
     resumed(tmp_path, f"updates={stopped_at + 4}")
-    assert {engine["actor"] for engine in summary(tmp_path)["engines"]} == {"rollout-0", "rollout-1"}
+    assert {engine["actor"] for engine in summary(tmp_path)["engines"]["actors"]} == {"rollout-0", "rollout-1"}
     assert all_accounted(run).consumed == (stopped_at + 4) * 64
 
 
@@ -155,8 +156,7 @@ def test_on_a_cluster_an_actor_without_a_place_holds_nobody_up_and_starts_on_a_n
             wait_for_updates(tmp_path, 2)
             scaled(run, 2)
             wait_for_updates(tmp_path, len(updates(tmp_path)) + 20)
-            rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-            assert max(row.get("evaluation", 0) for row in rows) > 10, "it is not asked for a share"
+            assert max(line.get("evaluation", 0) for line in lines.read(run)) > 10, "it is not asked for a share"
             while "{'CPU': 1.0}: 1+ pending tasks/actors" not in demands(cluster):
                 time.sleep(1)
             cluster.add_node(num_cpus=1, object_store_memory=200 * 2**20)
@@ -258,7 +258,10 @@ def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_p
     assert refused.returncode == 1
     assert f"versions 1 to {max(before)} must be redone as they were made" in refused.stderr
     resumed(tmp_path)
-    assert summary(tmp_path)["redone"] > 0
+    found = summary(tmp_path)
+    assert found["redone"] > 0
+    assert found["parts"] == 3, "one was killed, one was refused"
+    assert found["evaluations"][0][0] == 0
     after = digests(tmp_path)
     assert {version: after[version] for version in before} == before
     all_accounted(tmp_path / "math")
@@ -355,7 +358,7 @@ def test_a_slow_learner_keeps_the_queue_bounded_and_nothing_is_dropped(tmp_path:
     finished(tmp_path, *SHORT, "learner.epochs=24", "queue.max_lag=2")
     found = summary(tmp_path)
     assert found["dropped"] == {"too_old": 0, "abandoned": 0, "equal_group": 0, "lost": 0}
-    assert found["engine_idle_share"] > 0.3, "rollouts are blocked, not the learner"
+    assert found["engines"]["idle_share"] > 0.3, "rollouts are blocked, not the learner"
     trial = all_accounted(tmp_path / "math")
     assert trial.opened <= (12 + 2 + 1) * 64
 

@@ -10,6 +10,7 @@ import sglang_case as case
 from conftest import REPOSITORY
 
 from streamppo.errors import ModelError
+from streamppo.telemetry import lines
 
 pytest_plugins = ["sglang_case"]
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
@@ -22,14 +23,13 @@ def test_the_reward_rises_with_two_engines(tmp_path: Path) -> None:
     subprocess.run([*command, "--runs", str(tmp_path), *overrides], check=True, cwd=REPOSITORY)
     (made,) = tmp_path.iterdir()
     summary = json.loads((made / "summary.json").read_text())
-    rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
-    rewards = [row["reward"] for row in rows if "update" in row]
+    rewards = [line["reward"] for line in lines.updates(made)]
     assert sum(rewards[-10:]) > 1.2 * sum(rewards[:10])
-    assert {engine["version"] for engine in summary["engines"]} == {60}
-    assert len({engine["checksum"] for engine in summary["engines"]}) == 1
-    assert summary["swaps"] > 20
+    assert {engine["version"] for engine in summary["engines"]["actors"]} == {60}
+    assert len({engine["checksum"] for engine in summary["engines"]["actors"]}) == 1
+    assert summary["engines"]["swaps"] > 20
     assert summary["failed"] == {}
-    assert set(summary["restarts"].values()) == {0}
+    assert {*summary["restarts"].values(), summary["engines"]["restarts"]} == {0}
 
 
 @pytest.mark.parametrize(

@@ -48,19 +48,34 @@ class Actor:
         return Method(self._name, what)
 
 
+class Told:
+    """A record that writes nothing: what the terminal and metrics.jsonl would have."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.restarts: list[tuple[str, str]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def restart(self, stage: str, reason: str) -> None:
+        self.restarts.append((stage, reason))
+
+
 class Case:
     """`Stages` that flow, with `actors` at work."""
 
     def __init__(self, config: Config, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.said: list[str] = []
+        self.told = Told()
         self.killed: list[str] = []
         self.answers = Answers()
         patch.setattr(stages.ray, "get", self.answers.get)
         patch.setattr(stages.ray, "kill", lambda actor: self.killed.append(actor._name))
         patch.setattr(Stages, "_rollout", lambda _, name, place: Actor(name))
+        told: Any = self.told
         nothing: Any = None
         self.folder = folder
-        self.stages: Any = Stages(config, folder, self.said.append, nothing)
+        self.stages: Any = Stages(config, folder, told, nothing)
         self.stages.queue = Actor("queue")
         self.stages.learner = type("Group", (), {"ranks": []})
         self.stages._flowing = True
@@ -106,7 +121,7 @@ def test_no_name_comes_twice_and_the_newest_go_first(case: Callable[[int], Case]
     assert run.killed == ["rollout-1", "rollout-3", "rollout-4"]
     run.scale(3)
     assert run.names() == ["rollout-0", "rollout-2", "rollout-5"]
-    assert run.stages.restarts["rollout"] == 1, "to be added or let go is no restart"
+    assert run.told.restarts == [("rollout", "rollout-1: it was killed")], "to be added or let go is no restart"
 
 
 def test_the_queue_takes_back_what_those_who_leave_were_sampling(case: Callable[[int], Case]) -> None:
@@ -129,7 +144,7 @@ def test_a_request_that_is_none_changes_nothing(case: Callable[[int], Case]) -> 
     (run.folder / running.SCALE).write_text("three")
     run.stages._check_scale()
     assert run.names() == ["rollout-0", "rollout-1"]
-    assert "not understood" in run.said[0]
+    assert "not understood" in run.told.said[0]
     assert not (run.folder / running.TAKEN).exists()
 
 
@@ -171,7 +186,7 @@ def test_an_evaluation_that_is_under_way_is_ended_by_those_who_stay(case: Callab
         assert made == []
         run.settle(f"rollout-0.evaluate({part}, 3, 5)", answer("rollout-0"))
     assert [part.count for part in made[0]] == [7, 7, 7]
-    assert run.stages.restarts["rollout"] == 0
+    assert run.told.restarts == []
 
 
 def test_the_share_of_one_that_dies_is_asked_of_one_that_is_at_work(case: Callable[[int], Case]) -> None:
