@@ -160,7 +160,7 @@ def load(
     where = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
         for transformer in transformers:
-            for layer in transformer.layers:
+            for layer in _layers(transformer):
                 fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
     policy.to_empty(device="cpu" if offload else device)
@@ -215,8 +215,14 @@ def _fill(policy: Policy, whole: Policy | None, device: str) -> None:
 def _checkpoint_activations(transformer: Any) -> None:
     """A layer checkpoints only in training mode; what is inside it stays in evaluation mode, without dropout."""
     transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in transformer.layers:
+    for layer in _layers(transformer):
         layer.training = True
+
+
+def _layers(transformer: Any) -> Iterable[nn.Module]:
+    if not hasattr(transformer, "layers"):
+        raise ModelError(f"{type(transformer).__name__} keeps its layers elsewhere than under `layers`: not supported")
+    return transformer.layers
 
 
 def release(policy: Policy) -> None:

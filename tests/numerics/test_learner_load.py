@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     PhiConfig,
@@ -118,6 +120,16 @@ def test_a_model_whose_logits_are_more_than_a_product_is_refused(tmp_path: Path,
     torch.manual_seed(5)
     make(tmp_path / "policy")
     with pytest.raises(ModelError, match=r"a soft cap, a scale or a bias.* would be up to [0-9.]+ nats"):
+        load(tmp_path, "head", init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_large_model_whose_layers_are_not_where_others_have_them_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "SHARD_LAYERS_ABOVE", 0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=17, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "policy")
+    with pytest.raises(ModelError, match="GPT2Model keeps its layers elsewhere"):
         load(tmp_path, "head", init_device_mesh("cpu", (1,)))
 
 
