@@ -1,6 +1,7 @@
 """Ray, as a run starts it, and what it says when something is wrong."""
 
 import logging
+import os
 
 import ray
 from ray.exceptions import RayTaskError
@@ -15,6 +16,8 @@ def init_ray(config: Config) -> None:
     """Start Ray here, or join the cluster."""
     cluster: Cluster = config.cluster
     plugins.export_path()
+    # Some data sets go by the hashes of texts, and every actor, now and after a resume, must make the same prompts.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
         ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
         return

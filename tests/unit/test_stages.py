@@ -1,5 +1,6 @@
 """Rollout actors come and go: who is asked, who is let go, what the queue is told. Ray is not there."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from streamppo import configfile, running, stages
+from streamppo import cluster, configfile, running, stages
 from streamppo.config import Config
 from streamppo.errors import RunError
 from streamppo.stages import Stages
@@ -202,3 +203,16 @@ def test_the_share_of_one_that_dies_is_asked_of_one_that_is_at_work(case: Callab
 
 def answer(name: str) -> bytes:
     return encode(EvaluationReport(actor=name, correct=1, count=7, failed=0, min_version=5, max_version=5))
+
+
+def test_what_goes_by_hashes_is_the_same_in_every_process(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "")
+    seeds: list[str] = []
+    monkeypatch.setattr(cluster.ray, "init", lambda **options: seeds.append(os.environ["PYTHONHASHSEED"]))
+    cluster.init_ray(math_config())
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    cluster.init_ray(math_config())
+    assert seeds == ["0", "7"]
