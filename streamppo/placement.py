@@ -65,10 +65,10 @@ def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
     """Raise `RunError` for what a Ray of our own can never have. A cluster may grow, and somebody may wait for it."""
     import ray
 
-    there: dict[str, float] = ray.cluster_resources()
+    there: Mapping[str, float] = ray.cluster_resources()
     if config.cluster.cpus is None:
         # It is started with as many as the configuration asks for.
-        there["CPU"] = math.inf
+        there = {**there, "CPU": math.inf}
     if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), there)):
         raise RunError(
             f"the configuration asks for {missing}: learner.gpus, rollout.gpus, rollout.actors and cluster.cpus say "
