@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamppo import __version__, configfile, running
-from streamppo.errors import CheckpointError, StreamppoError
+from streamppo.errors import CheckpointError, RunError, StreamppoError
 from streamppo.interrupts import Interrupts
 from streamppo.tasks.prepare import PREPARED, prepare
 
@@ -143,8 +143,12 @@ def _resume(options: argparse.Namespace) -> int:
 def _scale(options: argparse.Namespace) -> int:
     folder = _existing(options.run.resolve())
     before = configfile.load(folder / configfile.CONFIG).rollout.actors
+    # What no run may have is told here and not to the run.
+    configfile.load(folder / configfile.CONFIG, [f"rollout.actors={options.rollouts}"])
     running.scale(folder, options.rollouts)
     present = configfile.load(folder / configfile.CONFIG).rollout.actors
+    if present != options.rollouts:
+        raise RunError(f"{folder}: the run has {present} rollout actors, not {options.rollouts}: its output says why")
     print(f"{options.run}: rollout actors: {present}, before: {before}")
     return 0
 

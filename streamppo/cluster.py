@@ -2,14 +2,21 @@
 
 import logging
 import os
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
+from streamppo import errors
 from streamppo.config import LOCAL, Cluster, Config
 from streamppo.errors import StreamppoError
 from streamppo.placement import plan
 from streamppo.tasks import plugins
+
+BLAME_S = 5.0
+"""How long the other ranks of a group may take to show which of them died."""
 
 
 def init_ray(config: Config) -> None:
@@ -40,5 +47,21 @@ def describe(error: BaseException) -> str:
         else:
             break
     lines = str(error).strip().splitlines()
+    if isinstance(error, ActorDiedError) and error._actor_init_failed:
+        # It died while it was made: of the error there is only the traceback, which ends with it.
+        return lines[-1].removeprefix(f"{errors.__name__}.")
     text = lines[0] if lines else ""
     return text if isinstance(error, StreamppoError) else f"{type(error).__name__}: {text}"
+
+
+def death(refs: Sequence[Any]) -> RayActorError | None:
+    """The death among the calls of one group that explains why another of them failed."""
+    deadline = time.monotonic() + BLAME_S
+    for ref in refs:
+        try:
+            ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        except RayActorError as error:
+            return error
+        except RayError:
+            continue
+    return None

@@ -254,7 +254,7 @@ class Watchdog(Section, frozen=True):
     """Bounds on waiting."""
 
     stall_s: Seconds = 300.0
-    """With no update for so long the run stops and says what every stage waits for."""
+    """With no update and no evaluation for so long the run stops and says why; while engines start, start_s longer."""
     shutdown_s: Seconds = 6.0
     """A run that is asked to stop writes a last checkpoint, unless that takes longer."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
@@ -338,6 +338,12 @@ class Config(Section, frozen=True):
 def longest_completion(config: Config) -> int:
     """Tokens that a completion may have, turns and observations of an environment included."""
     return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
+
+
+def start_s(config: Config) -> float:
+    """Seconds that an engine may take to start; 0 for one that has no bound, because it starts at once."""
+    engine = config.rollout.engine
+    return engine.start_s if isinstance(engine, SGLangEngine) else 0.0
 
 
 def shares_gpus(config: Config) -> bool:

@@ -8,6 +8,7 @@ Reserved together, because a stage that waits for what another one holds would w
 again finds its place kept. Rollout actors that are added later find their places outside.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -60,21 +61,30 @@ def shortage(wanted: Plan, there: Mapping[str, float]) -> str:
     return " and ".join(missing)
 
 
+def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
+    """Raise `RunError` for what a Ray of our own can never have. A cluster may grow, and somebody may wait for it."""
+    import ray
+
+    there: Mapping[str, float] = ray.cluster_resources()
+    if config.cluster.cpus is None:
+        # It is started with as many as the configuration asks for.
+        there = {**there, "CPU": math.inf}
+    if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), there)):
+        raise RunError(
+            f"the configuration asks for {missing}: learner.gpus, rollout.gpus, rollout.actors and cluster.cpus say "
+            "how many, `streamppo check` says why"
+        )
+
+
 class Placement:
     """The bundles of a run, once Ray is there. Raises `RunError` where a Ray of our own can never have enough."""
 
     def __init__(self, config: Config, *, rollout: bool = True) -> None:
-        import ray
         from ray.util import placement_group
 
+        refuse_impossible(config, rollout=rollout)
         self._config = config
         self._plan = plan(config, rollout=rollout)
-        missing = shortage(self._plan, ray.cluster_resources())
-        if missing and config.cluster.address == LOCAL:
-            raise RunError(
-                f"the configuration asks for {missing}: learner.gpus, rollout.gpus and cluster.cpus say how many, "
-                "`streamppo check` says why"
-            )
         self._group = placement_group(self._plan.bundles, strategy="PACK")
 
     def rank(self, number: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -34,16 +35,20 @@ class Scale(Section, frozen=True):
 
 @contextmanager
 def held(folder: Path) -> Generator[None]:
-    """The lock of a run's only driver. Raises `RunError` if there is another one, or the folder takes no lock."""
+    """The lock of a run's only driver. Raises `RunError` if there is another one, or the folder takes no lock.
+
+    What the driver before was asked for is forgotten: a run begins with the configuration that it is told.
+    """
     try:
         file = (folder / LOCK).open("ab")
     except OSError as error:
         raise RunError(f"{folder / LOCK}: {error.strerror}") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunError(f"{folder}: this run is already running, in another process") from error
+        if not _locked(file, fcntl.LOCK_EX):
+            raise RunError(f"{folder}: this run is already running, in another process")
+        for name in (SCALE, TAKEN):
+            with durable.naming(folder / name, RunError):
+                (folder / name).unlink(missing_ok=True)
         yield
 
 
@@ -51,12 +56,22 @@ def goes_on(folder: Path) -> bool:
     """Whether the run has a driver that lives."""
     try:
         with (folder / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not _locked(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
+
+
+def _locked(file: BinaryIO, kind: int) -> bool:
+    """Lock an open file, unless somebody else has. Raises `RunError` where the file system has no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    return False
+        return False
+    except OSError as error:
+        raise RunError(
+            f"{file.name}: {error.strerror}: a run's folder must be on a file system with locks (flock)"
+        ) from error
+    return True
 
 
 def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:

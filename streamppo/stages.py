@@ -25,13 +25,13 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from streamppo import configfile, running
-from streamppo.cluster import describe, init_ray
-from streamppo.config import BUILTIN, Config
+from streamppo.cluster import death, describe, init_ray
+from streamppo.config import BUILTIN, Config, start_s
 from streamppo.crew import Crew, Seat
-from streamppo.errors import LearnerLost, RunError
+from streamppo.errors import ConfigError, LearnerLost, RunError
 from streamppo.interrupts import Interrupts
 from streamppo.learner.group import LearnerGroup
-from streamppo.placement import Placement
+from streamppo.placement import Placement, refuse_impossible
 from streamppo.replay.actor import ReplayActor
 from streamppo.rollout.actor import RolloutActor
 from streamppo.tasks.rewards import model
@@ -42,10 +42,10 @@ TICK_S = 0.5
 """How often the driver looks up while it waits."""
 CLOSING_S = 10.0
 """How long Ray may take to end its processes."""
-BLAME_S = 5.0
-"""How long the other ranks of a group may take to show which of them died."""
 MAILBOX_CALLS = 10_000
 """Calls that may wait inside the replay actor at one time; more than all actors ever make."""
+PARTS = 32
+"""In so many parts, if there are as many prompts, an evaluation is asked for: each that is answered is progress."""
 
 OnDone = Callable[[Any], None]
 
@@ -152,6 +152,7 @@ class Stages:
 
         def run(_: Any) -> None:
             seat.at_work = True
+            self._progress = time.monotonic()
             self.watch(seat.actor.run.remote(), seat.name, _never(seat.name))
 
         self.watch(seat.actor.start.remote(self._model_path), seat.name, run)
@@ -208,13 +209,16 @@ class Stages:
                 self._watched[ref] = watched
             return
         except RayError as error:
-            if death := _death(together):
-                self._dead(watched.name, death)
+            if died := death(together):
+                self._dead(watched.name, died)
             raise RunError(f"{watched.name}: {describe(error)}") from error
         watched.done(value)
 
     def _check_stall(self, doing: str) -> None:
         stall_s = self.config.watchdog.stall_s
+        if self._flowing and not self._crew.at_work():
+            # Engines start, which have a bound and a reason of their own.
+            stall_s += start_s(self.config)
         if time.monotonic() - self._progress < stall_s:
             return
         try:
@@ -255,24 +259,30 @@ class Stages:
         self.watch(self.queue.lost.remote(seat.name), "replay", _nothing)
 
     def _check_scale(self) -> None:
-        """Have as many rollout actors as somebody asks for; a resumed run has as many too."""
+        """Have as many rollout actors as somebody asks for, if a run may have as many."""
         if not self._flowing:
             return
         try:
-            wanted = running.take(self.folder)
-        except RunError as error:
-            self._record.say(f"not understood: {error}")
-            wanted = self.config.rollout.actors
-        if wanted is None:
-            return
+            if (wanted := running.take(self.folder)) is None:
+                return
+            changed = configfile.change(self.config, [f"rollout.actors={wanted}"])
+            refuse_impossible(changed)
+        except (ConfigError, RunError) as error:
+            self._record.say(f"rollout actors: {len(self._crew.seats)} stay: {error}")
+        else:
+            self._scale(changed)
+        running.done(self.folder)
+
+    def _scale(self, changed: Config) -> None:
+        """Have as many rollout actors as `changed` says; a resumed run has as many too."""
+        wanted = changed.rollout.actors
         self._record.say(f"rollout actors: {wanted} wanted, {len(self._crew.seats)} there")
-        self.config = configfile.change(self.config, [f"rollout.actors={wanted}"])
-        configfile.save(self.config, self.folder)
+        configfile.save(changed, self.folder)
+        self.config = changed
         for seat in self._crew.seats[wanted:]:
             self._dismiss(seat)
         while len(self._crew.seats) < wanted:
             self._generate(self._crew.hire())
-        running.done(self.folder)
 
     def _follow_queue(self, life: str) -> None:
         """Learn of every new process of the queue."""
@@ -312,15 +322,16 @@ class Stages:
     # --- asking ----------------------------------------------------------------------------------------------
 
     def evaluate(self, min_version: int, done: Callable[[list[EvaluationReport]], None]) -> None:
-        """Ask the rollout actors for a share of the held-out prompts each; `done` gets the parts when all are there.
+        """Ask the rollout actors for the held-out prompts, in turns; `done` gets the parts when all are there.
 
         One that starts while others are at work is not asked. The share of one that leaves is asked of another.
         """
         parts: list[EvaluationReport] = []
-        count = len(self._crew.at_work() or self._crew.seats)
+        count = max(len(self._crew.at_work() or self._crew.seats), min(PARTS, self.config.evaluation.prompts))
 
         def collect(answer: bytes) -> None:
             parts.append(decode(answer, EvaluationReport))
+            self._progress = time.monotonic()
             if len(parts) == count:
                 done(parts)
 
@@ -366,19 +377,6 @@ class Stages:
             self._record.say(f"the last updates were not made: {describe(error)}")
             return []
         return sorted(reports, key=lambda report: report.version)
-
-
-def _death(refs: Sequence[Any]) -> RayActorError | None:
-    """The death among the calls of one group that explains why another of them failed."""
-    deadline = time.monotonic() + BLAME_S
-    for ref in refs:
-        try:
-            ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-        except RayActorError as error:
-            return error
-        except RayError:
-            continue
-    return None
 
 
 def model_path(config: Config, run: Path) -> str:

@@ -49,7 +49,7 @@ class ReplayActor(Lessons):
         self._journal = Journal(Path(run) / "journal.sqlite")
         self._journal.fence()
         if (saved := self._journal.read()) is not None:
-            self._queue.restore(saved)
+            self._queue.restore(saved, self._journal.path)
         self._made = self._journal.versions()
         checksums = {made.version - 1: made.archive_sha256 for made in self._made.values() if made.archive_sha256}
         self._archive = Archive(Path(run) / "archive", checksums)

@@ -6,6 +6,7 @@ restore   the inverse: the queue as of its last transaction, leases and requests
 
 import heapq
 from collections import Counter
+from pathlib import Path
 
 from streamppo.errors import JournalError, QueueError
 from streamppo.replay.queue import ReplayQueue
@@ -40,13 +41,13 @@ class DurableQueue(ReplayQueue):
         self._touched, self._gone, self._new_leases, self._dead, self._ended = {}, [], [], [], []
         return changes
 
-    def restore(self, saved: Saved) -> None:
-        """Make this new queue the one that was saved. Raises `JournalError` for a queue of another shape."""
+    def restore(self, saved: Saved, path: Path) -> None:
+        """Make this new queue the one that was saved in `path`. Raises `JournalError` for a queue of another shape."""
         counters = saved.counters
         if counters.shape != self._shape:
             raise JournalError(
-                "the journal is of another run: its (task, samples per prompt, trajectories of a unit) are "
-                f"{counters.shape}, not {self._shape}"
+                f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
+                f"{counters.shape}, which a run keeps, and the configuration says {self._shape}"
             )
         self.version, self._opened, self._abandoned = counters.version, counters.opened, counters.abandoned
         self._counts, self._dropped = Counter(counters.counts), Counter(counters.dropped)

@@ -5,10 +5,12 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +316,19 @@ def test_a_full_disk_stops_the_run_with_the_reason_and_it_goes_on_when_there_is_
     resumed(small_disk)
     assert all_accounted(small_disk / "math").consumed == 200 * 64
     assert [row["update"] for row in updates(small_disk)] == list(range(1, 201))
+
+
+def test_a_journal_that_cannot_be_opened_is_named_by_the_resume(tmp_path: Path) -> None:
+    finished(tmp_path, *SHORT)
+    path = tmp_path / "math" / "journal.sqlite"
+    other = command("resume", str(path.parent), "updates=100", "queue.samples_per_prompt=2")
+    assert other.returncode == 1
+    assert f"RunError: replay: JournalError: {path}: of another run" in other.stderr
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("update state set checksum = checksum + 1 where name = 'counters'")
+    damaged = command("resume", str(path.parent), "updates=100")
+    assert damaged.returncode == 1
+    assert f"RunError: replay: JournalError: {path}: damaged: a row of 'state'" in damaged.stderr
 
 
 def test_damage_in_the_archive_is_named_by_whoever_needs_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Engines of different versions, failures, actors that die, zombies that deliver l
 requests whose answer is lost, and a queue that dies between any two calls and is rebuilt from what it had written down.
 """
 
+from pathlib import Path
 from typing import Any
 
 from conftest import trajectory
@@ -114,7 +115,7 @@ class QueueMachine(RuleBasedStateMachine):
         """The queue dies; another one is rebuilt from what was acknowledged."""
         self.disk.write(self.queue.drain())
         before, self.queue = self.queue, self._new_queue()
-        self.queue.restore(self.disk.read())
+        self.queue.restore(self.disk.read(), Path("journal"))
         assert self.queue.report() == before.report()
         assert self.queue.waiting_for() == before.waiting_for()
 

@@ -1,6 +1,7 @@
 """The queue's rules, one by one."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 from conftest import trajectory
@@ -387,7 +388,7 @@ def test_a_rebuilt_queue_goes_on_with_what_waits_and_gives_the_same_batch() -> N
         replay.put(done(ticket))
     batch = replay.take(0)
     changes, rebuilt = replay.drain(), queue()
-    rebuilt.restore(Saved(changes.counters, changes.slots, changes.leases))
+    rebuilt.restore(Saved(changes.counters, changes.slots, changes.leases), Path("journal"))
     assert rebuilt.take(0) == batch
     rebuilt.lost_all()
     again = rebuilt.issue("b", 0, 9, 0)
@@ -417,8 +418,8 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
 
 def test_a_journal_of_another_run_is_refused() -> None:
     changes, other = queue().drain(), queue(task="other")
-    with pytest.raises(JournalError, match="of another run"):
-        other.restore(Saved(changes.counters, (), ()))
+    with pytest.raises(JournalError, match=r"^runs/a/journal.sqlite: of another run.*\('t', 2, 1\).*\('other', 2, 1\)"):
+        other.restore(Saved(changes.counters, (), ()), Path("runs/a/journal.sqlite"))
 
 
 def test_the_watchdogs_sentence_names_where_trajectories_are() -> None:

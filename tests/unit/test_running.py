@@ -1,5 +1,7 @@
 """What other commands see of a run, and how they reach its driver."""
 
+import errno
+import fcntl
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +30,27 @@ def test_a_run_has_one_driver_and_goes_on_as_long_as_it_lives(tmp_path: Path) ->
 def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"nowhere/driver\.lock: No such file"), running.held(tmp_path / "nowhere"):
         pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with running.held(tmp_path):
+        pass
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RunError, match=r"driver\.lock: No locks available: .* file system with locks"):
+        running.held(tmp_path).__enter__()
+    with pytest.raises(RunError, match=r"driver\.lock: No locks available: .* file system with locks"):
+        running.goes_on(tmp_path)
+
+
+@pytest.mark.parametrize("name", [running.SCALE, running.TAKEN])
+def test_what_a_driver_that_has_ended_was_asked_for_is_forgotten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"rollouts": 3}')
+    with running.held(tmp_path):
+        assert not (tmp_path / name).exists()
+        assert running.take(tmp_path) is None
 
 
 def test_a_command_returns_when_the_driver_has_seen_to_it(tmp_path: Path) -> None:
@@ -98,3 +121,25 @@ def test_the_command_says_why_it_does_nothing(
     with running.held(tmp_path):
         assert main(["resume", str(tmp_path)]) == 1
     assert "already running" in capsys.readouterr().err
+
+
+def test_a_number_that_no_run_may_have_is_told_to_whoever_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], math_config: Callable[..., Config]
+) -> None:
+    configfile.save(math_config("learner.gpus=0.5", "rollout.gpus=0.5"), tmp_path)
+    with running.held(tmp_path):
+        assert main(["scale", str(tmp_path), "--rollouts", "2"]) == 1
+        assert "are more than one GPU where a rank and its share of the 2 rollout actors" in capsys.readouterr().err
+        assert running.take(tmp_path) is None
+
+
+def test_a_number_that_the_run_refuses_is_no_success(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    math_config: Callable[..., Config],
+) -> None:
+    configfile.save(math_config(), tmp_path)
+    monkeypatch.setattr(running, "scale", lambda folder, rollouts: None)
+    assert main(["scale", str(tmp_path), "--rollouts", "2"]) == 1
+    assert f"{tmp_path}: the run has 1 rollout actors, not 2: its output says why" in capsys.readouterr().err

@@ -21,7 +21,7 @@ class Answers:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
-    def get(self, ref: str) -> Any:
+    def get(self, ref: str, timeout: float | None = None) -> Any:
         if ref not in self.values:
             raise RayActorError(error_msg=f"{ref} has died")
         return self.values[ref]
@@ -74,10 +74,12 @@ class Case:
         patch.setattr(stages.ray, "kill", lambda actor: self.killed.append(actor._name))
         patch.setattr(Stages, "_rollout", lambda _, name, place: Actor(name))
         told: Any = self.told
+        patch.setattr(stages.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
         nothing: Any = None
         self.folder = folder
         self.stages: Any = Stages(config, folder, told, nothing)
         self.stages.queue = Actor("queue")
+        self.stages._placement = type("Placement", (), {"waiting": staticmethod(str)})
         self.stages.learner = type("Group", (), {"ranks": []})
         self.stages._flowing = True
         for _ in range(config.rollout.actors):
@@ -107,11 +109,15 @@ class Case:
 
 
 @pytest.fixture
-def case(math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Case]:
-    return lambda actors: Case(math_config(f"rollout.actors={actors}"), tmp_path, monkeypatch)
+def case(math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Case]:
+    def make(actors: int, *overrides: str) -> Case:
+        config = math_config(f"rollout.actors={actors}", "evaluation.prompts=1", *overrides)
+        return Case(config, tmp_path, monkeypatch)
+
+    return make
 
 
-def test_no_name_comes_twice_and_the_newest_go_first(case: Callable[[int], Case]) -> None:
+def test_no_name_comes_twice_and_the_newest_go_first(case: Callable[..., Case]) -> None:
     run = case(2)
     run.scale(4)
     assert run.names() == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
@@ -125,14 +131,14 @@ def test_no_name_comes_twice_and_the_newest_go_first(case: Callable[[int], Case]
     assert run.told.restarts == [("rollout", "rollout-1: it was killed")], "to be added or let go is no restart"
 
 
-def test_the_queue_takes_back_what_those_who_leave_were_sampling(case: Callable[[int], Case]) -> None:
+def test_the_queue_takes_back_what_those_who_leave_were_sampling(case: Callable[..., Case]) -> None:
     run = case(3)
     run.scale(1)
     assert run.watched("queue.lost") == ["queue.lost(rollout-1)", "queue.lost(rollout-2)"]
     assert run.watched(".run(") == ["rollout-0.run()"], "their end is nobody's failure"
 
 
-def test_a_number_that_was_taken_over_is_that_of_the_runs_configuration(case: Callable[[int], Case]) -> None:
+def test_a_number_that_was_taken_over_is_that_of_the_runs_configuration(case: Callable[..., Case]) -> None:
     run = case(1)
     run.scale(3)
     assert configfile.load(run.folder / configfile.CONFIG).rollout.actors == 3
@@ -140,16 +146,44 @@ def test_a_number_that_was_taken_over_is_that_of_the_runs_configuration(case: Ca
     assert not (run.folder / running.TAKEN).exists()
 
 
-def test_a_request_that_is_none_changes_nothing(case: Callable[[int], Case]) -> None:
+def test_a_request_that_is_none_changes_nothing(case: Callable[..., Case]) -> None:
     run = case(2)
     (run.folder / running.SCALE).write_text("three")
     run.stages._check_scale()
     assert run.names() == ["rollout-0", "rollout-1"]
-    assert "not understood" in run.told.said[0]
+    assert "rollout actors: 2 stay" in run.told.said[0] and "scale.json" in run.told.said[0]
     assert not (run.folder / running.TAKEN).exists()
 
 
-def test_before_the_flow_nobody_is_added(case: Callable[[int], Case]) -> None:
+FORBIDDEN = {
+    "are more than one GPU": ["learner.gpus=0.5", "rollout.gpus=0.5"],
+    "must be 1 with rollout.engine.url": ["rollout.engine={kind='sglang', url='http://localhost:1'}"],
+    "asks for 3 CPUs (there are 2)": ["cluster.cpus=2"],
+    "asks for 2 GPUs (there are 1)": ["rollout.gpus=1"],
+}
+
+
+@pytest.mark.parametrize("reason", FORBIDDEN)
+def test_a_number_that_no_run_may_have_is_refused_and_the_run_goes_on(case: Callable[..., Case], reason: str) -> None:
+    run = case(1, *FORBIDDEN[reason])
+    configfile.save(run.stages.config, run.folder)
+    run.scale(2)
+    assert run.names() == ["rollout-0"]
+    assert run.told.said[0].startswith("rollout actors: 1 stay: ") and reason in run.told.said[0]
+    assert run.stages.config.rollout.actors == configfile.load(run.folder / configfile.CONFIG).rollout.actors == 1
+    assert not (run.folder / running.TAKEN).exists(), "whoever asked waits for an answer"
+
+
+@pytest.mark.parametrize("overrides", [[], ["cluster.address=auto", "cluster.cpus=2", "rollout.gpus=1"]])
+def test_cpus_that_nobody_has_counted_and_clusters_that_may_grow_refuse_nobody(
+    case: Callable[..., Case], overrides: list[str]
+) -> None:
+    run = case(1, *overrides)
+    run.scale(9)
+    assert len(run.names()) == 9
+
+
+def test_before_the_flow_nobody_is_added(case: Callable[..., Case]) -> None:
     run = case(1)
     run.stages._flowing = False
     run.scale(3)
@@ -159,7 +193,7 @@ def test_before_the_flow_nobody_is_added(case: Callable[[int], Case]) -> None:
     assert len(run.names()) == 3
 
 
-def test_whoever_starts_is_not_asked_for_anything(case: Callable[[int], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_starts_is_not_asked_for_anything(case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
     run = case(1)
     run.scale(3)
     run.stages.evaluate(5, lambda parts: None)
@@ -177,7 +211,7 @@ def test_whoever_starts_is_not_asked_for_anything(case: Callable[[int], Case], m
     assert len(run.watched(", 3, 6)")) == 3
 
 
-def test_an_evaluation_that_is_under_way_is_ended_by_those_who_stay(case: Callable[[int], Case]) -> None:
+def test_an_evaluation_that_is_under_way_is_ended_by_those_who_stay(case: Callable[..., Case]) -> None:
     run, made = case(3), []
     run.stages.evaluate(5, made.append)
     run.scale(1)
@@ -190,7 +224,7 @@ def test_an_evaluation_that_is_under_way_is_ended_by_those_who_stay(case: Callab
     assert run.told.restarts == []
 
 
-def test_the_share_of_one_that_dies_is_asked_of_one_that_is_at_work(case: Callable[[int], Case]) -> None:
+def test_the_share_of_one_that_dies_is_asked_of_one_that_is_at_work(case: Callable[..., Case]) -> None:
     run = case(2)
     run.stages.evaluate(5, lambda parts: None)
     run.stages._replace("id of rollout-0", "it was killed")
@@ -216,3 +250,41 @@ def test_what_goes_by_hashes_is_the_same_in_every_process(
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     cluster.init_ray(math_config())
     assert seeds == ["0", "7"]
+
+
+def test_held_out_prompts_that_are_answered_are_progress(case: Callable[..., Case]) -> None:
+    run, made = case(2, "evaluation.prompts=3"), []
+    run.stages.evaluate(5, made.append)
+    assert run.watched("evaluate") == [f"rollout-{who}.evaluate({part}, 3, 5)" for part, who in enumerate((0, 1, 0))]
+    run.stages._progress -= 200
+    run.settle("rollout-0.evaluate(0, 3, 5)", answer("rollout-0"))
+    run.stages._progress -= 200
+    run.stages._check_stall("evaluation")
+    run.stages._progress -= 200
+    with pytest.raises(RunError, match="progressed for 300 s: the driver waits for evaluation"):
+        run.stages._check_stall("evaluation")
+    assert made == []
+    many = case(1, "evaluation.prompts=1000000")
+    many.stages.evaluate(5, made.append)
+    assert len(many.watched("evaluate")) == stages.PARTS
+
+
+def test_an_engine_may_take_as_long_to_start_as_its_configuration_says(case: Callable[..., Case]) -> None:
+    run = case(2, "rollout.engine={kind='sglang', start_s=500}")
+    for seat in run.stages._crew.seats:
+        seat.at_work = False
+    run.stages._progress -= 700
+    run.stages._check_stall("update 1")
+    run.stages._flowing = False
+    with pytest.raises(RunError, match="progressed for 300 s"):
+        run.stages._check_stall("loading the model")
+    run.stages._flowing = True
+    run.stages._progress -= 200
+    with pytest.raises(RunError, match=r"progressed for 800 s.*have not started: rollout-0, rollout-1"):
+        run.stages._check_stall("update 1")
+    run.stages._generate(run.stages._crew.seats[0])
+    run.start_all()
+    run.stages._check_stall("update 1")
+    run.stages._progress -= 400
+    with pytest.raises(RunError, match=r"progressed for 300 s.*have not started: rollout-1"):
+        run.stages._check_stall("update 1")
