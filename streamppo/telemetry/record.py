@@ -37,16 +37,16 @@ class Record:
         self.seed = seed
         self.updates = updates
         self.checksum = ""
-        self.lines = lines.read(folder)
-        self.version = max((line["update"] for line in self.lines if "update" in line), default=0)
-        self._started = started - (self.lines[-1]["wall_s"] if self.lines else 0.0)
+        before = lines.read(folder)
+        self.version = max((line["update"] for line in before if "update" in line), default=0)
+        self._started = started - (before[-1]["wall_s"] if before else 0.0)
         self._live = sys.stdout.isatty()
         self._printed = 0.0
         lines.mend(folder)
         # It tells of the parts before this one.
         (folder / SUMMARY).unlink(missing_ok=True)
         self._file = (folder / lines.METRICS).open("a", buffering=1)
-        self._write("part", 1 + sum("part" in line for line in self.lines), version=self.version)
+        self._write("part", 1 + sum("part" in line for line in before), version=self.version)
 
     @property
     def wall_s(self) -> float:
@@ -98,7 +98,6 @@ class Record:
         line = {kind: value, "wall_s": self.wall_s, **more}
         with durable.naming(self.folder / lines.METRICS, RunError):
             self._file.write(json.dumps(line) + "\n")
-        self.lines.append(line)
 
     def close(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> dict[str, Any]:
         """Write summary.json and return it. `outcome` is `FINISHED` or why the run ended early.
@@ -111,7 +110,7 @@ class Record:
                 self._write("end", outcome)
             content = {
                 "outcome": outcome,
-                **summary.of_lines(self.lines),
+                **summary.of_lines(lines.read(self.folder)),
                 **summary.of_queue(queue),
                 "engines": summary.of_engines(engines),
                 "checksum": self.checksum,
