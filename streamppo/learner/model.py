@@ -187,10 +187,11 @@ def _whole(path: str | Path, critic: str) -> Policy:
 @torch.no_grad()
 def _check_head(lm: Any, path: str | Path) -> None:
     """`Policy` computes logits as hidden states times the head's weights, and some models do more than that."""
-    tokens_1L = torch.arange(PROBED)[None] % lm.config.vocab_size
+    head_VD = lm.get_output_embeddings().weight
+    tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
     theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
     hidden_1LD = lm.base_model(tokens_1L).last_hidden_state
-    ours_1LV = nn.functional.linear(hidden_1LD, lm.get_output_embeddings().weight).float().log_softmax(-1)
+    ours_1LV = nn.functional.linear(hidden_1LD, head_VD).float().log_softmax(-1)
     if (gap := (ours_1LV - theirs_1LV).abs().max().item()) > HEAD_GAP:
         raise ModelError(
             f"the model {str(path)!r} does more to its logits than to multiply with its head's weights (a soft cap, a "
