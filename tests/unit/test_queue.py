@@ -406,7 +406,7 @@ def test_a_batch_size_that_was_changed_bounds_what_is_held_from_then_on(batch_si
         publish_after_training(replay, version)
     changes = replay.drain()
     alive = tuple(slot for slot in changes.slots if slot.number not in changes.gone)
-    rebuilt.restore(Saved(changes.counters, alive, ()))
+    rebuilt.restore(Saved(changes.counters, alive, ()), Path("journal"))
     assert rebuilt.report().ready == 4
     tickets = rebuilt.issue("a", 3, 100, next(CALLS))
     assert len(tickets) == opened
