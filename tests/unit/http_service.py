@@ -1,6 +1,7 @@
 """A local HTTP server that scores, judges, and has bad days."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,8 +11,9 @@ Answer = Callable[[str, Any], tuple[int, Any]]
 
 
 @asynccontextmanager
-async def serving(answer: Answer, latency_s: float = 0.0) -> AsyncIterator[str]:
-    """The address of a server that answers (path, body) with (status, body)."""
+async def serving(answer: Answer, latency_s: float = 0.0, together: int = 1) -> AsyncIterator[str]:
+    """The address of a server that answers (path, body) with (status, body), once `together` have asked."""
+    asked, enough = itertools.count(1), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -22,6 +24,9 @@ async def serving(answer: Answer, latency_s: float = 0.0) -> AsyncIterator[str]:
                     if header.startswith(b"content-length:"):
                         length = int(header.split(b":")[1])
                 body = json.loads(await reader.readexactly(length))
+                if next(asked) >= together:
+                    enough.set()
+                await enough.wait()
                 await asyncio.sleep(latency_s)
                 status, said = answer(path, body)
                 data = json.dumps(said).encode()

@@ -58,8 +58,8 @@ def said(completion: str) -> ScoredText:
     )
 
 
-async def scored(heading: str, *completions: str) -> list[Reward | RewardFailed]:
-    rewards = Rewards(config(heading).reward, print)
+async def scored(heading: str, *completions: str, **changes: Any) -> list[Reward | RewardFailed]:
+    rewards = Rewards(msgspec.structs.replace(config(heading).reward, **changes), print)
     await rewards.start({"arithmetic"})
     try:
         asked = (rewards.score(PROMPT, said(completion)) for completion in completions)
@@ -82,14 +82,12 @@ def test_an_async_function_asks_a_service_many_times_at_once(folder: Path, monke
         return 200, {"score": float(body["given"] == body["wanted"]), "length": len(body["given"]), "why": "equal"}
 
     async def story() -> None:
-        async with serving(answer, latency_s=0.3) as url:
+        async with serving(answer, together=80) as url:
             monkeypatch.setenv("JUDGE", url)
-            begin = asyncio.get_running_loop().time()
-            found = await scored("An async function that asks a service", *["46", "47"] * 50)
+            # The page's 5 s are enough unless the machine has other things to do.
+            found = await scored("An async function that asks a service", *["46", "47"] * 50, timeout_s=60.0)
             assert [one.total for one in found if isinstance(one, Reward)] == [1.0, 0.0] * 50
             assert found[0].components == {"length": 2.0}  # pyright: ignore[reportAttributeAccessIssue]
-            # A hundred calls of 0.3 s, one of them tried again, and the import.
-            assert asyncio.get_running_loop().time() - begin < 12.0
 
     asyncio.run(story())
 
