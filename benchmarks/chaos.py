@@ -163,7 +163,7 @@ def trial(
 
 def account(run: Path, kills: list[Kill]) -> Trial:
     """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
-    journal = Journal(run / "journal.sqlite")
+    journal = Journal.of(run)
     saved = journal.read()
     given_up = {one.number for one in journal.ended() if one.state in GIVEN_UP}
     journal.close()

@@ -33,7 +33,7 @@ from streamppo.replay import archive
 from streamppo.rollout.sglang import wire
 from streamppo.tasks import environments, plugins
 from streamppo.tasks import task as tasks
-from streamppo.tasks.rewards.rewards import Rewards, recognised, told
+from streamppo.tasks.rewards.rewards import Rewards, recognised, shown
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokens import Tokenizer
 
@@ -221,7 +221,7 @@ def _scorer(what: str, scorer: Scorer, task: Task | None) -> Findings:
             for prompt in task.training[:ROWS] if task is not None else ():
                 if not scorer.sources or prompt.source in scorer.sources:
                     how.columns(prompt.columns)
-            yield Finding(what, "ok", told(scorer, how, in_actor=in_actor))
+            yield Finding(what, "ok", shown(scorer, how, in_actor=in_actor))
         case ModelScorer():
             yield _folder(scorer.path, what)[1]
         case ServiceScorer() | JudgeScorer():

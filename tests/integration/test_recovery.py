@@ -59,7 +59,7 @@ def replayed(folder: Path) -> str:
 
 
 def digests(folder: Path) -> dict[int, str]:
-    journal = Journal(folder / "math" / "journal.sqlite")
+    journal = Journal.of(folder / "math")
     made = journal.versions()
     journal.close()
     return {version: one.digest for version, one in made.items()}

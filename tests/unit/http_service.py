@@ -16,25 +16,20 @@ async def serving(answer: Answer, latency_s: float = 0.0, together: int = 1) -> 
     asked, enough = itertools.count(1), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while line := await reader.readline():
-                path = line.split()[1].decode()
-                length = 0
-                while (header := (await reader.readline()).strip().lower()) != b"":
-                    if header.startswith(b"content-length:"):
-                        length = int(header.split(b":")[1])
-                body = json.loads(await reader.readexactly(length))
-                if next(asked) >= together:
-                    enough.set()
-                await enough.wait()
-                await asyncio.sleep(latency_s)
-                status, said = answer(path, body)
-                data = json.dumps(said).encode()
-                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
+        while line := await reader.readline():
+            path = line.split()[1].decode()
+            length = 0
+            while (header := (await reader.readline()).strip().lower()) != b"":
+                if header.startswith(b"content-length:"):
+                    length = int(header.split(b":")[1])
+            body = json.loads(await reader.readexactly(length))
+            if next(asked) >= together:
+                enough.set()
+            await enough.wait()
+            await asyncio.sleep(latency_s)
+            status, said = answer(path, body)
+            data = json.dumps(said).encode()
+            writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
 
     async with _listening(serve) as url:
         yield url
@@ -46,17 +41,12 @@ async def trickling(every_s: float) -> AsyncIterator[str]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data = b" " * 40 + b'{"score": 1}'
-        try:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 X\r\nContent-Length: %d\r\n\r\n" % len(data))
-            for byte in data:
-                writer.write(bytes([byte]))
-                await writer.drain()
-                await asyncio.sleep(every_s if byte == ord(" ") else 0)
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 X\r\nContent-Length: %d\r\n\r\n" % len(data))
+        for byte in data:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(every_s if byte == ord(" ") else 0)
 
     async with _listening(serve) as url:
         yield url
@@ -64,7 +54,15 @@ async def trickling(every_s: float) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _listening(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[str]:
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:

@@ -59,10 +59,15 @@ async def deliver(actor: ReplayActor, made: list[Trajectory]) -> None:
     await actor.deliver(encode(tuple(made)), encode(()))
 
 
-async def made_version_1(actor: ReplayActor) -> Batch:
-    """Version 0, a batch, version 1."""
+async def made_version_0(actor: ReplayActor) -> None:
+    """A new run: the driver has begun, and the learner has published what it starts from."""
     await actor.begin(0)
     await actor.publish(push(0), [], b"", 0)
+
+
+async def made_version_1(actor: ReplayActor) -> Batch:
+    """Version 0, a batch, version 1."""
+    await made_version_0(actor)
     await deliver(actor, await sample(actor, 0, 4))
     batch = decode(await actor.take(0), Batch)
     await actor.publish(push(1), [], b"", 0)
@@ -72,8 +77,7 @@ async def made_version_1(actor: ReplayActor) -> Batch:
 def test_whatever_was_acknowledged_is_there_after_a_kill(actor_of: Callable[..., ReplayActor]) -> None:
     async def main() -> None:
         first = actor_of()
-        await first.begin(0)
-        await first.publish(push(0), [], b"", 0)
+        await made_version_0(first)
         made = await sample(first, 0, 6)
         await deliver(first, made[1:5])
         batch = await first.take(0)
@@ -96,8 +100,7 @@ def test_a_version_waits_until_its_batch_is_in_the_archive(
 
     async def main() -> None:
         actor = actor_of()
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         await deliver(actor, await sample(actor, 0, 4))
         batch = decode(await actor.take(0), Batch)
         values = np.arange(8, dtype=np.float32)
@@ -143,8 +146,7 @@ def test_a_queue_that_was_given_up_for_dead_and_still_writes_reaches_neither_jou
 ) -> None:
     async def main() -> None:
         zombie = actor_of()
-        await zombie.begin(0)
-        await zombie.publish(push(0), [], b"", 0)
+        await made_version_0(zombie)
         made = await sample(zombie, 0, 5)
         await deliver(zombie, made[:4])
         batch = await zombie.take(0)
@@ -174,8 +176,7 @@ def test_what_an_old_queue_acknowledges_while_a_new_one_opens_the_journal_is_not
 ) -> None:
     async def main() -> None:
         old = actor_of()
-        await old.begin(0)
-        await old.publish(push(0), [], b"", 0)
+        await made_version_0(old)
         made = await sample(old, 0, 4)
         await deliver(old, made[:3])
         old._queue.put(made[3])
@@ -197,8 +198,7 @@ def test_a_learner_that_redoes_the_newest_version_waits_until_its_batch_has_its_
 
     async def main() -> None:
         actor = actor_of()
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         await deliver(actor, await sample(actor, 0, 4))
         batch = await actor.take(0)
         monkeypatch.setattr(Journal, "write", lambda *arguments: (gate.wait(20), write(*arguments))[1])
@@ -267,8 +267,7 @@ def test_what_a_run_keeps_cannot_be_changed(actor_of: Callable[..., ReplayActor]
 def test_samples_that_are_compared_come_together(actor_of: Callable[..., ReplayActor], choice: str) -> None:
     async def main() -> None:
         actor = actor_of("queue.samples_per_prompt=2", choice)
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         given = await tickets(actor, 0, 6)
         await deliver(actor, [done(given[number]) for number in (0, 2, 3, 4, 5)])
         batch = decode(await actor.take(0), Batch)
@@ -329,8 +328,7 @@ def test_what_cannot_be_trained_on_is_kept_with_its_reason_and_its_slot_is_sampl
 ) -> None:
     async def main() -> None:
         actor = actor_of()
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         given = await tickets(actor, 0, 4)
         letter = broken(given[1], DEFECTS[reason])
         await deliver(actor, [done(given[0]), letter, done(given[2]), done(given[3])])
@@ -356,8 +354,7 @@ def test_what_cannot_be_trained_on_is_kept_with_its_reason_and_its_slot_is_sampl
 def test_a_prompt_that_only_makes_dead_letters_is_given_up(actor_of: Callable[..., ReplayActor]) -> None:
     async def main() -> None:
         actor = actor_of("queue.max_attempts=3", "queue.max_lag=0")
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         first, *others = await tickets(actor, 0, 4)
         await deliver(actor, [done(ticket) for ticket in others])
         for attempt in range(3):
@@ -379,8 +376,7 @@ def test_people_can_ask_what_became_of_a_prompt(
 ) -> None:
     async def main() -> None:
         actor = actor_of("queue.samples_per_prompt=4", "queue.max_lag=2")
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         given = await tickets(actor, 0, 9)
         failed = encode((Failure(identity=given[5].identity, actor="a", stage="reward", reason="no answer"),))
         await actor.deliver(encode(()), failed)
@@ -415,8 +411,7 @@ def test_an_engine_that_only_makes_dead_letters_ends_the_run_and_the_letters_are
 ) -> None:
     async def main() -> None:
         actor = actor_of("queue.batch_size=64")
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         made = [broken(ticket, {"logprobs": [0.5, -1.0]}) for ticket in await tickets(actor, 0, 64)]
         with pytest.raises(TooManyFailures, match=r"100% of the last 64 .*: engine: a log-prob is positive: 0.5"):
             await deliver(actor, made)
@@ -490,8 +485,7 @@ def test_after_stop_all_ranks_have_the_batch_that_one_of_them_has_and_nobody_a_n
 ) -> None:
     async def main() -> None:
         actor = actor_of()
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         await deliver(actor, await sample(actor, 0, 8))
         batch = await actor.take(0)
         await actor.stop()
@@ -508,8 +502,7 @@ def test_a_stop_between_two_ranks_that_wait_for_the_same_batch_leaves_none_witho
 ) -> None:
     async def main() -> None:
         actor = actor_of()
-        await actor.begin(0)
-        await actor.publish(push(0), [], b"", 0)
+        await made_version_0(actor)
         made = await sample(actor, 0, 4)
         ranks = [asyncio.create_task(actor.take(0)) for _ in range(4)]
         await asyncio.sleep(0.05)

@@ -145,7 +145,7 @@ class Rewards:
     async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[Many, int, int]:
         """(the call, trajectories in one call, calls at once)."""
         how, in_actor = recognised(scorer)
-        self._say(f"{name} is {told(scorer, how, in_actor=in_actor)}")
+        self._say(f"{name} is {shown(scorer, how, in_actor=in_actor)}")
         size = scorer.batch_size if how.style == "batched" else 1
         if in_actor:
             reward = signature.load(scorer.function, scorer.arguments)
@@ -168,7 +168,7 @@ def recognised(scorer: choices.FunctionScorer) -> tuple[signature.Signature, boo
     return how, in_actor
 
 
-def told(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
+def shown(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
     """What `recognised` found, for people."""
     kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
     return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
