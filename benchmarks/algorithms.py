@@ -94,7 +94,7 @@ def _options() -> argparse.Namespace:
 
 def _model(folder: Path) -> Path:
     """One warm-started model for all runs: the model of a run of a single update."""
-    from streamppo import configfile
+    from streamppo.config import file as configfile
     from streamppo.learner import tiny
 
     model = folder / "model"

@@ -31,14 +31,14 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.runs import machine
-from streamppo.replay import archive
-from streamppo.replay.journal import Journal
-from streamppo.replay.saved import GIVEN_UP
-from streamppo.telemetry import lines
+from streamppo.queue import archive
+from streamppo.queue.journal import Journal
+from streamppo.queue.records import GIVEN_UP
+from streamppo.telemetry import metrics_file as lines
 
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parent.parent
-KINDS = {"rollout": "ray::RolloutActor", "replay": "ray::ReplayActor", "learner": "ray::Rank", "driver": "-m streamppo"}
+KINDS = {"rollout": "ray::RolloutActor", "replay": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.rollout.embedded import EmbeddedEngine
+from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
 
 IN_FLIGHT = 64

@@ -44,8 +44,8 @@ def main() -> None:
 def _measure(form: str, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
     import torch
 
-    from streamppo.algorithms.tokens import chunked_logprobs_entropy
-    from streamppo.learner.model import HEAD_CHUNK
+    from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
+    from streamppo.learner.policy import HEAD_CHUNK
 
     torch.manual_seed(0)
     hidden_ND = torch.randn(tokens, width, requires_grad=True)

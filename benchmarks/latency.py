@@ -3,7 +3,7 @@
 import asyncio
 import os
 
-from streamppo.tasks import arithmetic
+from streamppo.tasks.library import arithmetic
 from streamppo.types import ScoredText
 
 LATENCY = "STREAMPPO_BENCHMARK_LATENCY_S"

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamppo.telemetry import lines
+from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.record import SUMMARY
 
 

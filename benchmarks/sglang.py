@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import runs
-from streamppo import configfile
+from streamppo.config import file as configfile
 from streamppo.rollout import build
 from streamppo.rollout.engine import Sampling
 

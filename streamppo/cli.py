@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from streamppo import __version__, configfile, running
+from streamppo import __version__
+from streamppo.commands.data import PREPARED, prepare
+from streamppo.config import file as configfile
+from streamppo.driver import lock as running
+from streamppo.driver.interrupts import Interrupts
 from streamppo.errors import CheckpointError, RunError, StreamppoError
-from streamppo.interrupts import Interrupts
-from streamppo.tasks.prepare import PREPARED, prepare
 
 STARTED = time.perf_counter()
 
@@ -156,7 +158,7 @@ def _scale(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     folder = _existing(options.run.resolve())
     _quiet()
-    from streamppo.rerun import rerun
+    from streamppo.commands.replay import rerun
 
     return rerun(folder, options.to, options.changes)
 
@@ -165,7 +167,7 @@ def _inspect(options: argparse.Namespace) -> int:
     folder = _existing(options.run.resolve())
     config = configfile.load(folder / configfile.CONFIG)
     _quiet()
-    from streamppo.inspection import inspect, inspect_dead_letters, inspect_prompt
+    from streamppo.commands.inspect import inspect, inspect_dead_letters, inspect_prompt
 
     if options.dead_letters:
         return inspect_dead_letters(folder, options.n)
@@ -176,13 +178,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _trial(options: argparse.Namespace) -> int:
     config = configfile.load(options.config, options.overrides)
-    from streamppo.trial import run
+    from streamppo.commands.reward_test import run
 
     return run(config, options.n, options.completions)
 
 
 def _check(options: argparse.Namespace) -> int:
-    from streamppo.check import run
+    from streamppo.commands.check import run
 
     return run(options.config, options.overrides, options.gpu_gib)
 

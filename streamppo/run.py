@@ -11,12 +11,13 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from streamppo import configfile, durable
-from streamppo.config import Config
+from streamppo import durable
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.driver.interrupts import Interrupts
+from streamppo.driver.stages import Stages
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
-from streamppo.interrupts import Interrupts
 from streamppo.learner import manifest
-from streamppo.stages import Stages
 from streamppo.telemetry.record import FINISHED, Record
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from transformers.utils import logging
 
-from streamppo import configfile
-from streamppo.config import Config
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.queue.records import Counters
 from streamppo.types import Identity, Trajectory
 
 logging.disable_progress_bar()
@@ -17,6 +18,10 @@ pytest.register_assert_rewrite("sglang_case")
 
 REPOSITORY = Path(__file__).parent.parent
 MATH = REPOSITORY / "configs" / "math.toml"
+SUPPORT = REPOSITORY / "tests" / "support"
+"""Programs and modules that tests share; pytest finds what is there by its name alone."""
+COUNTERS = Counters(shape=("t", 1, 1), version=0, opened=8, abandoned=0, counts={}, dropped={}, failed={}, fenced=())
+"""A queue that has just opened eight slots."""
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def save_reward_model(folder: Path, alphabet: str) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-    from streamppo.tasks.tokens import character_tokenizer
+    from streamppo.tasks.tokenizer import character_tokenizer
 
     torch.manual_seed(0)
     tokenizer = character_tokenizer(alphabet)

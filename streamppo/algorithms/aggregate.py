@@ -10,14 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from streamppo.algorithms.layout import (
-    at_least_float32,
-    check,
-    check_sequences,
-    fill,
-    sequence_count,
-    sequence_sum,
-)
+from streamppo.algorithms.layout import at_least_float32, check, check_sequences, fill, sequence_count, sequence_sum
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"]
 

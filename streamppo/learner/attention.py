@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.config import FLASH, Model
-from streamppo.learner.packing import Packed
+from streamppo.config.sections import FLASH, Model
+from streamppo.learner.batch import Packed
 
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
 """Newest first; the major compute capabilities on which each has a deterministic backward pass."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import ray
 
-from streamppo.config import Config
+from streamppo.config.sections import Config
 from streamppo.learner.rank import Rank
 
 

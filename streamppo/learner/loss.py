@@ -13,11 +13,11 @@ from streamppo.algorithms.aggregate import Denominators, aggregate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.kl import kl_loss
 from streamppo.algorithms.value_losses import value_loss
-from streamppo.config import Config
-from streamppo.learner.measure import Sums
-from streamppo.learner.model import Part, Scored
+from streamppo.config.sections import Config
+from streamppo.learner.batch import Packed
+from streamppo.learner.metrics import Sums
 from streamppo.learner.objective import Objective
-from streamppo.learner.packing import Packed
+from streamppo.learner.policy import Part, Scored
 
 Cut = Callable[[Tensor], Tensor]
 """[B, T] of the batch -> [b, T] of a micro-batch, as wide as its longest row."""

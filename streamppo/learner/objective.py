@@ -10,14 +10,14 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamppo import config_algorithm as choices
 from streamppo.algorithms import advantages, corrections, groups, policy_losses, proximal, vtrace
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.policy_losses import TokenLoss
-from streamppo.config import Config
-from streamppo.learner.model import Part, Scored
-from streamppo.learner.packing import Packed
+from streamppo.config import algorithm as choices
+from streamppo.config.sections import Config
+from streamppo.learner.batch import Packed
+from streamppo.learner.policy import Part, Scored
 
 Advantages: TypeAlias = Callable[[Packed, Scored, Tensor], Estimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""

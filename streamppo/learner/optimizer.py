@@ -1,9 +1,17 @@
-"""AdamW over the policy and its critic, each with its own learning rate."""
+"""AdamW over the policy and its critic, each with its own learning rate; and the bound on a sharded gradient."""
+
+from collections.abc import Iterable
+from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from streamppo.config import Config
-from streamppo.learner.model import Policy
+from streamppo.config.sections import Config
+from streamppo.learner.policy import Policy
+
+Norm = Literal["2-norm", "max-norm"]
 
 
 def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
@@ -27,3 +35,29 @@ def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
     full_lrs = (learner.lr, config.algorithm.critic.lr or learner.lr)
     for group, full_lr in zip(optimizer.param_groups, full_lrs, strict=True):
         group.update(full_lr=full_lr, betas=learner.betas, weight_decay=learner.weight_decay)
+
+
+def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm, group: dist.ProcessGroup) -> float:
+    """Scale all gradients so that their common norm is at most `bound`; returns the norm before. NaN gives inf or NaN.
+
+    The max-norm is the largest entry. Parameters without a gradient are left out.
+    """
+    owners = [parameter for parameter in parameters if parameter.grad is not None]
+    if norm == "2-norm":
+        total = torch.nn.utils.clip_grad_norm_(owners, bound)
+        return float((total.full_tensor() if isinstance(total, DTensor) else total).item())
+    # torch's own max-norm fails on a rank that holds no row of some parameter.
+    shards = [_local(owner.grad) for owner in owners if owner.grad is not None]
+    sizes = [shard.abs().max() for shard in shards if shard.numel()]
+    largest = torch.stack(sizes).max() if sizes else shards[0].new_zeros(())
+    # A maximum over ranks may lose a NaN, and never an infinity.
+    largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    if largest > bound:
+        for shard in shards:
+            shard.mul_(bound / largest)
+    return float(largest.item())
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -20,12 +20,13 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamppo.config import Config
-from streamppo.config import Learner as LearnerConfig
+from streamppo.config.sections import Config
+from streamppo.config.sections import Learner as LearnerConfig
 from streamppo.errors import JournalError
-from streamppo.learner import checkpoint, device, model, objective, optimizer, pretrained, tiny
+from streamppo.learner import checkpoint, device, objective, optimizer, pretrained, tiny
+from streamppo.learner import policy as model
+from streamppo.learner.batch import Packed, pack, unpadded
 from streamppo.learner.manifest import State
-from streamppo.learner.packing import Packed, pack, unpadded
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, UpdateReport, decode, encode
 from streamppo.weights.transport import Pusher

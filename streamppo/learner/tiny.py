@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.config import BUILTIN, Config, Model, WarmStart
+from streamppo.config.sections import BUILTIN, Config, Model, WarmStart
 from streamppo.errors import TaskError
 from streamppo.learner import pretrained
 from streamppo.tasks import task as tasks
-from streamppo.tasks.arithmetic import ALPHABET
+from streamppo.tasks.library.arithmetic import ALPHABET
 from streamppo.tasks.task import Task
-from streamppo.tasks.tokens import character_tokenizer
+from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.types import Prompt
 
 IGNORED = -100

@@ -18,15 +18,15 @@ from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, kl_reward, next_beta, stop_early
 from streamppo.algorithms.value_losses import explained_variance
-from streamppo.config import Config
+from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import attention
-from streamppo.learner.clip import clip
+from streamppo.learner.batch import Packed, micro_batches
 from streamppo.learner.loss import Loss, Targets
-from streamppo.learner.measure import Sums, batch_metrics
-from streamppo.learner.model import Part, Policy, Scored, nothing, release
+from streamppo.learner.metrics import Sums, batch_metrics
 from streamppo.learner.objective import Objective, Phase
-from streamppo.learner.packing import Packed, micro_batches
+from streamppo.learner.optimizer import clip
+from streamppo.learner.policy import Part, Policy, Scored, nothing, release
 
 
 class Updated(NamedTuple):

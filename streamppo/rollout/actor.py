@@ -14,16 +14,15 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from ray.exceptions import ObjectLostError
 
-from streamppo import garbage
-from streamppo.config import Config
+from streamppo import process as garbage
+from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, WeightsError
 from streamppo.rollout import build
-from streamppo.rollout.credit import place
 from streamppo.rollout.engine import Engine
-from streamppo.rollout.episode import FAILURES, Episode, Player
+from streamppo.rollout.episode import FAILURES, Episode, Player, place
 from streamppo.tasks import task as tasks
-from streamppo.tasks.rewards.rewards import Rewards
-from streamppo.tasks.tokens import Tokenizer
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import (
     EngineReport,
     EvaluationReport,

@@ -8,9 +8,10 @@ from zlib import crc32
 
 import torch
 
-from streamppo.config import Config, EmbeddedEngine, SGLangEngine
+from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.sections import Config
 from streamppo.errors import ModelError
-from streamppo.rollout import embedded
+from streamppo.rollout.embedded import engine as embedded
 from streamppo.rollout.engine import Engine, Sampling
 from streamppo.rollout.sglang import engine as sglang_engine
 from streamppo.rollout.sglang import push, wire

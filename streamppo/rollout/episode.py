@@ -7,16 +7,17 @@
 What the policy sampled is kept as it was sampled; observations are tokenised on their own and masked.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from streamppo.config_task import Environment as EnvironmentConfig
+from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout.engine import Completion, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, Environment
-from streamppo.tasks.tokens import Tokenizer
+from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Flags, Floats, Ints, Message, Prompt, Reward, ScoredText
 
 FAILURES = (TaskError, ModelError)
@@ -166,3 +167,21 @@ def _opening(prompt: Prompt, said: str | tuple[Message, ...]) -> Prompt:
         return Prompt(text=said, columns={}, max_tokens=prompt.max_tokens)
     text = "\n\n".join(message.content for message in said)
     return Prompt(text=text, columns={}, messages=said, max_tokens=prompt.max_tokens)
+
+
+def place(reward: Reward, mask: Flags, turn_ends: Sequence[int]) -> bytes:
+    """Place a trajectory's rewards: [T] as a bytes column; empty when all of it stands on the last sampled token.
+
+    `mask` [T] are the sampled tokens, `turn_ends` the place of the last token of each turn. The column sums to
+    `reward.total`.
+    """
+    if not reward.tokens and not reward.turns:
+        return b""
+    rewards = np.zeros(len(mask), dtype=np.float32)
+    sampled = np.flatnonzero(mask)
+    if reward.tokens:
+        rewards[sampled] += np.asarray(reward.tokens, dtype=np.float32)
+    if reward.turns:
+        rewards[list(turn_ends)] += np.asarray(reward.turns, dtype=np.float32)
+    rewards[sampled[-1]] += np.float32(reward.score)
+    return rewards.tobytes()

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from streamppo.config_task import Source
+from streamppo.config.task import Source
 from streamppo.errors import TaskError
 from streamppo.tasks import read
 from streamppo.tasks.read import Row
-from streamppo.tasks.tokens import Tokenizer
+from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Message, Prompt
 
 SPECIALS = 8

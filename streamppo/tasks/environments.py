@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from streamppo.config_task import Environment as Config
+from streamppo.config.task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.tasks import plugins
 from streamppo.tasks.rewards.outcome import QUOTED, plain
-from streamppo.tasks.tokens import Said
+from streamppo.tasks.tokenizer import Said
 from streamppo.types import Message, Prompt, Reward
 
 

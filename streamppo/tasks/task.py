@@ -6,15 +6,15 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
-from streamppo.config_task import ArithmeticTask, CalculatorTask, DataTask, GymTask, Source, VerifiersTask
-from streamppo.config_task import Task as TaskConfig
-from streamppo.tasks import verifiers
-from streamppo.tasks.arithmetic import Arithmetic, difficulty
-from streamppo.tasks.calculator import demonstrations
+from streamppo.config.task import ArithmeticTask, CalculatorTask, DataTask, GymTask, Source, VerifiersTask
+from streamppo.config.task import Task as TaskConfig
 from streamppo.tasks.data import Data
-from streamppo.tasks.gym import Gym
+from streamppo.tasks.library import verifiers
+from streamppo.tasks.library.arithmetic import Arithmetic, difficulty
+from streamppo.tasks.library.calculator import demonstrations
+from streamppo.tasks.library.gym import Gym
 from streamppo.tasks.order import Mixture, Ramped, Shuffled
-from streamppo.tasks.tokens import Tokenizer
+from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from streamppo import durable
 from streamppo.errors import RunError
-from streamppo.telemetry import lines, summary
+from streamppo.telemetry import metrics_file as lines
+from streamppo.telemetry import summary
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")

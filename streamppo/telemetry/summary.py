@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from streamppo.telemetry.lines import Line
+from streamppo.telemetry.metrics_file import Line
 from streamppo.types import EngineReport, QueueReport
 
 STAGES = ("rollout", "replay", "learner")

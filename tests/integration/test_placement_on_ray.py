@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import ray
 
-from streamppo.config import Config
-from streamppo.placement import Placement
+from streamppo.config.sections import Config
+from streamppo.driver.placement import Placement
 
 
 @pytest.fixture

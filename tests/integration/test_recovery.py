@@ -16,14 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import MATH, REPOSITORY, save_reward_model
-from integration.test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
+from conftest import MATH, REPOSITORY, SUPPORT, save_reward_model
 from ray.cluster_utils import Cluster
+from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
 
-from streamppo.replay import archive
-from streamppo.replay.journal import Journal
-from streamppo.tasks.arithmetic import ALPHABET
-from streamppo.telemetry import lines
+from streamppo.queue import archive
+from streamppo.queue.journal import Journal
+from streamppo.tasks.library.arithmetic import ALPHABET
+from streamppo.telemetry import metrics_file as lines
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -42,7 +42,7 @@ RPC_FAILURES = {
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """One command of streamppo, to its end."""
     words = [sys.executable, "-m", "streamppo", *arguments]
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{SUPPORT}"}
     return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
 
 
@@ -134,7 +134,7 @@ def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None
 
 def test_a_reward_model_outlives_rollout_actors_and_comes_back_when_it_is_killed(tmp_path: Path) -> None:
     save_reward_model(tmp_path / "taste", ALPHABET)
-    right = "{kind='function', function='streamppo.tasks.arithmetic:score'}"
+    right = "{kind='function', function='streamppo.tasks.library.arithmetic:score'}"
     taste = f"{{kind='model', path='{tmp_path / 'taste'}', weight=0.01, breaker_s=1.0}}"
     reward = f"reward={{scorers={{right={right}, taste={taste}}}}}"
     with started(tmp_path, *SHORT, "updates=100000", "rollout.actors=2", reward) as process:

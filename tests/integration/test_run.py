@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import MATH, REPOSITORY
+from conftest import MATH, REPOSITORY, SUPPORT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamppo.telemetry import lines
+from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.catalogue import BESIDE, SOMETIMES, UPDATE
 
 MARK = "STREAMPPO_TEST_RUN"
@@ -27,7 +27,7 @@ MARK = "STREAMPPO_TEST_RUN"
 def started(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     """`streamppo run` in a process of its own, its descendants marked so that none can hide."""
     command = [sys.executable, "-m", "streamppo", "run", str(MATH), *flags, "--runs", str(folder), *overrides]
-    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
+    path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT)))
     environment = {**os.environ, MARK: str(folder), "PYTHONPATH": path}
     process = subprocess.Popen(
         command,
@@ -222,7 +222,7 @@ def test_a_signal_while_the_run_starts_ends_it_like_any_other(tmp_path: Path, af
         assert gone(tmp_path)
 
 
-@pytest.mark.parametrize("part", ["RolloutActor", "ReplayActor", "Rank"])
+@pytest.mark.parametrize("part", ["RolloutActor", "QueueActor", "Rank"])
 def test_too_many_deaths_end_the_run_and_name_the_stage(tmp_path: Path, part: str) -> None:
     with started(tmp_path, *SHORT, "updates=100000", "watchdog.max_restarts=0") as process:
         wait_for_updates(tmp_path, 2)
@@ -234,7 +234,7 @@ def test_too_many_deaths_end_the_run_and_name_the_stage(tmp_path: Path, part: st
 
 
 @pytest.mark.parametrize(
-    ("part", "queue"), [("ray::Rank", "the queue is at version"), ("ray::ReplayActor", "the queue gives no answer")]
+    ("part", "queue"), [("ray::Rank", "the queue is at version"), ("ray::QueueActor", "the queue gives no answer")]
 )
 def test_a_stage_that_hangs_ends_the_run_and_it_is_said_what_everybody_waits_for(
     tmp_path: Path, part: str, queue: str
@@ -268,7 +268,7 @@ def test_a_killed_driver_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_always_fails_stops_the_run_and_is_quoted(tmp_path: Path) -> None:
-    with started(tmp_path, *SHORT, "reward.function=integration.bad_rewards:always_raises") as process:
+    with started(tmp_path, *SHORT, "reward.function=bad_rewards:always_raises") as process:
         output, _ = process.communicate()
         assert process.returncode == 1
     assert "TooManyFailures" in summary(tmp_path)["outcome"] or "failed" in summary(tmp_path)["outcome"]
@@ -276,7 +276,7 @@ def test_a_reward_that_always_fails_stops_the_run_and_is_quoted(tmp_path: Path) 
 
 
 def test_a_reward_that_fails_now_and_then_is_counted_and_sampled_again(tmp_path: Path) -> None:
-    finished(tmp_path, *SHORT, "reward.function=integration.bad_rewards:sometimes_raises")
+    finished(tmp_path, *SHORT, "reward.function=bad_rewards:sometimes_raises")
     found = summary(tmp_path)
     assert found["failed"]["reward"] > 0
     assert found["trajectories"] == 12 * 64
@@ -284,7 +284,7 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_sampled_again(tmp_path:
 
 CALCULATOR = (
     "task.kind=calculator",
-    "environment.name=streamppo.tasks.calculator:Calculator",
+    "environment.name=streamppo.tasks.library.calculator:Calculator",
     "environment.max_turns=3",
     "environment.max_tokens=24",
     "reward.function=",
@@ -312,7 +312,7 @@ def test_the_policy_learns_to_use_a_tool(tmp_path: Path) -> None:
 
 
 def test_a_reward_of_every_fault_is_survived_and_its_reasons_are_in_log_and_report(tmp_path: Path) -> None:
-    output = finished(tmp_path, *SHORT, "reward.function=integration.bad_rewards:of_every_kind", "reward.timeout_s=0.5")
+    output = finished(tmp_path, *SHORT, "reward.function=bad_rewards:of_every_kind", "reward.timeout_s=0.5")
     found = summary(tmp_path)
     assert found["trajectories"] == 12 * 64
     (scorer,) = found["engines"]["scorers"]

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from streamppo.config import FLASH
-from streamppo.learner import attention, device, model, optimizer, pretrained
-from streamppo.learner.packing import Packed, pack
-from streamppo.rollout.embedded import EmbeddedEngine
+from streamppo.config.sections import FLASH
+from streamppo.learner import attention, device, optimizer, pretrained
+from streamppo.learner import policy as model
+from streamppo.learner.batch import Packed, pack
+from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
 
 DEVICE = "cuda"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamppo.errors import QueueError
-from streamppo.replay.memory import DurableQueue
-from streamppo.replay.saved import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
+from streamppo.queue.records import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
+from streamppo.queue.snapshot import DurableQueue
 from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, decode, encode, ints
 
 ACTORS = ["a", "b", "c"]

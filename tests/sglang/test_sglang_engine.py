@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sglang_case as case
 import torch
+from conftest import SUPPORT
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
@@ -226,7 +227,7 @@ def test_no_process_is_left_when_the_actor_is_killed(setting: case.Setting) -> N
     )
     script = Path(setting.folder) / "actor.py"
     script.write_text(program)
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    path = os.pathsep.join([str(SUPPORT), str(SUPPORT.parent), *sys.path])
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", script],
         stdout=subprocess.PIPE,

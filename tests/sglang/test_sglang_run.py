@@ -10,7 +10,7 @@ import sglang_case as case
 from conftest import REPOSITORY
 
 from streamppo.errors import ModelError
-from streamppo.telemetry import lines
+from streamppo.telemetry import metrics_file as lines
 
 pytest_plugins = ["sglang_case"]
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from streamppo import configfile
+from streamppo.config import file as configfile
 
 sys.path.insert(0, str(REPOSITORY))
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from streamppo.config import Config, SGLangEngine
+from streamppo.config.engine import SGLangEngine
+from streamppo.config.sections import Config
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Ints

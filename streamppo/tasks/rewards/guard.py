@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from streamppo.config_reward import Limits
+from streamppo.config.reward import Limits
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.types import ScoredText, ScorerReport
 

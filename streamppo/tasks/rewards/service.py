@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from streamppo.config_reward import JudgeScorer, ServiceScorer
+from streamppo.config.reward import JudgeScorer, ServiceScorer
 from streamppo.errors import Retryable, TaskError
 from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failed
 from streamppo.tasks.rewards.signature import Columns, Texts

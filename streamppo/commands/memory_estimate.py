@@ -1,0 +1,205 @@
+"""How much memory a rank and an engine will take: arithmetic on the model's configuration, before anything is loaded.
+
+Estimates: allocators round up, and what CUDA, NCCL and SGLang's graphs take for themselves (1 to 3 GiB) is not in them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from streamppo.config.engine import SGLangEngine
+from streamppo.config.sections import Config, Model
+from streamppo.errors import ModelError
+from streamppo.learner.policy import HEAD_CHUNK, SHARD_LAYERS_ABOVE
+
+MASTER, GRADIENT, MOMENTS = 4, 4, 8
+"""Bytes of a trained parameter, its gradient and AdamW's two moments: float32, and sharded over the ranks."""
+LOGITS = 3
+"""So many float32 tensors of logits live at one time, in the backward pass of the head."""
+VERSIONS = 3
+"""Versions of the weights in the object store: two in the ledger, one on its way there."""
+PROBED = 64
+"""Tokens by which activations are measured."""
+
+
+class Sizes(NamedTuple):
+    """A model in numbers: parameters as counts, what one token takes in bytes of the compute type.
+
+    `layer` is one transformer layer; `rest` is what is in none of them: embeddings, norm, head.
+    """
+
+    parameters: int
+    layers: int
+    layer: int
+    hidden: int
+    vocabulary: int
+    head: int
+    element: int
+    cache_per_token: int
+    activations_per_layer: int
+
+    @property
+    def rest(self) -> int:
+        """Parameters outside of the layers."""
+        return self.parameters - self.layers * self.layer
+
+    @property
+    def body(self) -> int:
+        """Parameters of the transformer without a head of its own."""
+        return self.parameters - self.head
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank."""
+
+    state: int
+    gathered: int
+    activations: int
+    head: int
+    reference: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+class EngineMemory(NamedTuple):
+    """Bytes of one engine on one GPU (or in the actor, on a CPU), and how many tokens its cache holds."""
+
+    weights: int
+    cache: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.weights + self.cache
+
+
+def sizes(hf_config: Any, model: Model) -> Sizes:
+    """Build the model of `hf_config` without memory and look at it.
+
+    Raises `ModelError` for one that is not built as llama is, of `layers` with keys and values of their own, or that
+    computes nothing without memory.
+    """
+    try:
+        return _sizes(hf_config, model)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"what a rank and an engine hold is not known for a {type(hf_config).__name__}: {error}"
+        ) from error
+
+
+def _sizes(hf_config: Any, model: Model) -> Sizes:
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, model.dtype)
+    with torch.device("meta"):
+        lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    layers = lm.base_model.layers
+    head_width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    pair = 2 * hf_config.num_key_value_heads * head_width
+    parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
+    return Sizes(
+        parameters=parameters,
+        layers=len(layers),
+        layer=_count(layers[0]),
+        hidden=hf_config.hidden_size,
+        vocabulary=hf_config.vocab_size,
+        head=head,
+        element=dtype.itemsize,
+        cache_per_token=len(layers) * pair * dtype.itemsize,
+        activations_per_layer=_activations(lm),
+    )
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _activations(lm: Any) -> int:
+    """Bytes that one layer keeps of one token for the backward pass: what a second layer adds to a first.
+
+    Rows of one token, so that no attention matrix is counted, which flash-attn and SDPA do not keep either.
+    """
+    body = lm.base_model
+    all_layers, kept = body.layers, []
+    for count in (1, 2):
+        body.layers, body.config.num_hidden_layers = all_layers[:count], count
+        kept.append(_kept(body))
+    body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
+    return (kept[1] - kept[0]) // PROBED
+
+
+def _kept(body: Any) -> int:
+    """Bytes of all that a forward pass keeps, parameters left out."""
+    own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
+    # The storages themselves are held, so that no address is used twice.
+    found: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = storage
+        return tensor
+
+    tokens = torch.zeros(PROBED, 1, dtype=torch.long, device="meta")
+    seen = torch.ones(PROBED, 1, 1, 1, dtype=torch.bool, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        body(input_ids=tokens, attention_mask=seen, use_cache=False)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
+    """One learner rank, where `longest` is the longest row in tokens. A critic of its own is taken to be as large.
+
+    state        float32 weights, gradients and moments, over all ranks
+    gathered     weights in the compute type: what is in no layer, and two layers (a small model: all of it); their
+                 gradients, and those in float32 on their way to the ranks
+    activations  of the micro-batch in every layer, or with checkpointing its input to each and one layer's
+    head         logits of a chunk, the head's float32 copy and its gradient
+    reference    a second, frozen policy's shards; what its pass gathers is freed before there are gradients
+    """
+    learner, critic = config.learner, config.algorithm.critic.model
+    own = critic != "head"
+    trained = model.parameters + (model.body if own else 0)
+    small = trained <= SHARD_LAYERS_ABOVE
+    whole = model.parameters if small else model.rest + 2 * model.layer
+    gathered = 2 * whole * model.element + MASTER * (whole if small else max(model.rest, model.layer))
+    tokens = max(learner.micro_batch_tokens, longest)
+    layers = tokens * model.activations_per_layer * model.layers
+    if config.model.gradient_checkpointing:
+        layers = tokens * (model.hidden * model.element * model.layers + model.activations_per_layer)
+    kl = config.algorithm.kl
+    return RankMemory(
+        state=trained * (MASTER + GRADIENT + MOMENTS) // learner.ranks,
+        gathered=gathered,
+        activations=layers * (1 + own),
+        head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
+        + model.vocabulary * model.hidden * 4 * 2 * config.model.float32_head,
+        reference=model.parameters * MASTER // learner.ranks if kl.on and not kl.offload else 0,
+    )
+
+
+def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMemory | None:
+    """One engine on one of its GPUs, of which `free` bytes are free when it starts. None for a server that is not ours.
+
+    On a GPU SGLang keeps `mem_fraction_static` of what is free for weights and cache. Everywhere else the cache holds
+    `context` tokens for every slot from the start.
+    """
+    chosen, gpus = config.rollout.engine, max(1, int(config.rollout.gpus))
+    weights, tokens = model.parameters * model.element // gpus, config.rollout.slots * context
+    if isinstance(chosen, SGLangEngine):
+        if chosen.url:
+            return None
+        tokens = chosen.max_total_tokens or tokens
+        if config.rollout.gpus:
+            fill = int(max(0.0, chosen.mem_fraction_static * free - weights) * gpus / model.cache_per_token)
+            tokens = min(fill, chosen.max_total_tokens or fill)
+    return EngineMemory(weights, tokens * model.cache_per_token // gpus, tokens)
+
+
+def object_store(model: Sizes) -> int:
+    """Bytes that the versions on their way from learner to engines take in Ray's object store."""
+    return VERSIONS * model.parameters * model.element

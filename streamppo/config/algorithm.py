@@ -1,0 +1,353 @@
+"""The `[algorithm]` part of the configuration: one struct for each choice. Equations are in docs/algorithms.md."""
+
+from typing import Literal, TypeAlias
+
+from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
+
+
+class Gae(Kind, frozen=True, tag="gae"):
+    """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
+
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 0.95
+    """Lambda of the actor's advantages; 0 is one-step TD, 1 is Monte Carlo."""
+    adaptive_alpha: NonNegative = 0.0
+    """Above 0, lambda is 1 - 1 / (alpha * length) instead (VAPO, arXiv:2504.05118)."""
+    critic_lam: Fraction = 1.0
+    """Lambda of the critic's targets."""
+    bootstrap_truncated: bool = True
+    """The value after the last token of a truncated completion: the critic's, or 0."""
+
+
+class VTrace(Kind, frozen=True, tag="vtrace"):
+    """V-trace (arXiv:1802.01561): the proximal policy's values from tokens of an older one."""
+
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 1.0
+    """Lambda of the trace."""
+    rho_bar: PositiveFloat = 1.0
+    """Bound on the weight of one TD error."""
+    c_bar: PositiveFloat = 1.0
+    """Bound on the trace."""
+    trace: Literal["step", "cumulative"] = "cumulative"
+    """Whether every factor of the trace is clipped, as published, or their product."""
+    bootstrap_truncated: bool = True
+    """The value after the last token of a truncated completion: the critic's, or 0."""
+
+    def __post_init__(self) -> None:
+        """An empty product is 1, and a cumulative trace begins with it."""
+        if self.trace == "cumulative" and self.c_bar < 1:
+            raise ValueError(f"c_bar ({self.c_bar}) must be at least 1 with trace = 'cumulative'")
+
+
+class SequenceLevel(Kind, frozen=True, tag="sequence"):
+    """One advantage per response: final reward minus the critic's value of the prompt."""
+
+
+class Grpo(Kind, frozen=True, tag="grpo"):
+    """(score - mean) / std of the group (arXiv:2402.03300)."""
+
+    unbiased: bool = True
+    """The variance is divided by n - 1."""
+
+
+class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
+    """score - mean of the group (arXiv:2503.20783)."""
+
+
+class Rloo(Kind, frozen=True, tag="rloo"):
+    """score - mean of the others of the group (arXiv:2402.14740)."""
+
+
+class MaxRl(Kind, frozen=True, tag="maxrl"):
+    """(score - mean) / mean of the group, for scores that are not negative."""
+
+
+class ReinforcePlusPlus(Kind, frozen=True, tag="reinforce_plus_plus"):
+    """Return-to-go, whitened over the batch (arXiv:2501.03262)."""
+
+    gamma: Fraction = 1.0
+    """Discount per token."""
+
+
+class ReinforcePlusPlusBaseline(Kind, frozen=True, tag="reinforce_plus_plus_baseline"):
+    """score - mean of the group, whitened over the batch (arXiv:2501.03262)."""
+
+
+Advantage: TypeAlias = (
+    Gae | VTrace | SequenceLevel | Grpo | DrGrpo | Rloo | MaxRl | ReinforcePlusPlus | ReinforcePlusPlusBaseline
+)
+CRITIC_BASED = (Gae, VTrace, SequenceLevel)
+"""Estimators that need a critic; with the others it is not trained."""
+GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, ReinforcePlusPlusBaseline)
+"""Estimators that need the whole group of a prompt in one batch."""
+
+
+def _check_band(lo: float, hi: float) -> None:
+    if not lo < hi:
+        raise ValueError(f"lo ({lo}) must be below hi ({hi})")
+
+
+class NoCorrection(Kind, frozen=True, tag="off"):
+    """No weight for off-policy data: a biased gradient when lag > 0."""
+
+
+class Truncate(Kind, frozen=True, tag="truncate"):
+    """min(proximal / behavior, cap): decoupled PPO (arXiv:2505.24298), TIS."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """What the ratio is taken over."""
+    cap: PositiveFloat = 2.0
+    """The largest weight."""
+
+
+class Mask(Kind, frozen=True, tag="mask"):
+    """proximal / behavior where it lies in lo..hi, 0 elsewhere (IcePop, arXiv:2510.18855)."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """What the ratio is taken over."""
+    lo: NonNegative = 0.5
+    """The smallest ratio that is kept."""
+    hi: PositiveFloat = 5.0
+    """The largest ratio that is kept."""
+
+    def __post_init__(self) -> None:
+        """A band has two ends."""
+        _check_band(self.lo, self.hi)
+
+
+class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
+    """MIS: token weights truncated, and responses that are outliers as a whole dropped."""
+
+    lo: NonNegative
+    """The smallest ratio of a response that is kept."""
+    hi: PositiveFloat
+    """The largest ratio of a response that is kept."""
+    level: Literal["sequence", "geometric"] = "geometric"
+    """The product over the response, or its geometric mean."""
+    cap: PositiveFloat = 2.0
+    """The largest weight of a token."""
+
+    def __post_init__(self) -> None:
+        """A band has two ends."""
+        _check_band(self.lo, self.hi)
+
+
+class SecondMoment(Kind, frozen=True, tag="second_moment"):
+    """M2PO (arXiv:2510.01161): drop the largest log-ratios until their second moment is small."""
+
+    threshold: PositiveFloat = 0.04
+    """The second moment that is left."""
+
+
+class Clip(Kind, frozen=True, tag="clip"):
+    """PPO's clipped surrogate (arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476)."""
+
+    low: Fraction = 0.2
+    """The ratio is clipped below at 1 - low."""
+    high: NonNegative = 0.2
+    """The ratio is clipped above at 1 + high."""
+    dual: NonNegative = 0.0
+    """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
+
+    def __post_init__(self) -> None:
+        """A bound of 1 or less would bind where nothing has moved."""
+        if 0 < self.dual <= 1:
+            raise ValueError(f"dual ({self.dual}) must be above 1, or 0 for off")
+
+
+class Cispo(Kind, frozen=True, tag="cispo"):
+    """The clipped ratio as a constant weight of log-probs (arXiv:2506.13585)."""
+
+    low: Fraction = 1.0
+    """The weight is clipped below at 1 - low."""
+    high: NonNegative = 4.0
+    """The weight is clipped above at 1 + high."""
+
+
+class Gspo(Kind, frozen=True, tag="gspo"):
+    """The clipped surrogate of the geometric mean of a response's ratios (arXiv:2507.18071)."""
+
+    low: Fraction = 3e-4
+    """The ratio is clipped below at 1 - low."""
+    high: NonNegative = 4e-4
+    """The ratio is clipped above at 1 + high."""
+
+
+class SequenceClip(Kind, frozen=True, tag="sequence_clip"):
+    """The clipped surrogate of the product of a response's ratios."""
+
+    low: Fraction = 0.2
+    """The ratio is clipped below at 1 - low."""
+    high: NonNegative = 0.2
+    """The ratio is clipped above at 1 + high."""
+
+
+class Reinforce(Kind, frozen=True, tag="reinforce"):
+    """-advantage * log-prob."""
+
+
+class ImportanceWeighted(Kind, frozen=True, tag="importance_weighted"):
+    """-advantage * ratio, unclipped."""
+
+
+class DppoTv(Kind, frozen=True, tag="dppo_tv"):
+    """-advantage * ratio, without tokens whose probability has moved too far in the advantage's direction."""
+
+    delta: PositiveFloat = 0.15
+    """How far a probability may move."""
+
+
+class Sapo(Kind, frozen=True, tag="sapo"):
+    """A soft gate in place of clipping (arXiv:2511.20347)."""
+
+    tau_positive: PositiveFloat = 1.0
+    """Steepness for positive advantages."""
+    tau_negative: PositiveFloat = 1.05
+    """Steepness for negative advantages."""
+
+
+class Whiten(Section, frozen=True):
+    """Advantages get mean 0 and variance 1."""
+
+    over: Literal["auto", "off", "batch", "group"] = "auto"
+    """The batch of all ranks, each group, or not at all; auto is batch with a critic, off without one."""
+    shift_mean: bool = True
+    """Whether the mean is subtracted."""
+    unbiased: bool = False
+    """Whether the variance is divided by n - 1."""
+
+
+class Critic(Section, frozen=True):
+    """The critic and its loss. A value head learns in the policy's own steps; a second transformer makes its own."""
+
+    model: str = "head"
+    """ "head" is a value head on the policy; else a transformer: "policy" (a copy), "scratch", or the path of one."""
+    coefficient: NonNegative = 0.5
+    """Weight of the critic's loss; beside the policy's where both are one step."""
+    clip: NonNegative = 0.2
+    """The value may move this far from its proximal value before the gradient stops; 0 is unclipped."""
+    loss: Literal["mse", "huber"] = "mse"
+    """Shape of the loss."""
+    huber_delta: PositiveFloat = 1.0
+    """Where Huber's loss becomes linear."""
+    lr: NonNegative = 0.0
+    """The critic's own learning rate; 0 takes the policy's."""
+    epochs: Count = 0
+    """A transformer's passes over one batch; 0 takes learner.epochs."""
+    minibatches: Count = 0
+    """A transformer's optimizer steps in one epoch; 0 takes learner.minibatches."""
+    max_grad_norm: NonNegative = 0.0
+    """A transformer's gradient is clipped to this; 0 takes learner.max_grad_norm."""
+    warmup_updates: Count = 0
+    """Updates in which only the critic learns."""
+    pretrain: str = ""
+    """The folder of a run whose archived batches teach the critic before the first update; empty is off."""
+
+    def __post_init__(self) -> None:
+        """What one step trains together has one schedule."""
+        for name in ("epochs", "minibatches", "max_grad_norm"):
+            if self.model == "head" and getattr(self, name):
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) is for a critic with a transformer of its own: a value head "
+                    f'learns in the policy\'s steps, and passes of its own would move the policy (model = "policy")'
+                )
+
+
+class Kl(Section, frozen=True):
+    """KL of the policy from the model that the run began with."""
+
+    reward_beta: NonNegative = 0.0
+    """token reward = score - beta * KL; 0 is off."""
+    reward_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator in the reward."""
+    loss_beta: NonNegative = 0.0
+    """Weight of the KL beside the loss; 0 is off."""
+    loss_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator in the loss."""
+    straight_through: bool = False
+    """Whether the loss's gradient is k2's whatever the estimator."""
+    target: NonNegative = 0.0
+    """Above 0, reward_beta is steered to this many nats per response (arXiv:1909.08593)."""
+    horizon: Positive = 10_000
+    """Trajectories over which the controller acts."""
+    allow_both: bool = False
+    """KL in reward and loss at once over-regularises: it has to be asked for."""
+    offload: bool = False
+    """The reference model waits in CPU memory and visits the GPU for its pass, layer by layer."""
+
+    def __post_init__(self) -> None:
+        """KL in two places, or a controller of nothing, are mistakes."""
+        if self.reward_beta and self.loss_beta and not self.allow_both:
+            raise ValueError("KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true")
+        if self.target and not self.reward_beta:
+            raise ValueError(f"target ({self.target}) steers reward_beta, which is 0")
+
+    @property
+    def on(self) -> bool:
+        """Whether a reference model is needed."""
+        return self.reward_beta > 0 or self.loss_beta > 0
+
+
+class Algorithm(Section, frozen=True):
+    """The mathematics of one update."""
+
+    correction: NoCorrection | Truncate | Mask | TruncateAndMask | SecondMoment
+    """How the age of the data is corrected for; no default, so that nobody corrects nothing unawares."""
+    advantage: Advantage = Gae()
+    """How advantages are estimated."""
+    zero_variance: Literal["keep", "mask", "resample"] = "keep"
+    """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
+    whiten: Whiten = Whiten()
+    """Scale of the advantages."""
+    policy_loss: Clip | Cispo | Gspo | SequenceClip | Reinforce | ImportanceWeighted | DppoTv | Sapo = Clip()
+    """The policy's loss."""
+    proximal: Literal["recompute", "loglinear"] = "recompute"
+    """Proximal log-probs: from a forward pass, or between behavior and current by age (A-3PO, arXiv:2512.06547)."""
+    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
+    """How per-token losses become one number; "constant" divides by rollout.max_tokens."""
+    critic: Critic = Critic()
+    """The critic, for the estimators that need one."""
+    entropy: float = 0.0
+    """Weight of the entropy bonus."""
+    kl: Kl = Kl()
+    """Distance from the first model."""
+    target_kl: NonNegative = 0.0
+    """Above 0, the rest of an update is skipped when KL(proximal || current) exceeds 1.5 times this."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are used, and so trained."""
+        return isinstance(self.advantage, CRITIC_BASED)
+
+    @property
+    def needs_proximal_first(self) -> str | None:
+        """Why the proximal log-probs of the whole batch must be known before its first step, if they must."""
+        if self.has_critic and self.critic.model == "head":
+            return "the value head, whose values come from the same pass"
+        if isinstance(self.advantage, VTrace):
+            return "V-trace, which weighs TD errors by them"
+        if isinstance(self.correction, SecondMoment):
+            return "the second-moment correction, whose threshold is over the whole batch"
+        return "the KL in the reward, which is theirs" if self.kl.reward_beta else None
+
+    @property
+    def compares_samples(self) -> str | None:
+        """What looks at all samples of a prompt side by side, so that a batch needs them; None if nothing does."""
+        if isinstance(self.advantage, GROUP_BASED):
+            return f"advantage {self.advantage.__struct_config__.tag!r}"
+        return "whiten.over = 'group'" if self.whiten.over == "group" else None
+
+    def __post_init__(self) -> None:
+        """Choices that contradict each other."""
+        kind = self.advantage.__struct_config__.tag
+        if self.zero_variance != "keep" and not isinstance(self.advantage, GROUP_BASED):
+            raise ValueError("zero_variance is about groups: it needs an advantage that compares them")
+        if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):
+            raise ValueError(
+                f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
+            )
+        if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
+            raise ValueError(f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}")

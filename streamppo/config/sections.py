@@ -1,0 +1,337 @@
+"""The one configuration tree. Frozen; unknown fields are errors; required means that it has no default.
+
+A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` where the
+object is built. Reading files and overrides is file.py; the mathematics is in algorithm.py, data in task.py,
+rewards in reward.py, engines in engine.py.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from streamppo.config.algorithm import Algorithm
+from streamppo.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Seconds, Section
+from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.reward import Reward
+from streamppo.config.task import Environment, Task
+
+BUILTIN = "builtin:tiny"
+"""The model.path of a model that the run makes itself."""
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention that reads rows end to end, without padding."""
+
+# --- the model -----------------------------------------------------------------------------------------------
+
+
+class WarmStart(Section, frozen=True):
+    """Supervised steps that teach `builtin:tiny` the format and a weak answer before reinforcement begins."""
+
+    max_steps: Count = 200
+    """Steps at most."""
+    target_accuracy: Fraction = 0.22
+    """Stops at the first check in which greedy answers to training problems reach this."""
+    check_every: Positive = 2
+    """Steps between two checks."""
+    batch_size: Positive = 256
+    """Problems in one step."""
+    lr: PositiveFloat = 5e-3
+    """AdamW's learning rate in the warm start."""
+
+
+class Model(Section, frozen=True):
+    """The policy."""
+
+    path: str
+    """A local folder or hub name of a Hugging Face causal LM, or "builtin:tiny"."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameters and activations of learner and engine."""
+    float32_head: bool = True
+    """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and embedded engine."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
+    """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    hidden_size: Positive = 64
+    """Width of builtin:tiny."""
+    layers: Positive = 2
+    """Layers of builtin:tiny."""
+    heads: Positive = 8
+    """Attention heads of builtin:tiny."""
+    warm_start: WarmStart = WarmStart()
+    """Warm start of builtin:tiny."""
+
+    def __post_init__(self) -> None:
+        """What flash-attn computes in; every head of builtin:tiny is equally wide, and its rotations turn pairs."""
+        if self.attention in FLASH and self.dtype != "bfloat16":
+            raise ValueError(f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"')
+        if self.path == BUILTIN and self.hidden_size % (2 * self.heads):
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be an even multiple of heads ({self.heads})")
+
+
+# --- rollout -------------------------------------------------------------------------------------------------
+
+
+class Rollout(Section, frozen=True):
+    """The actors that generate."""
+
+    engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
+    """What samples the tokens."""
+    actors: Positive = 1
+    """Rollout actors; `streamppo scale` changes the number while the run goes on."""
+    in_flight: Positive = 64
+    """Trajectories that one actor keeps in flight, rewards included."""
+    slots: Positive = 64
+    """Completions that one engine decodes at once."""
+    max_tokens: Positive = 16
+    """Tokens of one completion at most."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the learner's log-probs are taken at the same one."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Nucleus sampling in training; below 1 the learner cannot match the sampled distribution exactly."""
+    top_k: Count = 0
+    """Top-k sampling in training; above 0 the learner cannot match the sampled distribution exactly."""
+    threads: Positive = 1
+    """CPU threads of one engine."""
+    gpus: NonNegative = 0
+    """GPUs of one actor."""
+
+    def __post_init__(self) -> None:
+        """What SGLang's log-probs can be."""
+        if isinstance(self.engine, SGLangEngine) and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError(
+                f"top_p ({self.top_p:g}) must be 1 and top_k ({self.top_k}) 0 with SGLang: its log-probs are those "
+                "before top-p and top-k, so that they would not be of the distribution that was sampled from"
+            )
+
+
+# --- replay --------------------------------------------------------------------------------------------------
+
+
+class Queue(Section, frozen=True):
+    """What waits between rollout and learner."""
+
+    batch_size: Positive
+    """Trajectories of one update."""
+    max_lag: Count
+    """Hard bound on the age of a trained token, in versions; 0 is synchronous PPO."""
+    too_old: Literal["mask", "drop", "wait"]
+    """A token beyond max_lag: train the rest, sample the prompt again, or hold the flow in issue order."""
+    samples_per_prompt: Positive = 1
+    """Completions of each prompt."""
+    max_attempts: Positive = 3
+    """Tries of one trajectory before it is abandoned, counting failures only."""
+    max_failure_rate: Fraction = 0.5
+    """A higher share of failed trajectories stops the run."""
+
+
+# --- learner -------------------------------------------------------------------------------------------------
+
+
+class Learner(Section, frozen=True):
+    """The ranks that train."""
+
+    lr: PositiveFloat
+    """AdamW's learning rate."""
+    ranks: Positive = 1
+    """Learner ranks, one Ray actor each."""
+    warmup_updates: Count = 0
+    """Updates over which the learning rate rises from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls until the last update."""
+    final_lr_share: Fraction = 0.0
+    """Where the decay ends, as a share of lr."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's moments."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """The gradient's global norm is clipped to this."""
+    norm: Literal["2-norm", "max-norm"] = "2-norm"
+    """Which norm that is: the length of the gradient, or its largest entry."""
+    max_bad_steps: Positive = 3
+    """Optimizer steps in a row whose gradient is not finite are skipped; after so many the run stops."""
+    epochs: Positive = 1
+    """Passes over one batch."""
+    minibatches: Positive = 1
+    """Optimizer steps in one epoch."""
+    micro_batch_tokens: Positive = 16384
+    """Tokens of one forward and backward on one rank, padding included; flash-attn has none."""
+    threads: Positive = 1
+    """CPU threads of one rank."""
+    gpus: NonNegative = 0
+    """GPUs of one rank."""
+
+
+class Weights(Section, frozen=True):
+    """Pushes from learner to engines."""
+
+    bucket_bytes: Positive = 256 * 1024 * 1024
+    """Parameters travel in flat buckets of about this size."""
+
+
+# --- around --------------------------------------------------------------------------------------------------
+
+
+class Evaluation(Section, frozen=True):
+    """Greedy answers to held-out prompts, by the rollout actors, while training goes on."""
+
+    every: Count = 20
+    """Updates between two evaluations; 0 evaluates only before and after."""
+    prompts: Positive = 256
+    """Held-out prompts of one evaluation."""
+
+
+class Checkpoint(Section, frozen=True):
+    """State on disk to resume from."""
+
+    every: Count = 50
+    """Updates between two checkpoints; 0 writes only the last one."""
+    keep: Positive = 2
+    """The newest checkpoints that stay on disk."""
+    keep_every: Count = 0
+    """Checkpoints of versions that this divides stay for good; 0 keeps none of them."""
+
+
+LOCAL = "local"
+"""The address of a Ray that is started here and used by nobody else."""
+
+
+class Cluster(Section, frozen=True):
+    """Where Ray runs."""
+
+    address: str = LOCAL
+    """ "local" starts Ray in this process's machine; anything else joins that cluster."""
+    cpus: Positive | None = None
+    """Logical CPUs that local Ray may hand out; all that the configuration asks for by default."""
+    object_store_mib: Positive = 256
+    """Shared memory of the local object store."""
+
+
+class Watchdog(Section, frozen=True):
+    """Bounds on waiting."""
+
+    stall_s: Seconds = 300.0
+    """With no update and no evaluation for so long the run stops and says why; while engines start, start_s longer."""
+    shutdown_s: Seconds = 6.0
+    """A run that is asked to stop writes a last checkpoint, unless that takes longer."""
+    heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
+    """A rollout actor that has not called the queue for so long (it does every 5 s) is replaced by another one."""
+    max_restarts: Count = 10
+    """Stages that are started again within restarts_s; one more death ends the run."""
+    restarts_s: Seconds = 600.0
+    """The time over which restarts are counted."""
+
+
+class Config(Section, frozen=True):
+    """One run."""
+
+    name: str
+    """The run's folder is runs/NAME."""
+    updates: Positive
+    """Updates to make."""
+    model: Model
+    """The policy."""
+    task: Task
+    """Where prompts come from."""
+    reward: Reward
+    """Where scores come from."""
+    queue: Queue
+    """What waits between rollout and learner."""
+    algorithm: Algorithm
+    """The mathematics of one update."""
+    learner: Learner
+    """The ranks that train."""
+    environment: Environment | None = None
+    """Several turns, if there is one; its rewards are added to those of [reward], which may then be empty."""
+    seed: Count = 1
+    """Everything random is derived from it."""
+    rollout: Rollout = Rollout()
+    """The actors that generate."""
+    weights: Weights = Weights()
+    """Pushes from learner to engines."""
+    evaluation: Evaluation = Evaluation()
+    """Held-out accuracy."""
+    checkpoint: Checkpoint = Checkpoint()
+    """State on disk."""
+    cluster: Cluster = Cluster()
+    """Where Ray runs."""
+    watchdog: Watchdog = Watchdog()
+    """Bounds on waiting."""
+
+    def __post_init__(self) -> None:
+        """Rules between fields. `ValueError` becomes a ConfigError that names the file."""
+        queue, learner, algorithm = self.queue, self.learner, self.algorithm
+        sizes = {
+            "queue.samples_per_prompt": queue.samples_per_prompt,
+            "learner.minibatches": learner.minibatches,
+            "algorithm.critic.minibatches": algorithm.critic.minibatches or 1,
+        }
+        for name, size in sizes.items():
+            if queue.batch_size % size:
+                raise ValueError(f"queue.batch_size ({queue.batch_size}) must be a multiple of {name} ({size})")
+        if algorithm.compares_samples and queue.samples_per_prompt < 2:
+            raise ValueError(
+                f"{algorithm.compares_samples} compares the samples of a prompt: "
+                f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
+            )
+        if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
+            raise ValueError(
+                "algorithm.proximal = 'loglinear' approximates what is exact and free where an update is one step: "
+                "learner.epochs (1) times learner.minibatches (1)"
+            )
+        if wrong := _gpus(self):
+            raise ValueError(wrong)
+        if self.environment is None and not self.reward.named():
+            raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
+        if isinstance(self.rollout.engine, SGLangEngine) and self.rollout.engine.url and self.rollout.actors > 1:
+            raise ValueError(
+                f"rollout.actors ({self.rollout.actors}) must be 1 with rollout.engine.url: every actor updates the "
+                "engine that it uses"
+            )
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
+
+
+def longest_completion(config: Config) -> int:
+    """Tokens that a completion may have, turns and observations of an environment included."""
+    return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
+
+
+def start_s(config: Config) -> float:
+    """Seconds that an engine may take to start; 0 for one that has no bound, because it starts at once."""
+    engine = config.rollout.engine
+    return engine.start_s if isinstance(engine, SGLangEngine) else 0.0
+
+
+def shares_gpus(config: Config) -> bool:
+    """Whether ranks and rollout actors have GPUs between them: both ask for less than one."""
+    return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
+
+
+def _gpus(config: Config) -> str:
+    """What cannot be about the GPUs that are asked for; nothing if all can."""
+    learner, rollout, engine = config.learner, config.rollout, config.rollout.engine
+    together = learner.gpus + rollout.gpus * -(-rollout.actors // learner.ranks)
+    if learner.gpus > 1:
+        return f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
+    if config.model.attention in FLASH and not learner.gpus:
+        return f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
+    if rollout.gpus > 1 and (isinstance(engine, EmbeddedEngine) or rollout.gpus % 1):
+        most = "1 with the embedded engine" if isinstance(engine, EmbeddedEngine) else "below 1 or a whole number"
+        return f"rollout.gpus ({rollout.gpus:g}) must be {most}"
+    if isinstance(engine, SGLangEngine) and engine.url and rollout.gpus and engine.transport != "group":
+        return f"rollout.gpus ({rollout.gpus:g}) must be 0: the server at rollout.engine.url has GPUs of its own"
+    if shares_gpus(config) and together > 1:
+        return (
+            f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
+            f"and its share of the {rollout.actors} rollout actors have one between them"
+        )
+    if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
+        return f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
+    return ""
+
+
+def model_path(config: Config, run: Path) -> str:
+    """Where the run's first model and its tokenizer are."""
+    return str(run / "model") if config.model.path == BUILTIN else config.model.path

@@ -1,0 +1,126 @@
+"""The `[task]` part of the configuration: where prompts come from. docs/rewards.md has examples."""
+
+from typing import Literal
+
+import msgspec
+
+from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Seconds, Section
+
+
+class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
+    """Procedural addition: "12+34=" asks for "46"."""
+
+    first: tuple[Count, Count] = (10, 99)
+    """Smallest and largest first number."""
+    second: tuple[Count, Count] = (10, 99)
+    """Smallest and largest second number."""
+    held_out: Fraction = 0.1
+    """Share of the problems kept for evaluation and never trained on."""
+    ramp_prompts: Count = 0
+    """A curriculum: prompts over which the easiest tenth of the problems grows to all of them; 0 is off."""
+
+
+class Source(Section, frozen=True):
+    """One data set, and how its rows become prompts. Columns may be dotted: `reward_model.ground_truth`."""
+
+    data: str = ""
+    """A jsonl or parquet file, a folder of them, a folder by `save_to_disk`, or a hub name (extra `data`)."""
+    subset: str = ""
+    """The configuration of a hub data set that has several."""
+    split: str = "train"
+    """The split that is trained on; a single file is its own split."""
+    evaluation: str | None = None
+    """Where held-out prompts come from, if not from `data`."""
+    evaluation_split: str | None = None
+    """The split that is evaluated on, of a folder or a hub name."""
+    held_out: Fraction = 0.05
+    """Share of the training rows held out when neither `evaluation` nor `evaluation_split` is given."""
+    prompt: str = "prompt"
+    """Column of the prompt: a string, or a list of messages with role and content."""
+    answer: str = "answer"
+    """Column that rewards get as `answer`; verl's rows have theirs in reward_model.ground_truth; "" is none."""
+    columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    """Further names for rewards: `name = "column"`. All columns reach them under their own names in any case."""
+    chat: bool = False
+    """Whether a prompt that is a string becomes a user message of the chat template."""
+    system: str = ""
+    """System message put first; it makes messages of prompts that are strings."""
+    max_prompt_tokens: Positive = 1024
+    """Prompts longer than this are too long."""
+    too_long: Literal["error", "skip", "truncate"] = "error"
+    """What happens to those: the run stops, the row is left out, or the prompt keeps its last tokens; counted."""
+    weight: PositiveFloat = 1.0
+    """Share of the training prompts, relative to the other sources."""
+
+
+class DataTask(Source, frozen=True, tag_field="kind", tag="data"):
+    """Rows of a data set, or of several."""
+
+    sources: dict[str, Source] = msgspec.field(default_factory=dict[str, Source])
+    """Several data sets by name, mixed by weight; rewards are selected by these names, or a row's data_source."""
+
+    def __post_init__(self) -> None:
+        """One data set or several, not both."""
+        if bool(self.data) == bool(self.sources):
+            raise ValueError("a data task has either `data` or `[task.sources.NAME]` tables")
+        if self.sources and any(
+            getattr(self, field.name) != getattr(Source(), field.name) for field in msgspec.structs.fields(Source)
+        ):
+            raise ValueError("with `[task.sources.NAME]` tables, the fields of a source belong into those tables")
+        if missing := [name for name, source in self.sources.items() if not source.data]:
+            raise ValueError(f"task.sources.{missing[0]} has no `data`")
+
+    def named(self) -> dict[str, Source]:
+        """Every data set by name: those of `sources`, or this one as "data"."""
+        return self.sources or {"data": self}
+
+
+class GymTask(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
+    """A procedural data set of reasoning-gym (extra `gym`); its scorer is `streamppo.tasks.library.gym:score`."""
+
+    dataset: str
+    """Its name there, such as "chain_sum"."""
+    parameters: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Its parameters, such as max_digits."""
+    size: Positive = 10_000
+    """Problems to make."""
+    held_out: Fraction = 0.05
+    """Share of the problems kept for evaluation and never trained on."""
+    suffix: str = ""
+    """Put after every question."""
+
+
+class CalculatorTask(Kind, frozen=True, tag="calculator"):
+    """Addition with a calculator at hand, for the environment `streamppo.tasks.library.calculator:Calculator`."""
+
+    first: tuple[Count, Count] = (10, 99)
+    """Smallest and largest first number."""
+    second: tuple[Count, Count] = (10, 99)
+    """Smallest and largest second number."""
+    held_out: Fraction = 0.1
+    """Share of the problems kept for evaluation and never trained on."""
+
+
+class VerifiersTask(Kind, frozen=True, kw_only=True, tag="verifiers"):
+    """The data set of a verifiers environment (extra `verifiers`); its turns need `[environment]` too."""
+
+    environment: str
+    """Its name for verifiers.load_environment."""
+
+
+Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
+
+
+class Environment(Section, frozen=True, kw_only=True):
+    """Several turns: what the policy says is answered by an environment, until it is done."""
+
+    name: str
+    """`package.module:Class` or `path/file.py:Class`; one instance for each trajectory."""
+    arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Keyword arguments of the class's constructor."""
+    max_turns: Positive = 8
+    """Turns of the policy at most."""
+    max_tokens: Positive = 4096
+    """Tokens of all turns and observations together at most; rollout.max_tokens bounds one turn."""
+    timeout_s: Seconds = 30.0
+    """A reset, step or close that takes longer fails its trajectory."""

@@ -1,0 +1,257 @@
+"""The policy, its critic and its reference: Hugging Face causal LMs, sharded by FSDP2.
+
+B trajectories, L prompt + completion tokens, T completion tokens, D width, N completion tokens without padding.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
+from streamppo.config.sections import Model
+from streamppo.errors import ModelError
+from streamppo.learner import attention, pretrained
+from streamppo.learner.attention import Layout, Reading
+from streamppo.learner.batch import Packed
+from streamppo.learner.pretrained import CriticStart
+
+Part: TypeAlias = Literal["policy", "critic", "both"]
+"""What a pass computes: log-probs and entropies, values, or all of them."""
+HEAD_CHUNK = 4096
+"""Tokens whose logits exist at one time."""
+HEAD_GAP, PROBED = 1e-3, 4
+"""Nats between a model's log-probs and `Policy`'s in float32, and the tokens on which they are compared."""
+SHARD_LAYERS_ABOVE = 16_000_000
+"""Parameters above which every layer is gathered on its own; a smaller model is gathered at once."""
+
+
+class Scored(NamedTuple):
+    """What the policy says about the tokens of some rows; entries beyond `length_B`, or not asked for, are 0.
+
+    `bootstrap_B` is the critic's value after the last token.
+    """
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+    values_BT: Tensor
+    bootstrap_B: Tensor
+
+
+class Policy(nn.Module):
+    """Log-probs and entropies at `temperature`, and values, of given completions.
+
+    The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Both
+    read rows in the same `layout`.
+    """
+
+    def __init__(
+        self,
+        lm: Any,
+        temperature: float,
+        critic: Any = None,
+        *,
+        float32_head: bool = True,
+        layout: Layout = attention.padded,
+    ) -> None:
+        super().__init__()
+        self.lm = lm
+        self.critic = critic
+        self.temperature = temperature
+        self.float32_head = float32_head
+        self.layout = layout
+        self.value_head = nn.Linear((lm if critic is None else critic).config.hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, rows: Packed, part: Part) -> Scored:
+        """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
+        width_T, device = rows.mask_BT.shape[1], rows.start_B.device
+        width_L, last_B = rows.inputs_BL.shape[1], rows.start_B + rows.length_B - 1
+        at_BT = torch.minimum(rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device), last_B[:, None])
+        reading = self.layout(rows)
+        valid_BT = torch.arange(width_T, device=device) < rows.length_B[:, None]
+        scored, hidden_BTD = nothing(rows), None
+        if part != "critic":
+            hidden_BTD = self._hidden(self.lm.base_model, reading, at_BT)
+            targets_BT = rows.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=width_L - 1))
+            logprobs_N, entropy_N = chunked_logprobs_entropy(
+                hidden_BTD[:, :-1][valid_BT],
+                self.lm.get_output_embeddings().weight,
+                targets_BT[valid_BT],
+                temperature=self.temperature,
+                chunk=HEAD_CHUNK,
+                float32_matmul=self.float32_head,
+            )
+            scored = scored._replace(
+                logprobs_BT=scored.logprobs_BT.masked_scatter(valid_BT, logprobs_N),
+                entropy_BT=scored.entropy_BT.masked_scatter(valid_BT, entropy_N),
+            )
+        if part != "policy":
+            values_BT = self._values(reading, at_BT, hidden_BTD)
+            scored = scored._replace(
+                values_BT=values_BT[:, :-1].masked_fill(~valid_BT, 0.0),
+                bootstrap_B=values_BT[torch.arange(len(values_BT), device=device), rows.length_B],
+            )
+        return scored
+
+    def critic_parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters that the policy does not use."""
+        own = [] if self.critic is None else list(self.critic.parameters())
+        return [*own, *self.value_head.parameters()]
+
+    def _values(self, reading: Reading, at_BT: Tensor, hidden_BTD: Tensor | None) -> Tensor:
+        if self.critic is not None or hidden_BTD is None:
+            hidden_BTD = self._hidden(self.lm.base_model if self.critic is None else self.critic, reading, at_BT)
+        weight_1D, bias_1 = self.value_head.weight.float(), self.value_head.bias.float()
+        return nn.functional.linear(hidden_BTD.float(), weight_1D, bias_1).squeeze(-1)
+
+    def _hidden(self, transformer: Any, reading: Reading, at_BT: Tensor) -> Tensor:
+        hidden_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
+        # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts the indices, here D times fewer.
+        return hidden_ND[reading.first_B[:, None] + at_BT]
+
+
+def nothing(rows: Packed) -> Scored:
+    """Zeros in the shape of `rows`, in float32."""
+    zeros_BT = torch.zeros(rows.mask_BT.shape, device=rows.mask_BT.device)
+    zeros_B = torch.zeros(rows.start_B.shape, device=rows.start_B.device)
+    return Scored(zeros_BT, zeros_BT.clone(), zeros_BT.clone(), zeros_B)
+
+
+def load(
+    config: Model,
+    path: str | Path,
+    temperature: float,
+    mesh: DeviceMesh,
+    critic: str = "head",
+    *,
+    offload: bool = False,
+) -> Policy:
+    """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
+
+    Rank 0 alone reads weights, and sends them tensor by tensor: of the others, none ever holds more than its shards and
+    one tensor, and config.json is all that they need at `path`. Nobody's random numbers move on.
+    `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
+    gives the value head its weights as well. `offload` keeps the shards in CPU memory.
+    Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not.
+    """
+    device = mesh.device_type
+    chosen = attention.choose(config, device)
+    with torch.device("meta"):
+        lm, own = _read(path, critic, chosen, weights=False)
+        layout = attention.layout(chosen)
+        policy = Policy(lm, temperature, own.transformer, float32_head=config.float32_head, layout=layout)
+    transformers = [policy.lm.base_model, *([] if policy.critic is None else [policy.critic])]
+    if config.gradient_checkpointing:
+        for transformer in transformers:
+            _checkpoint_activations(transformer)
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
+    )
+    # FSDP moves layer by layer what it shards: no GPU ever holds the whole model in float32.
+    where = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
+    if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
+        for transformer in transformers:
+            for layer in _layers(transformer):
+                fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
+    policy.to_empty(device="cpu" if offload else device)
+    _fill(policy, _whole(path, critic) if dist.get_rank() == 0 else None, device)
+    return policy
+
+
+def _read(path: str | Path, critic: str, chosen: str, *, weights: bool) -> tuple[Any, CriticStart]:
+    return pretrained.read(path, chosen, weights=weights), pretrained.critic(critic, path, chosen, weights=weights)
+
+
+def _whole(path: str | Path, critic: str) -> Policy:
+    """All weights, on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        lm, own = _read(path, critic, "eager", weights=True)
+        _check_head(lm, path)
+        policy = Policy(lm, 1.0, own.transformer)
+    if own.head_1D is not None:
+        with torch.no_grad():
+            policy.value_head.weight.copy_(own.head_1D)
+    return policy
+
+
+@torch.no_grad()
+def _check_head(lm: Any, path: str | Path) -> None:
+    """`Policy` computes logits as hidden states times the head's weights, and some models do more than that."""
+    head_VD = lm.get_output_embeddings().weight
+    tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
+    theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
+    hidden_1LD = lm.base_model(tokens_1L).last_hidden_state
+    ours_1LV = nn.functional.linear(hidden_1LD, head_VD).float().log_softmax(-1)
+    if (gap := (ours_1LV - theirs_1LV).abs().max().item()) > HEAD_GAP:
+        raise ModelError(
+            f"the model {str(path)!r} does more to its logits than to multiply with its head's weights (a soft cap, a "
+            f"scale or a bias): the learner's log-probs would be up to {gap:.2g} nats from its own"
+        )
+
+
+def _fill(policy: Policy, whole: Policy | None, device: str) -> None:
+    """Give every rank its shards of `whole`, which only rank 0 has, and all of its buffers on `device`."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
+    # What a model computes as it is made and saves nowhere, such as the frequencies of rotary embeddings.
+    made = {} if whole is None else dict(whole.named_modules())
+    for at, module in policy.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            source = made[at].get_buffer(name) if made else torch.empty_like(buffer)
+            sent = source.to(device)
+            dist.broadcast(sent, src=0)
+            setattr(module, name, sent)
+
+
+def _checkpoint_activations(transformer: Any) -> None:
+    """A layer checkpoints only in training mode; what is inside it stays in evaluation mode, without dropout."""
+    transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in _layers(transformer):
+        layer.training = True
+
+
+def _layers(transformer: Any) -> Iterable[nn.Module]:
+    if not hasattr(transformer, "layers"):
+        raise ModelError(f"{type(transformer).__name__} keeps its layers elsewhere than under `layers`: not supported")
+    return transformer.layers
+
+
+def release(policy: Policy) -> None:
+    """Let go of what FSDP keeps of forward passes until a backward: a record of each, and weights gathered.
+
+    After this there is nothing to run a backward through.
+    """
+    sharded: Any = policy
+    sharded.reshard()
+    # Only the newest torch has a public name for this.
+    order = sharded._get_fsdp_state()._comm_ctx.post_forward_order
+    for group in order:
+        group._post_forward_indices.clear()
+    order.clear()
+
+
+def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
+    """The whole policy, without its critic, on the CPU under its HF names; on rank 0 alone, and a collective for all.
+
+    Tied weights appear once, under the name that `named_parameters` gives them.
+    """
+    target = getattr(torch, dtype)
+    whole: dict[str, Tensor] = {}
+    for name, parameter in policy.lm.named_parameters():
+        full = parameter.detach()
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        if dist.get_rank():
+            continue
+        # `to` returns the live parameter itself when nothing has to change, and training goes on under the push.
+        whole[name] = full.to(device="cpu", dtype=target, copy=True)
+    return whole

@@ -1,0 +1,281 @@
+"""The Ray actor around queue, ledger, journal and archive: a mailbox, one event loop, no rules of its own.
+
+    consumes     trajectories and failures from rollout actors, versions from the learner
+    produces     tickets, batches, weights; the journal and the archive
+    waits for    nothing but the disk; its callers wait here, on one condition that every change notifies
+
+    nothing is acknowledged before it is in the journal: those who come while one transaction runs share the next
+    no version is published before the batch that made it is in the archive, with what the critic said of it
+
+Queue and ledger share a process, so that a version becomes known, ends the lease of the batch that made it and lets
+engines pull it in one step. A new process fences out the one before it and rebuilds the queue from the journal; the
+learner brings the weights again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from streamppo import process as garbage
+from streamppo.config.change import kept, learning
+from streamppo.config.sections import Config
+from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
+from streamppo.queue.archive import Archive
+from streamppo.queue.defects import limits_of
+from streamppo.queue.journal import Journal
+from streamppo.queue.records import Made
+from streamppo.queue.snapshot import DurableQueue
+from streamppo.queue.source import Lessons
+from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
+from streamppo.weights.ledger import Ledger
+
+POLL_S = 5.0
+"""A long poll comes back empty after this, so that a caller that has died does not wait here for ever."""
+T = TypeVar("T")
+
+
+class QueueActor(Lessons):
+    """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
+
+    def __init__(self, config: bytes, run: str, model_path: str) -> None:
+        self.config = msgspec.msgpack.decode(config, type=Config)
+        self._model_path = model_path
+        self._queue = queue_of(self.config)
+        self._journal = Journal(Path(run) / "journal.sqlite")
+        self._journal.fence()
+        if (saved := self._journal.read()) is not None:
+            self._queue.restore(saved, self._journal.path)
+        self._made = self._journal.versions()
+        checksums = {made.version - 1: made.archive_sha256 for made in self._made.values() if made.archive_sha256}
+        self._archive = Archive(Path(run) / "archive", checksums)
+        self._archive.sweep()
+        self._archiving: dict[int, asyncio.Task[str]] = {}
+        self._unwritten: list[Made] = []
+        self._asked = self._written = 0
+        self._writing = asyncio.Lock()
+        self._broken: JournalError | None = None
+        self._ledger = Ledger()
+        self._learner = 0
+        self._stopped = False
+        self._changed = asyncio.Condition()
+        self._engine_versions: dict[str, int] = {}
+        self._heard: dict[str, float] = {}
+        self._life = uuid4().hex
+        garbage.collect_rarely()
+
+    # --- the driver's side -----------------------------------------------------------------------------------
+
+    async def begin(self, version: int) -> int:
+        """A new driver, whose learner starts from `version`: nobody samples any more. Returns the newest version.
+
+        Raises `CheckpointError` if versions must be redone and the configuration is not the one that made them, or if
+        it changes what a run keeps.
+        """
+        self._queue.lost_all()
+        before = [msgspec.msgpack.decode(config, type=Config) for config in self._journal.configs().values()]
+        if before:
+            _refuse_other(kept(before[-1]), kept(self.config))
+        if not before or learning(before[-1]) != learning(self.config):
+            if before and version < self._queue.version:
+                raise CheckpointError(
+                    f"versions {version + 1} to {self._queue.version} must be redone as they were made, and the "
+                    "configuration is another one: resume without changes first, and stop with a signal"
+                )
+            self._journal.configure(self._queue.version, msgspec.msgpack.encode(self.config))
+        await self._commit()
+        return self._queue.version
+
+    async def another_life(self, known: str) -> str:
+        """The name of this process, as soon as it is not `known`: that is how a restart is noticed."""
+        while self._life == known:
+            await asyncio.sleep(POLL_S)
+        return self._life
+
+    async def silent(self, actors: list[str], limit_s: float) -> list[str]:
+        """Those of `actors` that have not called for `limit_s`."""
+        present = time.monotonic()
+        return [actor for actor in actors if present - self._heard.setdefault(actor, present) > limit_s]
+
+    async def lost(self, actor: str) -> None:
+        """What `actor` was sampling is sampled again by others, and it never gets another ticket."""
+        self._queue.lost(actor)
+        await self._commit()
+        await self._notify()
+
+    async def stop(self) -> None:
+        """No more batches: whoever waits for one, or asks for a new one, gets none."""
+        self._stopped = True
+        await self._notify()
+
+    async def report(self) -> bytes:
+        """The queue's counters."""
+        return encode(self._queue.report())
+
+    async def waiting_for(self) -> str:
+        """One sentence for the watchdog."""
+        return self._queue.waiting_for()
+
+    # --- rollout's side --------------------------------------------------------------------------------------
+
+    async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
+        """Up to `limit` tickets, as soon as there is one; none after `POLL_S`.
+
+        A swap may happen while the call waits here: `swapped` says so, and admits more. An actor counts `call` up when
+        it has received tickets; until then it gets the same ones again.
+        """
+        self._hear(actor, engine_version)
+        tickets = await self._poll(lambda: self._queue.issue(actor, self._engine_versions[actor], limit, call) or None)
+        if tickets:
+            await self._commit()
+        return encode(tickets or ())
+
+    async def swapped(self, actor: str, engine_version: int) -> None:
+        """The engine of `actor` holds `engine_version` from here on."""
+        self._hear(actor, engine_version)
+        await self._notify()
+
+    async def deliver(self, trajectories: bytes, failures: bytes) -> None:
+        """What a rollout actor has finished since it last called; in the journal when this returns."""
+        if self._queue.limits is None:
+            self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
+        try:
+            for trajectory in decode(trajectories, tuple[Trajectory, ...]):
+                self._queue.put(trajectory)
+            for failure in decode(failures, tuple[Failure, ...]):
+                self._queue.fail(failure)
+        finally:
+            # If these were too many failures, the letters that say why are kept.
+            await self._commit()
+        await self._notify()
+
+    async def weights_after(self, actor: str, version: int) -> tuple[bytes, list[Any]] | None:
+        """The newest push above `version`, as soon as there is one; None after `POLL_S`."""
+        self._hear(actor, version)
+        found = await self._poll(lambda: self._ledger.after(version))
+        return found[1] if found else None
+
+    # --- the learner's side ----------------------------------------------------------------------------------
+
+    async def take(self, version: int) -> bytes:
+        """The batch of the update that starts at `version`, as soon as it is whole; nothing after `stop`.
+
+        What one rank has got before `stop` all ranks get. A version that was trained on before comes from the archive.
+        """
+        if version < self._queue.version:
+            # The file has its name when its version is in the journal.
+            await self._commit()
+            return encode(await asyncio.to_thread(self._archive.batch, version))
+        async with self._changed:
+            while (batch := self._whole(version)) is None and not self._stopped:
+                await self._changed.wait()
+        if batch is None:
+            return b""
+        await self._commit()
+        await self._notify()
+        return encode(batch)
+
+    async def publish(self, push: bytes, refs: list[Any], values: bytes, learner: int) -> None:
+        """A new version: its batch is archived and consumed, its weights can be pulled, its admission slots are free.
+
+        `values` are what the critic said of every token of the batch (float32); empty without one. A version that was
+        published before is compared with what it was. Raises `Diverged` if it is another one, and `QueueError` for a
+        learner that was given up for dead.
+        """
+        described = decode(push, Push)
+        version, self._learner = described.version, max(learner, self._learner)
+        if learner < self._learner:
+            raise QueueError(f"version {version} comes from learner {learner}, which was given up for dead")
+        checksum = await self._archive_of(version - 1, values) if version and version not in self._made else None
+        # The same call, made twice, may have waited beside this one.
+        known = self._made.get(version)
+        if known is None:
+            self._queue.publish(version)
+            self._made[version] = Made(version=version, digest=described.digest, archive_sha256=checksum)
+            self._unwritten.append(self._made[version])
+            self._archiving.pop(version - 1, None)
+        elif known.digest != described.digest:
+            raise Diverged(
+                f"version {version} was made again and has other weights ({described.digest[:12]}, first "
+                f"{known.digest[:12]}): the software, the device or the number of ranks is another one"
+            )
+        await self._commit()
+        if version >= self._queue.version:
+            self._ledger.publish(described, (push, refs))
+        await self._notify()
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _whole(self, version: int) -> Batch | None:
+        if version > self._queue.version + 1:
+            return None
+        return self._queue.take(version, leased_only=self._stopped)
+
+    async def _commit(self) -> None:
+        """Until everything that has changed so far is in the journal."""
+        self._asked += 1
+        mine = self._asked
+        async with self._writing:
+            if self._broken is not None:
+                raise self._broken
+            if self._written >= mine:
+                return
+            upto, made = self._asked, self._unwritten
+            changes, self._unwritten = self._queue.drain(), []
+            try:
+                await asyncio.to_thread(self._journal.write, changes, made, self._archive.settle)
+            except JournalError as error:
+                # What was drained is written nowhere: nothing can be acknowledged by this process any more.
+                self._broken = error
+                raise
+            self._written = upto
+
+    def _archive_of(self, version: int, values: bytes) -> asyncio.Task[str]:
+        """The writing of a leased batch, begun once."""
+        if version not in self._archiving:
+            writing = asyncio.to_thread(self._archive.write, self._queue.leased(version), values)
+            self._archiving[version] = asyncio.create_task(writing)
+        return self._archiving[version]
+
+    def _hear(self, actor: str, engine_version: int) -> None:
+        self._engine_versions[actor] = engine_version
+        self._heard[actor] = time.monotonic()
+
+    async def _poll(self, ask: Callable[[], T | None]) -> T | None:
+        try:
+            async with asyncio.timeout(POLL_S), self._changed:
+                while (found := ask()) is None:
+                    await self._changed.wait()
+                return found
+        except TimeoutError:
+            return None
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _refuse_other(before: dict[str, Any], present: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if present[name] != value:
+            raise CheckpointError(f"a run keeps its {name}: it was {value!r}, and cannot become {present[name]!r}")
+
+
+def queue_of(config: Config) -> DurableQueue:
+    """The queue that the configuration describes."""
+    queue = config.queue
+    return DurableQueue(
+        task=config.task.__struct_config__.tag,  # pyright: ignore[reportArgumentType]
+        batch_size=queue.batch_size,
+        samples_per_prompt=queue.samples_per_prompt,
+        max_lag=queue.max_lag,
+        whole_groups=config.algorithm.compares_samples is not None,
+        resample_equal=config.algorithm.zero_variance == "resample",
+        too_old=queue.too_old,
+        max_attempts=queue.max_attempts,
+        max_failure_rate=queue.max_failure_rate,
+    )

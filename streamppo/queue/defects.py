@@ -1,0 +1,103 @@
+"""What arrives and cannot be trained on: it becomes a dead letter with one of these reasons."""
+
+# transformers leaves parts of its signatures untyped, and exports what it does not list.
+# pyright: standard
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.config.sections import Config, longest_completion
+from streamppo.config.task import DataTask
+from streamppo.errors import ModelError
+from streamppo.types import Trajectory, flags, floats, ints
+
+LOGPROB_SLACK = 1e-4
+"""How far above 0 rounding may carry a log-prob."""
+
+
+class Limits(NamedTuple):
+    """`vocabulary` are the tokens that the model has, `completion` and `prompt` the most tokens of each (None: any)."""
+
+    vocabulary: int
+    completion: int
+    prompt: int | None
+
+
+def limits_of(config: Config, model_path: str) -> Limits:
+    """What the configuration and the model's config.json, in a folder or under a hub name, allow.
+
+    Raises `ModelError` if that cannot be read.
+    """
+    try:
+        settings = json.loads(_config_file(model_path).read_bytes())
+        # Models of more than text keep the settings of their text apart.
+        vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
+    return Limits(vocabulary, longest_completion(config), _prompt_limit(config))
+
+
+def _config_file(model_path: str) -> Path:
+    if (folder := Path(model_path)).is_dir():
+        # The queue has no other need of transformers, which takes most of a second to import.
+        return folder / "config.json"
+    from transformers.utils.hub import cached_file
+
+    return Path(str(cached_file(model_path, "config.json")))
+
+
+def _prompt_limit(config: Config) -> int | None:
+    if config.environment is not None or not isinstance(config.task, DataTask):
+        return None
+    return max(source.max_prompt_tokens for source in config.task.named().values())
+
+
+def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:
+    """Why a trajectory cannot be trained on, or None."""
+    return _shape(trajectory) or _numbers(trajectory) or (limits and _beyond(trajectory, limits))
+
+
+def _shape(trajectory: Trajectory) -> str | None:
+    lengths = {
+        "tokens": len(trajectory.tokens) / 4,
+        "log-probs": len(trajectory.logprobs) / 4,
+        "versions": len(trajectory.versions) / 4,
+        "mask": float(len(trajectory.mask)),
+    }
+    if len(set(lengths.values())) != 1 or not trajectory.tokens or len(trajectory.tokens) % 4:
+        return "columns of different lengths, or empty: " + ", ".join(f"{n:g} {what}" for what, n in lengths.items())
+    if not trajectory.prompt_tokens or len(trajectory.prompt_tokens) % 4:
+        return f"a prompt of {len(trajectory.prompt_tokens)} bytes"
+    if trajectory.token_rewards and len(trajectory.token_rewards) != len(trajectory.tokens):
+        return f"token rewards of {len(trajectory.token_rewards)} bytes for tokens of {len(trajectory.tokens)} bytes"
+    if max(trajectory.mask) > 1:
+        return f"the mask says {max(trajectory.mask)}, which is neither yes nor no"
+    if not any(trajectory.mask):
+        return "no token was sampled by the policy"
+    return None
+
+
+def _numbers(trajectory: Trajectory) -> str | None:
+    logprobs = floats(trajectory.logprobs)[flags(trajectory.mask)]
+    if not np.isfinite(logprobs).all():
+        return "a log-prob is not finite"
+    if (logprobs > LOGPROB_SLACK).any():
+        return f"a log-prob is positive: {logprobs.max():g}"
+    if not np.isfinite(trajectory.reward) or not np.isfinite(floats(trajectory.token_rewards)).all():
+        return f"the reward is {trajectory.reward}"
+    return None
+
+
+def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
+    prompt, tokens = ints(trajectory.prompt_tokens), ints(trajectory.tokens)
+    if limits.prompt is not None and len(prompt) > limits.prompt:
+        return f"too long: a prompt of {len(prompt)} tokens, and {limits.prompt} are allowed"
+    if len(tokens) > limits.completion:
+        return f"too long: a completion of {len(tokens)} tokens, and {limits.completion} are allowed"
+    for what, column in (("prompt", prompt), ("completion", tokens)):
+        if (strange := column[(column < 0) | (column >= limits.vocabulary)]).size:
+            return f"token {strange[0]} of the {what} is none of the model's {limits.vocabulary}"
+    return None

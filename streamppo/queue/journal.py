@@ -1,0 +1,243 @@
+"""The durable record of what waits in the queue: SQLite in WAL mode. Pure: no Ray.
+
+runs/NAME/journal.sqlite       slots that are alive, leases, attempts that came to nothing, dead letters, and one row
+                               for each published version
+runs/NAME/journal.tip          the number of the last transaction; a log that ends before it has lost some
+
+Whoever is to write begins with `fence`: those who wrote before, and may not be as dead as they are taken for, cannot
+write from then on, and neither can they name a file of the archive.
+
+A slot's row goes when its batch is consumed, because the archive names it from then on. So the journal is as large as
+the queue, but for a short row for each attempt that was lost, failed, too old or given up. SQLite checks its structure
+and nothing else: every row carries a checksum of its own.
+"""
+
+import sqlite3
+import struct
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import msgspec
+
+from streamppo import durable
+from streamppo.errors import JournalError
+from streamppo.queue.records import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
+from streamppo.types import decode, encode
+
+DEAD_LETTERS = 1000
+"""Dead letters that are kept; the newest."""
+TIP = struct.Struct("<QI")
+TABLES = """
+create table if not exists state (name text primary key, value blob, checksum int) strict;
+create table if not exists slots (
+    number integer primary key, task text, prompt int, sample int, attempt int, state text, row blob, checksum int
+) strict;
+create table if not exists leases (version integer primary key, row blob, checksum int) strict;
+create table if not exists versions (version integer primary key, digest text, row blob, checksum int) strict;
+create table if not exists configs (version integer primary key, row blob, checksum int) strict;
+create table if not exists ended (
+    number integer, task text, prompt int, sample int, attempt int, state text, row blob, checksum int,
+    primary key (number, attempt)
+) strict;
+create table if not exists dead_letters (
+    task text, prompt int, sample int, attempt int, reason text, row blob, checksum int,
+    primary key (task, prompt, sample, attempt)
+) strict;
+"""
+
+
+class Journal:
+    """One writer at a time. Raises `JournalError` that names the file for whatever SQLite or the disk refuses."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tip = path.with_name("journal.tip")
+        with self._named():
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._verify_structure()
+            self._db.execute("pragma journal_mode = wal")
+            # An acknowledged trajectory survives a power cut, not only a kill.
+            self._db.execute("pragma synchronous = full")
+            self._db.executescript(TABLES)
+            self._number = self._last_transaction()
+
+    @classmethod
+    def of(cls, run: Path) -> "Journal":
+        """That of the run in the folder `run`. Raises `JournalError` if it has none, and makes none."""
+        path = run / "journal.sqlite"
+        if not path.is_file():
+            raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
+        return cls(path)
+
+    def fence(self) -> None:
+        """Nobody who opened it before can write from here on, and what is read from here on has all that they wrote."""
+        with self._transaction(fencing=True):
+            pass
+
+    def write(self, changes: Changes, made: Sequence[Made] = (), settle: Callable[[Made], None] | None = None) -> None:
+        """One transaction. What is known already is written over by the same.
+
+        `settle` is called within it for each of `made`: by nobody who was fenced out, and before it is known as made.
+        """
+        with self._transaction() as db:
+            if settle is not None:
+                for version in made:
+                    settle(version)
+            db.executemany("insert or replace into slots values (?, ?, ?, ?, ?, ?, ?, ?)", map(_slot, changes.slots))
+            db.executemany(
+                "insert or replace into leases values (?, ?, ?)",
+                [(lease.version, *_checked(lease)) for lease in changes.leases],
+            )
+            db.executemany("delete from slots where number = ?", [(number,) for number in changes.gone])
+            db.executemany("insert or ignore into ended values (?, ?, ?, ?, ?, ?, ?, ?)", map(_slot, changes.ended))
+            db.executemany(
+                "insert or ignore into versions values (?, ?, ?, ?)",
+                [(version.version, version.digest, *_checked(version)) for version in made],
+            )
+            db.execute("delete from leases where version < ?", (changes.counters.version,))
+            if changes.dead:
+                db.executemany(
+                    "insert or ignore into dead_letters values (?, ?, ?, ?, ?, ?, ?)", map(_dead, changes.dead)
+                )
+                db.execute(
+                    "delete from dead_letters where rowid <= (select max(rowid) from dead_letters) - ?", (DEAD_LETTERS,)
+                )
+            db.execute("insert or replace into state values ('counters', ?, ?)", _checked(changes.counters))
+
+    def read(self) -> Saved | None:
+        """All that a queue is rebuilt from; None if nothing was ever written."""
+        with self._named():
+            found = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
+            if not found:
+                return None
+            slots = self._rows("slots", "select row, checksum from slots order by number", SavedSlot)
+            leases = self._rows("leases", "select row, checksum from leases order by version", Lease)
+        return Saved(found[0], tuple(slots), tuple(leases))
+
+    def versions(self) -> dict[int, Made]:
+        """Every published version, in order."""
+        with self._named():
+            found = self._rows("versions", "select row, checksum from versions order by version", Made)
+        return {version.version: version for version in found}
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """What arrived and could not be trained on, oldest first."""
+        with self._named():
+            return self._rows("dead_letters", "select row, checksum from dead_letters order by rowid", DeadLetter)
+
+    def ended(self) -> list[Ended]:
+        """Every attempt that came to nothing, by its slot and its number."""
+        with self._named():
+            return self._rows("ended", "select row, checksum from ended order by number, attempt", Ended)
+
+    def configs(self) -> dict[int, bytes]:
+        """The encoded configurations of the run, by the version from which each of them holds."""
+        with self._named():
+            found = self._db.execute("select version, row, checksum from configs order by version").fetchall()
+        for _, row, checksum in found:
+            self._check("configs", row, checksum)
+        return {version: row for version, row, _ in found}
+
+    def configure(self, version: int, config: bytes) -> None:
+        """`config` holds from `version` on."""
+        with self._transaction() as db:
+            db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
+
+    def close(self) -> None:
+        """Fold the log into the file."""
+        with self._named():
+            self._db.close()
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _named(self) -> Generator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise JournalError(f"{self.path}: {error}") from error
+
+    @contextmanager
+    def _transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
+        with self._named():
+            self._db.execute("begin immediate")
+            try:
+                number = self._recorded()
+                if number != self._number and not fencing:
+                    raise JournalError(f"{self.path}: somebody else writes here: this queue was given up for dead")
+                if number == 0:
+                    # Its name and its size survive a power cut; what it says later is never ahead of the log.
+                    durable.write(self._tip, _tip(0))
+                yield self._db
+                self._db.execute("insert or replace into state values ('number', ?, ?)", _checked(number + 1))
+                self._db.execute("commit")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("rollback")
+                raise
+            self._number = number + 1
+            with open(self._tip, "r+b", buffering=0) as file:
+                file.write(_tip(self._number))
+
+    def _verify_structure(self) -> None:
+        ((first, *_),) = self._db.execute("pragma integrity_check(1)").fetchall()
+        if first != "ok":
+            raise JournalError(f"{self.path}: damaged: {first}")
+
+    def _recorded(self) -> int:
+        found = self._rows("state", "select value, checksum from state where name = 'number'", int)
+        return found[0] if found else 0
+
+    def _last_transaction(self) -> int:
+        """The number of the last transaction. Raises if the tip knows of a later one."""
+        # A queue that may be at work makes the tip before its first transaction, and writes it after each of them.
+        begun = self._recorded() > 0
+        tip = self._tip.read_bytes() if self._tip.exists() else b""
+        number = self._recorded()
+        if not tip and begun:
+            raise JournalError(f"{self._tip}: missing or empty, though {self.path} holds {number} transactions")
+        if not tip:
+            return number
+        if len(tip) != TIP.size or crc32(tip[:8]) != TIP.unpack(tip)[1]:
+            raise JournalError(f"{self._tip}: damaged")
+        if (known := TIP.unpack(tip)[0]) > number:
+            raise JournalError(
+                f"{self.path}: damaged: it ends with transaction {number}, and {known} were acknowledged "
+                f"(its log {self.path.name}-wal is missing or damaged)"
+            )
+        return number
+
+    def _rows(self, table: str, query: str, kind: Any) -> list[Any]:
+        found = self._db.execute(query).fetchall()
+        return [self._decoded(table, row, checksum, kind) for row, checksum in found]
+
+    def _decoded(self, table: str, row: bytes, checksum: int, kind: Any) -> Any:
+        self._check(table, row, checksum)
+        try:
+            return decode(row, kind)
+        except msgspec.MsgspecError as error:
+            raise JournalError(f"{self.path}: a row of {table!r} cannot be read: {error}") from error
+
+    def _check(self, table: str, row: bytes, checksum: int) -> None:
+        if not isinstance(row, bytes) or crc32(row) != checksum:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise JournalError(f"{self.path}: damaged: a row of {table!r} does not match its checksum")
+
+
+def _tip(number: int) -> bytes:
+    return TIP.pack(number, crc32(struct.pack("<Q", number)))
+
+
+def _checked(value: object) -> tuple[bytes, int]:
+    row = encode(value)
+    return row, crc32(row)
+
+
+def _slot(slot: SavedSlot | Ended) -> tuple[Any, ...]:
+    return slot.number, *msgspec.structs.astuple(slot.identity), slot.state, *_checked(slot)
+
+
+def _dead(letter: DeadLetter) -> tuple[Any, ...]:
+    return *msgspec.structs.astuple(letter.trajectory.identity), letter.reason, *_checked(letter)

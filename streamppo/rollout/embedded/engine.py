@@ -1,0 +1,202 @@
+"""Our own engine: continuous batching over fixed rows, weights swapped between two tokens. Any device, small models.
+
+    consumes     requests, in order of arrival
+    produces     completions, in order of their end; a row that ends is filled at the next boundary
+    waits for    requests alone
+
+    between two steps:   swap weights if new ones are there  ->  admit waiting requests into free rows  ->  step
+
+All state is touched by one coroutine; only the arithmetic of a step runs in a thread, so that the event loop of the
+actor stays free for rewards and deliveries.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from streamppo.errors import WeightsError
+from streamppo.rollout.embedded.decoder import Decoder
+from streamppo.rollout.embedded.rows import Request, Rows
+from streamppo.rollout.engine import Completion, Sampling, Usage
+from streamppo.rollout.fit import check_prompt
+from streamppo.types import Ints
+
+ADMIT_SHARE = 8
+"""Running rows are interrupted for a prefill when one of so many has become free."""
+TURN_S = 0.005
+"""And in any case after so long, so that completions do not wait to be handed over."""
+
+
+class EmbeddedEngine:
+    """See `Engine`. `slots` rows of up to `max_total_tokens` tokens, prompt included."""
+
+    def __init__(
+        self,
+        hf_config: Any,
+        tensors: Mapping[str, Tensor],
+        *,
+        version: int,
+        slots: int,
+        max_total_tokens: int,
+        eos_ids: set[int],
+        seed: int,
+        kv: Literal["keep", "recompute"] = "keep",
+        dtype: torch.dtype = torch.float32,
+        float32_head: bool = True,
+        device: str = "cpu",
+    ) -> None:
+        self._decoder = Decoder(
+            hf_config, rows=slots, max_tokens=max_total_tokens, dtype=dtype, float32_head=float32_head, device=device
+        )
+        self._decoder.load(tensors)
+        self._rows = Rows(self._decoder, eos_ids, torch.Generator(device).manual_seed(seed))
+        self._version = version
+        self._slots = slots
+        self._kv = kv
+        self._waiting: deque[Request] = deque()
+        self._promised: set[asyncio.Future[Any]] = set()
+        self._swap: tuple[int, Mapping[str, Tensor], asyncio.Future[None]] | None = None
+        self._one_swap = asyncio.Lock()
+        self._work = asyncio.Event()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+        self._driver: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._busy_s = self._idle_s = self._swap_s = 0.0
+        self._swaps = 0
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the next token will be sampled with."""
+        return self._version
+
+    async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
+        """See `Engine.generate`."""
+        check_prompt(prompt, self._decoder.max_tokens - 1, self._decoder.config.vocab_size)
+        limit = min(sampling.max_tokens, self._decoder.max_tokens - len(prompt))
+        request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future())
+        self._wake()
+        self._waiting.append(request)
+        self._promised.add(request.done)
+        try:
+            return await request.done
+        finally:
+            self._promised.discard(request.done)
+
+    async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `Engine.update_weights`. Swaps are made one after another."""
+        async with self._one_swap:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._wake()
+            self._swap = (version, tensors, done)
+            self._promised.add(done)
+            try:
+                await done
+            finally:
+                self._promised.discard(done)
+                self._swap = None
+
+    def usage(self) -> Usage:
+        """See `Engine.usage`."""
+        return Usage(self._rows.tokens, self._busy_s, self._idle_s, self._swaps, self._swap_s)
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        self._stopped = True
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.wait([self._driver])
+        self._thread.shutdown()
+        # A driver that was cancelled before its first step has told nobody.
+        self._fail_all(asyncio.CancelledError())
+
+    # --- the driver ------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if self._stopped:
+            raise asyncio.CancelledError
+        if self._driver is None:
+            self._driver = asyncio.create_task(self._drive())
+        if self._driver.done():
+            # It ended by an exception: whoever comes now learns of it too.
+            self._driver.result()
+        self._work.set()
+
+    async def _drive(self) -> None:
+        try:
+            while True:
+                await self._rest()
+                begin = time.perf_counter()
+                self._rows.remove_cancelled()
+                if self._swap is not None:
+                    await self._apply_swap()
+                # A trip to the thread costs about a tenth of a small model's step: it is made for several steps.
+                for request in await self._run(self._turn, self._admissible(), self._version):
+                    request.resolve()
+                self._busy_s += time.perf_counter() - begin
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+
+    async def _rest(self) -> None:
+        """Until there is something to do."""
+        begin = time.perf_counter()
+        if not (self._rows.count or self._waiting or self._swap):
+            self._work.clear()
+            await self._work.wait()
+            self._idle_s += time.perf_counter() - begin
+
+    def _turn(self, admitted: list[Request], version: int) -> list[Request]:
+        """Admit, then step until a prefill is worth it again; the requests that ended. In the thread."""
+        begin = time.perf_counter()
+        ended = self._rows.admit(admitted, version) if admitted else []
+        while self._rows.count:
+            ended += self._rows.step(version)
+            free = self._slots - self._rows.count
+            if free * ADMIT_SHARE >= self._slots or self._swap or time.perf_counter() - begin > TURN_S:
+                break
+        return ended
+
+    def _admissible(self) -> list[Request]:
+        """Requests to admit at this boundary: one for each free row."""
+        admitted: list[Request] = []
+        while self._waiting and len(admitted) < self._slots - self._rows.count:
+            request = self._waiting.popleft()
+            if not request.done.done():
+                admitted.append(request)
+        return admitted
+
+    async def _apply_swap(self) -> None:
+        assert self._swap is not None
+        begin = time.perf_counter()
+        version, tensors, done = self._swap
+        self._swap = None
+        try:
+            await self._run(self._decoder.load, tensors)
+        except WeightsError as error:
+            if not done.done():
+                done.set_exception(error)
+            return
+        self._version = version
+        if self._kv == "recompute" and self._rows.count:
+            await self._run(self._rows.recompute)
+        self._swaps += 1
+        self._swap_s += time.perf_counter() - begin
+        if not done.done():
+            done.set_result(None)
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for future in [future for future in self._promised if not future.done()]:
+            if isinstance(error, asyncio.CancelledError):
+                future.cancel()
+            else:
+                future.set_exception(error)
+        self._waiting.clear()

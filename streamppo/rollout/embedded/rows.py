@@ -1,0 +1,165 @@
+"""The running completions of the embedded engine, row by row. Synchronous; called in the engine's thread.
+
+Rows 0 .. count-1 are running, so that a step works on views of the cache; the last row moves into the place of one that
+ends. For each row: `at` tokens are in the cache, `fed` is the token that the next step puts there.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from streamppo.rollout.embedded.decoder import Decoder
+from streamppo.rollout.embedded.sampling import Draws, sample
+from streamppo.rollout.engine import Completion, Sampling
+from streamppo.types import Ints
+
+ROUND = 16
+"""Attention looks at a multiple of so many cached tokens, so that shapes repeat."""
+
+PLAIN = np.array([1, 1, 0], np.float32)
+"""Temperature, top-p and top-k that leave the model's distribution as it is."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One completion under way. `limit` is the number of tokens at which it is cut off."""
+
+    prompt: Ints
+    sampling: Sampling
+    limit: int
+    done: asyncio.Future[Completion]
+    completion: Completion | None = None
+
+    def resolve(self) -> None:
+        """Hand over the completion, unless nobody waits any more."""
+        if not self.done.done():
+            assert self.completion is not None
+            self.done.set_result(self.completion)
+
+
+class Rows:
+    """Admission, steps and ends of up to as many completions as the decoder has rows."""
+
+    def __init__(self, decoder: Decoder, eos_ids: set[int], generator: torch.Generator) -> None:
+        capacity, width = decoder.cache.shape[1], decoder.max_tokens
+        self._decoder = decoder
+        self._generator = generator
+        self._ends = np.zeros(decoder.config.vocab_size, np.bool_)
+        self._ends[sorted(eos_ids)] = True
+        self._capacity = capacity
+        self.requests: list[Request] = []
+        self.tokens = 0
+        self._at = np.zeros(capacity, np.int64)
+        self._length = np.zeros(capacity, np.int64)
+        self._limit = np.zeros(capacity, np.int64)
+        self._sampling = np.zeros((capacity, 3), np.float32)
+        self._out = np.zeros((capacity, width), np.int32)
+        self._logprobs = np.zeros((capacity, width), np.float32)
+        self._versions = np.zeros((capacity, width), np.int32)
+
+    @property
+    def count(self) -> int:
+        """Running rows."""
+        return len(self.requests)
+
+    def admit(self, requests: Sequence[Request], version: int) -> list[Request]:
+        """Prefill new rows and sample their first tokens; those that end at once."""
+        first = self.count
+        rows = np.arange(first, first + len(requests))
+        self.requests += requests
+        lengths = np.array([len(request.prompt) for request in requests])
+        self._at[rows], self._length[rows] = lengths, 0
+        self._limit[rows] = [request.limit for request in requests]
+        self._sampling[rows] = [
+            (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) for request in requests
+        ]
+        logits_BV = self._prefill([request.prompt for request in requests], rows)
+        return self._advance(rows, logits_BV, version)
+
+    def step(self, version: int) -> list[Request]:
+        """One token for every running row; those that end."""
+        rows = np.arange(self.count)
+        at = self._at[rows]
+        fed = self._out[rows, self._length[rows] - 1].astype(np.int64)
+        longest = min(-(-(int(at.max()) + 1) // ROUND) * ROUND, self._decoder.max_tokens)
+        device = self._decoder.device
+        logits_BV = self._decoder.step(torch.from_numpy(fed).to(device), torch.from_numpy(at).to(device), longest)
+        self._at[rows] += 1
+        return self._advance(rows, logits_BV, version)
+
+    def recompute(self) -> None:
+        """Refill the cache of every running row with the present weights."""
+        texts = [
+            np.concatenate([request.prompt, self._out[row, : self._length[row] - 1]])
+            for row, request in enumerate(self.requests)
+        ]
+        self._prefill(texts, np.arange(self.count))
+
+    def remove_cancelled(self) -> None:
+        """Free the rows that nobody waits for any more."""
+        for row in reversed(range(self.count)):
+            if self.requests[row].done.done():
+                self._remove(row)
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _prefill(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
+        lengths = np.array([len(text) for text in texts])
+        tokens_BP = np.zeros((len(texts), int(lengths.max())), np.int64)
+        for row, text in zip(tokens_BP, texts, strict=True):
+            row[: len(text)] = text
+        device = self._decoder.device
+        return self._decoder.prefill(
+            torch.from_numpy(tokens_BP).to(device),
+            torch.from_numpy(lengths).to(device),
+            torch.from_numpy(rows).to(device),
+        )
+
+    @torch.inference_mode()
+    def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:
+        """Sample, record, and take out the rows that ended."""
+        tokens_B, logprobs_B = sample(logits_BV, self._draws(rows), self._generator)
+        tokens, length = tokens_B.cpu().numpy(), self._length[rows]
+        self._out[rows, length] = tokens
+        self._logprobs[rows, length] = logprobs_B.cpu().numpy()
+        self._versions[rows, length] = version
+        self._length[rows] += 1
+        self.tokens += len(rows)
+        stopped = self._ends[tokens]
+        ended = stopped | (self._length[rows] >= self._limit[rows])
+        return [self._end(int(rows[n]), bool(stopped[n])) for n in np.flatnonzero(ended)[::-1]]
+
+    def _draws(self, rows: np.ndarray) -> Draws | None:
+        """How `rows` are sampled; None where all of them sample at temperature 1 from everything."""
+        knobs = self._sampling[rows]
+        if (knobs == PLAIN).all():
+            return None
+        temperature, top_p, top_k = torch.from_numpy(knobs).to(self._decoder.device).unbind(1)
+        return Draws(temperature, top_p, top_k.long())
+
+    def _end(self, row: int, stopped: bool) -> Request:
+        """Take out one row. Rows end from the highest down, so that a row that moves has been looked at."""
+        request, length = self.requests[row], int(self._length[row])
+        request.completion = Completion(
+            tokens=self._out[row, :length].copy(),
+            logprobs=self._logprobs[row, :length].copy(),
+            versions=self._versions[row, :length].copy(),
+            finish="stop" if stopped else "length",
+        )
+        self._remove(row)
+        return request
+
+    def _remove(self, row: int) -> None:
+        last = self.count - 1
+        if row != last:
+            self._decoder.move(last, row, int(self._at[last]))
+            for column in (self._at, self._length, self._limit, self._sampling):
+                column[row] = column[last]
+            length = int(self._length[last])
+            for column in (self._out, self._logprobs, self._versions):
+                column[row, :length] = column[last, :length]
+            self.requests[row] = self.requests[last]
+        self.requests.pop()

@@ -1,0 +1,62 @@
+"""Procedural tasks of reasoning-gym (extra `gym`), scored by its own verifiers."""
+
+import ast
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from streamppo.config.task import GymTask
+from streamppo.errors import TaskError
+from streamppo.types import Prompt, ScoredText
+
+
+class Gym:
+    """The first `size` problems of a reasoning-gym data set; the last of them are held out."""
+
+    def __init__(self, config: GymTask, seed: int) -> None:
+        try:
+            data = _library().create_dataset(config.dataset, size=config.size, seed=seed, **config.parameters)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise TaskError(f"reasoning-gym's {config.dataset!r} cannot be made: {error}") from error
+        prompts = [_prompt(data[number], config) for number in range(config.size)]
+        cut = config.size - round(config.held_out * config.size)
+        self.training: Sequence[Prompt] = prompts[:cut]
+        self.held_out: Sequence[Prompt] = prompts[cut:]
+
+
+def _prompt(entry: dict[str, Any], config: GymTask) -> Prompt:
+    # The entry goes to the verifier in another process. Some data sets make another one there from the same seed, and
+    # JSON would turn tuples into lists; as Python's own notation it is the same on both sides.
+    with np.printoptions(legacy="1.25"):  # numbers of numpy without their types
+        written = repr(entry)
+    columns = {
+        "answer": entry["answer"],
+        "dataset": config.dataset,
+        "parameters": json.dumps(config.parameters, sort_keys=True),
+        "entry": written,
+    }
+    return Prompt(text=entry["question"] + config.suffix, columns=columns, source=config.dataset)
+
+
+def score(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
+    """reasoning-gym's score of the completion, 0 to 1. Sync: some of its verifiers compute for long.
+
+    `parameters` are those of the data set, as JSON; `entry` is the problem as Python writes it.
+    """
+    return float(_verifier(dataset, parameters)(trajectory.completion.strip(), ast.literal_eval(entry)))
+
+
+@cache
+def _verifier(dataset: str, parameters: str) -> Any:
+    return _library().create_dataset(dataset, **json.loads(parameters)).score_answer
+
+
+def _library() -> Any:
+    try:
+        import reasoning_gym  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise TaskError("this task needs reasoning-gym: pip install 'streamppo[gym]'") from error
+    return reasoning_gym

@@ -1,0 +1,155 @@
+"""The processes in which other people's rewards run: python -m streamppo.tasks.rewards.processes.worker FD.
+
+    template    imports the reward once, then forks on demand: a new process is there in milliseconds, however long
+                the import took. It has one thread and runs no call.
+    process     a fork of it, leader of its own process group, under a memory limit: runs calls, may die of them
+
+The template ends when the actor does, and takes every process with it.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from streamppo import process as garbage
+from streamppo.errors import TaskError
+from streamppo.tasks.rewards import signature
+from streamppo.tasks.rewards.outcome import too_late
+from streamppo.tasks.rewards.processes.wire import (
+    Answer,
+    Call,
+    Done,
+    Ready,
+    Setup,
+    frame,
+    receive,
+    receive_async,
+    receive_order,
+    send,
+)
+from streamppo.tasks.rewards.signature import Loaded
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int) -> None:
+    """The template's life. `fd` is its socket to the actor."""
+    # The actor may be killed at any instant, also while the import below hangs; later the socket's end says so.
+    _die_with_parent(signal.SIGKILL)
+    channel = socket.socket(fileno=fd)
+    setup = receive(channel, Setup)
+    try:
+        reward = signature.load(setup.function, setup.arguments)
+    except TaskError as error:
+        return send(channel, Ready(error=str(error)))
+    _die_with_parent(0)
+    garbage.collect_rarely()
+    send(channel, Ready())
+    processes: set[int] = set()
+    try:
+        while True:
+            _obey(channel, reward, setup, processes)
+    except (EOFError, ConnectionError):
+        for pid in processes:
+            _kill(pid)
+
+
+def _obey(channel: socket.socket, reward: Loaded, setup: Setup, processes: set[int]) -> None:
+    """One order of the actor's."""
+    order, fd = receive_order(channel)
+    if fd is None:
+        # One that is collected already may have left its number to a stranger.
+        if order.pid in processes:
+            _kill(order.pid)
+        return send(channel, Done(pid=order.pid, status=_collect(order.pid, processes) if order.collect else 0))
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        _live(socket.socket(fileno=fd), reward, setup.memory_mib)
+    os.close(fd)
+    processes.add(pid)
+    send(channel, Done(pid=pid))
+
+
+def _collect(pid: int, processes: set[int]) -> int:
+    _, status = os.waitpid(pid, 0)
+    processes.discard(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _kill(pid: int) -> None:
+    """The process and all that it has started."""
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
+
+
+def _live(channel: socket.socket, reward: Loaded, memory_mib: int) -> NoReturn:
+    """A process's life: calls until the actor hangs up."""
+    try:
+        os.setsid()
+        _die_with_parent(signal.SIGKILL)
+        _limit_memory(memory_mib)
+        if reward.signature.is_async:
+            asyncio.run(_serve_async(channel, reward))
+        else:
+            _serve(channel, reward)
+    except (EOFError, asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _die_with_parent(number: int) -> None:
+    """Have the kernel send this signal when the parent ends; 0 is none. Linux alone knows how."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def _limit_memory(memory_mib: int) -> None:
+    """`memory_mib` of private memory beyond what the import took; a larger allocation is a MemoryError."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return
+    used_kib = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData:"))
+    limit = used_kib * 2**10 + memory_mib * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _serve(channel: socket.socket, reward: Loaded) -> NoReturn:
+    """One call at a time; the actor watches the clock."""
+    while True:
+        call = receive(channel, Call)
+        send(channel, Answer(number=call.number, outcomes=signature.call(reward, call.texts, call.columns)))
+
+
+async def _serve_async(channel: socket.socket, reward: Loaded) -> NoReturn:
+    """As many calls at a time as there come; each has its own clock, and the actor watches for a loop that is stuck."""
+    reader, writer = await asyncio.open_connection(sock=channel)
+    running: set[asyncio.Task[None]] = set()
+    while True:
+        call = await receive_async(reader, Call)
+        task = asyncio.create_task(_answer(writer, reward, call))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def _answer(writer: asyncio.StreamWriter, reward: Loaded, call: Call) -> None:
+    try:
+        async with asyncio.timeout(call.timeout_s):
+            outcomes = await signature.call_async(reward, call.texts, call.columns)
+    except TimeoutError:
+        outcomes = (too_late(call.timeout_s),) * len(call.texts)
+    writer.write(frame(Answer(number=call.number, outcomes=outcomes)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

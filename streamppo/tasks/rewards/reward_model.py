@@ -1,0 +1,114 @@
+"""A reward model: a sequence classification model in a Ray actor of its own, shared by all rollout actors.
+
+An actor dies with whoever created it, so the driver does, and hands it to the rollout actors, which come and go. Ray
+starts it again when it dies on its own; until it is there, calls are retryable failures.
+
+The text is written in the reward model's own chat template, or is prompt and completion in a row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from streamppo.config.reward import ModelScorer, Reward
+from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.rewards.batcher import Many
+from streamppo.tasks.rewards.outcome import Outcome, check, failed
+from streamppo.tasks.rewards.signature import Columns, Texts
+from streamppo.types import ScoredText, decode, encode
+
+
+class RewardModel:
+    """The model and its tokenizer; one batch at a time."""
+
+    def __init__(
+        self, path: str, label: int, max_tokens: int, dtype: str, *, threads: int = 1, gpus: float = 0
+    ) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        torch.set_num_threads(threads)
+        self._device = "cuda" if gpus else "cpu"
+        self._label = label
+        self._max_tokens = max_tokens
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype))
+        if label >= model.config.num_labels:
+            raise TaskError(f"{path} has {model.config.num_labels} outputs: there is no output {label}")
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        # A decoder with a classification head looks for the last token before padding by this.
+        model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model = model.to(self._device).eval()
+
+    def score(self, texts: bytes) -> bytes:
+        """One outcome for each text. A text that is too long fails alone."""
+        listed = decode(texts, tuple[ScoredText, ...])
+        ids = [self._ids(text) for text in listed]
+        fitting = [number for number, row in enumerate(ids) if len(row) <= self._max_tokens]
+        outcomes = [
+            Outcome(reason=f"{len(row)} tokens are more than the reward model's max_tokens ({self._max_tokens})")
+            for row in ids
+        ]
+        for number, score in zip(fitting, self._forward([ids[number] for number in fitting]), strict=True):
+            outcomes[number] = check(score, listed[number])
+        return encode(tuple(outcomes))
+
+    def _ids(self, text: ScoredText) -> list[int]:
+        if not text.messages:
+            return self._tokenizer(text.prompt + text.completion)["input_ids"]
+        if not self._tokenizer.chat_template:
+            raise TaskError("the prompts are messages, but the reward model's tokenizer has no chat template")
+        chat = [{"role": message.role, "content": message.content} for message in text.messages]
+        chat.append({"role": "assistant", "content": text.completion})
+        return self._tokenizer(self._tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)[
+            "input_ids"
+        ]
+
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        import torch
+
+        if not rows:
+            return []
+        batch = self._tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt").to(self._device)
+        with torch.inference_mode():
+            logits = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return logits[:, self._label].float().tolist()
+
+
+def create(reward: Reward, place: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The actor of every reward model by the scorer's name; all of them end with this process, and not before.
+
+    `place` gives Ray's options for where one lives.
+    """
+    import ray
+
+    actor: Any = ray.remote(RewardModel)
+    return {
+        name: actor.options(name=f"reward-{name}", max_restarts=-1, **place(name)).remote(
+            config.path, config.label, config.max_tokens, config.dtype, threads=config.threads, gpus=config.gpus
+        )
+        for name, config in reward.models().items()
+    }
+
+
+async def connect(actor: Any, config: ModelScorer) -> Many:
+    """The calls of a reward model, once it has loaded. Raises `TaskError` if it cannot load."""
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        # Whoever comes while it starts again waits, however long it loads.
+        await actor.score.options(max_task_retries=-1).remote(encode(()))
+    except RayError as error:
+        # The last line of a traceback is its error.
+        why = str(error).strip().splitlines()[-1]
+        raise TaskError(f"the reward model {config.path} cannot be loaded: {why}") from error
+
+    async def call(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+        try:
+            return decode(await actor.score.remote(encode(texts)), tuple[Outcome, ...])
+        except RayTaskError as error:
+            return (failed(error.cause),) * len(texts)
+        except RayError as error:
+            return (failed(Retryable(f"the reward model {config.path} is not there: {error}")),) * len(texts)
+
+    return call

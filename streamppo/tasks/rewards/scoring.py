@@ -1,0 +1,205 @@
+"""All scorers of a run: which of them score a trajectory, and how their scores become one reward."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from streamppo.config import reward as choices
+from streamppo.errors import RewardFailed, TaskError
+from streamppo.tasks import plugins
+from streamppo.tasks.rewards import reward_model as model
+from streamppo.tasks.rewards import signature
+from streamppo.tasks.rewards.batcher import Batcher, Many
+from streamppo.tasks.rewards.guard import Guard
+from streamppo.tasks.rewards.outcome import Outcome, too_late
+from streamppo.tasks.rewards.processes.pool import Pool
+from streamppo.tasks.rewards.service import Service
+from streamppo.tasks.rewards.signature import Columns, Texts
+from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
+
+
+class Rewards:
+    """`start` first. `say` prints a line for people; `models` are the actors of the reward models (`model.create`)."""
+
+    def __init__(
+        self,
+        config: choices.Reward,
+        say: Callable[[str], None],
+        models: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._scorers = config.named()
+        self._selected: dict[str, list[str]] = {}
+        self._several = len(self._scorers) > 1
+        self._combine_as = config.combine
+        self._say = say
+        self._models = models
+        self._guards: dict[str, Guard] = {}
+        self._pools: dict[str, Pool] = {}
+        self._services: dict[str, Service] = {}
+
+    async def start(self, sources: set[str]) -> None:
+        """Load every scorer. Raises `TaskError` if one cannot be loaded, or if a data source has none."""
+        for source in sources:
+            self.of(source)
+        for name, scorer in self._scorers.items():
+            self._guards[name] = await self._build(name, scorer)
+
+    async def score(self, prompt: Prompt, text: ScoredText) -> Reward:
+        """The weighted sum of all scores that apply. Without scorers, where an environment gives all rewards, nothing.
+
+        Raises `RewardFailed` if one fails, or if none applies.
+        """
+        names = self.of(prompt.source)
+        if not names:
+            return Reward()
+        if len(names) == 1:
+            # The common case, without a task of its own.
+            outcomes = [await self._guards[names[0]].score(text, prompt.columns)]
+        else:
+            outcomes = await asyncio.gather(*(self._guards[name].score(text, prompt.columns) for name in names))
+        for name, outcome in zip(names, outcomes, strict=True):
+            if outcome.reason:
+                raise RewardFailed(f"{name}: {outcome.reason}" if self._several else outcome.reason)
+        scored = [(name, outcome.reward) for name, outcome in zip(names, outcomes, strict=True) if outcome.reward]
+        if not scored:
+            raise RewardFailed(f"{', '.join(names)} returned None: no reward applies to this trajectory")
+        return self._combine(scored)
+
+    def report(self) -> tuple[ScorerReport, ...]:
+        """Counters of every scorer."""
+        return tuple(
+            guard.report(self._pools[name].respawns if name in self._pools else 0)
+            for name, guard in self._guards.items()
+        )
+
+    async def close(self) -> None:
+        """End every process."""
+        for pool in self._pools.values():
+            await pool.close()
+        for service in self._services.values():
+            await service.close()
+
+    def of(self, source: str) -> list[str]:
+        """Which scorers score a data source. Raises `TaskError` if there are scorers, and none of them does."""
+        if source not in self._selected:
+            self._selected[source] = [
+                name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources
+            ]
+        if self._scorers and not self._selected[source]:
+            raise TaskError(f"no scorer of [reward.scorers] is for the data source {source!r}")
+        return self._selected[source]
+
+    # --- combining -------------------------------------------------------------------------------------------
+
+    def _weights(self, names: list[str]) -> list[float]:
+        """0 for functions where a model's score takes precedence."""
+        scorers = [self._scorers[name] for name in names]
+        models_only = self._combine_as == "model_first" and any(map(_of_a_model, scorers))
+        return [scorer.weight if _of_a_model(scorer) or not models_only else 0.0 for scorer in scorers]
+
+    def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
+        """Weights, sums and names: with several scorers each one's own total is a component."""
+        if not self._several and self._scorers[scored[0][0]].weight == 1.0:
+            return scored[0][1]
+        weights = self._weights([name for name, _ in scored])
+        components: dict[str, float] = {}
+        for name, reward in scored:
+            prefix = f"{name}/" if self._several else ""
+            components |= {f"{prefix}{key}": value for key, value in reward.components.items()}
+            if self._several:
+                components[name] = reward.total
+        rewards = [reward for _, reward in scored]
+        return Reward(
+            score=sum(weight * reward.score for weight, reward in zip(weights, rewards, strict=True)),
+            tokens=_weighted(weights, [reward.tokens for reward in rewards]),
+            turns=_weighted(weights, [reward.turns for reward in rewards]),
+            components=components,
+            explanation="\n".join(
+                f"{name}: {reward.explanation}" if self._several else reward.explanation
+                for name, reward in scored
+                if reward.explanation
+            ),
+        )
+
+    # --- building --------------------------------------------------------------------------------------------
+
+    async def _build(self, name: str, scorer: choices.Scorer) -> Guard:
+        match scorer:
+            case choices.FunctionScorer():
+                call, size, places = await self._function(name, scorer)
+            case choices.ModelScorer():
+                self._say(f"{name} is the reward model {scorer.path}")
+                call, size, places = await model.connect(self._models[name], scorer), scorer.batch_size, 2
+                call = _in_time(call, scorer.timeout_s)
+            case choices.ServiceScorer() | choices.JudgeScorer():
+                self._say(f"{name} is {scorer.url}")
+                call, size, places = _in_time(self._remote(name, scorer), scorer.timeout_s), 1, scorer.concurrency
+        one = Batcher(call, size, places) if size > 1 else _one(call)
+        return Guard(name, scorer, one, self._say)
+
+    def _remote(self, name: str, scorer: choices.ServiceScorer | choices.JudgeScorer) -> Many:
+        service = self._services[name] = Service(scorer)
+        return service.call
+
+    async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[Many, int, int]:
+        """(the call, trajectories in one call, calls at once)."""
+        how, in_actor = recognised(scorer)
+        self._say(f"{name} is {shown(scorer, how, in_actor=in_actor)}")
+        size = scorer.batch_size if how.style == "batched" else 1
+        if in_actor:
+            reward = signature.load(scorer.function, scorer.arguments)
+            call = _in_time(partial(signature.call_async, reward), scorer.timeout_s)
+            return call, size, scorer.concurrency
+        pool = Pool(scorer, how.is_async)
+        await pool.start()
+        self._pools[name] = pool
+        return pool.call, size, scorer.concurrency if how.is_async else scorer.processes
+
+
+def recognised(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
+    """How a function is called, and whether in the actor. Raises `TaskError` if it cannot be."""
+    found = plugins.load(scorer.function, "reward.function")
+    how = signature.recognise(found, scorer.function, scorer.arguments)
+    ours = getattr(found, "__module__", "").startswith("streamppo.")
+    in_actor = scorer.where == "actor" or (scorer.where == "auto" and ours and how.is_async)
+    if in_actor and not how.is_async:
+        raise TaskError(f'reward.function {scorer.function!r} is sync: it would block the actor (where = "actor")')
+    return how, in_actor
+
+
+def shown(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
+    """What `recognised` found, for people."""
+    kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
+    return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
+
+
+def _of_a_model(scorer: choices.Scorer) -> bool:
+    return not isinstance(scorer, choices.FunctionScorer)
+
+
+def _in_time(call: Many, timeout_s: float) -> Many:
+    """`call`, given up after `timeout_s`. What runs in processes of its own is ended there."""
+
+    async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call(texts, columns)
+        except TimeoutError:
+            return (too_late(timeout_s),) * len(texts)
+
+    return bounded
+
+
+def _one(call: Many):
+    async def one(text: ScoredText, columns: dict[str, Any]) -> Outcome:
+        return (await call((text,), (columns,)))[0]
+
+    return one
+
+
+def _weighted(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
+    """The weighted sum of those columns that are not empty; they have one length."""
+    given = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
+    return tuple(sum(weight * column[i] for weight, column in given) for i in range(len(given[0][1]))) if given else ()

@@ -1,0 +1,138 @@
+"""Chunked log-probs and entropy against math on plain floats, against naive torch, and what they keep in memory."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamppo.algorithms.chunked_head import ChunkedHead, chunked_logprobs_entropy
+
+N, D, V = 7, 5, 11
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype)
+    return hidden, weight, torch.randint(0, V, (N,), generator=generator)
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_values_equal_a_loop_over_plain_floats(chunk: int) -> None:
+    hidden, weight, targets = tensors()
+    logprobs, entropy = chunked_logprobs_entropy(hidden, weight, targets, temperature=0.7, chunk=chunk)
+    for n in range(N):
+        z = [sum(h * w for h, w in zip(hidden[n].tolist(), row, strict=True)) / 0.7 for row in weight.tolist()]
+        log_norm = math.log(sum(math.exp(x) for x in z))
+        assert logprobs[n].item() == pytest.approx(z[int(targets[n])] - log_norm)
+        assert entropy[n].item() == pytest.approx(-sum(math.exp(x - log_norm) * (x - log_norm) for x in z))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_of_both_outputs_equal_those_of_the_naive_form(chunk: int, per_token: bool) -> None:
+    hidden, weight, targets = tensors()
+    temperature = torch.linspace(0.5, 1.5, N).double() if per_token else torch.full((N,), 0.8).double()
+    up = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    expected = torch.autograd.grad((torch.stack(naive(*leaves, targets, temperature)) * up).sum(), leaves)
+    knob = temperature if per_token else temperature[0].item()
+    got = chunked_logprobs_entropy(*leaves, targets, temperature=knob, chunk=chunk)
+    for actual, wanted in zip(torch.autograd.grad((torch.stack(got) * up).sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_logprobs_alone_can_be_used() -> None:
+    hidden, weight, targets = tensors()
+    hidden.requires_grad_()
+    logprobs, _ = chunked_logprobs_entropy(hidden, weight, targets, chunk=2)
+    logprobs.sum().backward()
+    assert weight.grad is None
+    again = hidden.detach().clone().requires_grad_()
+    naive(again, weight, targets, torch.ones(N).double())[0].sum().backward()
+    torch.testing.assert_close(hidden.grad, again.grad)
+
+
+@pytest.mark.parametrize(("float32_matmul", "tolerance"), [(True, 1e-5), (False, 5e-2)])
+def test_bfloat16_inputs_give_float32_numbers_and_bfloat16_gradients(float32_matmul: bool, tolerance: float) -> None:
+    hidden, weight, targets = tensors(torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact, _ = naive(*wide, targets, torch.ones(N).double())
+    expected = torch.autograd.grad(exact.sum(), wide)
+    logprobs, entropy = chunked_logprobs_entropy(*leaves, targets, chunk=3, float32_matmul=float32_matmul)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), exact, rtol=0, atol=tolerance)
+    for gradient, wanted in zip(torch.autograd.grad(logprobs.sum(), leaves), expected, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient.double(), wanted, rtol=0.05, atol=0.05)
+
+
+def test_autocast_does_not_round_the_logits() -> None:
+    hidden, weight, targets = tensors(torch.float32)
+    hidden.requires_grad_()
+    expected = chunked_logprobs_entropy(hidden, weight, targets, chunk=3)
+    (wanted,) = torch.autograd.grad(expected[0].sum(), hidden)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = chunked_logprobs_entropy(hidden, weight, targets, chunk=3)
+        (gradient,) = torch.autograd.grad(got[0].sum(), hidden)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert torch.equal(gradient, wanted)
+
+
+def test_nothing_of_the_size_of_tokens_times_vocabulary_is_kept_for_backward() -> None:
+    hidden, weight, targets = tensors()
+    saved: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        saved.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        chunked_logprobs_entropy(hidden.requires_grad_(), weight.requires_grad_(), targets, chunk=2)
+    assert max(saved) == max(N * D, V * D)
+    assert len(saved) == 6
+
+
+def test_extreme_logits_stay_finite_and_a_certain_token_has_entropy_zero() -> None:
+    hidden = torch.tensor([[1.0]])
+    weight = torch.tensor([[1e4], [-1e4], [0.0]])
+    logprobs, entropy = chunked_logprobs_entropy(hidden, weight, torch.tensor([1]))
+    assert logprobs.item() == -2e4
+    assert entropy.item() == 0.0
+
+
+def test_an_empty_batch_gives_empty_results_and_zero_gradients() -> None:
+    hidden, weight, targets = tensors()
+    weight.requires_grad_()
+    logprobs, entropy = chunked_logprobs_entropy(hidden[:0], weight, targets[:0])
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() == 0
+
+
+def test_gradcheck_agrees() -> None:
+    hidden, weight, targets = tensors()
+    inverse = torch.linspace(0.5, 1.5, N).double()
+    assert torch.autograd.gradcheck(
+        lambda h, w: ChunkedHead.apply(h, w, targets, inverse, 3),
+        (hidden.requires_grad_(), weight.requires_grad_()),
+    )
+
+
+def test_shapes_and_temperatures_that_make_no_sense_are_refused() -> None:
+    hidden, weight, targets = tensors()
+    with pytest.raises(ValueError, match=r"must be \[N, D\], \[V, D\] and \[N\]"):
+        chunked_logprobs_entropy(hidden, weight.T, targets)
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        chunked_logprobs_entropy(hidden, weight, targets, chunk=0)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        chunked_logprobs_entropy(hidden, weight, targets, temperature=0.0)

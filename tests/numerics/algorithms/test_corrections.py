@@ -1,0 +1,145 @@
+"""Importance weights proximal / behavior against loops over plain floats, and the identities that tie them."""
+
+import math
+
+import pytest
+import torch
+from test_layout import LAYOUTS, Layout, Rows, assert_rows, compact, logprob_rows, near, ragged_mask
+
+from streamppo.algorithms.corrections import (
+    Correction,
+    Level,
+    Mode,
+    importance_weights,
+    log_weights,
+    second_moment_mask,
+    truncate_and_mask,
+)
+
+LEVELS: list[Level] = ["token", "sequence", "geometric"]
+MODES: list[Mode] = ["truncate", "mask", "off"]
+
+
+def slow_ratios(proximal: Rows, behavior: Rows, level: Level) -> Rows:
+    """exp of the token's, summed or averaged log-ratio, for compacted rows."""
+    result: Rows = []
+    for p, b in zip(proximal, behavior, strict=True):
+        d = [x - y for x, y in zip(p, b, strict=True)]
+        whole = {"sequence": sum(d), "geometric": sum(d) / max(len(d), 1)}
+        result.append([math.exp(x if level == "token" else whole[level]) for x in d])
+    return result
+
+
+def slow_weight(w: float, mode: Mode, cap: float, lo: float, hi: float) -> float:
+    if mode == "off":
+        return 1.0
+    return min(w, cap) if mode == "truncate" else (w if lo <= w <= hi else 0.0)
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_every_level_and_mode_equal_the_slow_ones(packed: bool, level: Level, mode: Mode) -> None:
+    mask = ragged_mask(1)
+    behavior = logprob_rows(mask, 3)
+    proximal = near(behavior, 4)
+    lay = Layout(mask, packed)
+    got = importance_weights(
+        lay.tensor(proximal), lay.tensor(behavior), lay.mask,
+        level=level, mode=mode, cap=1.1, lo=0.8, hi=1.2, cu_seqlens=lay.cu_seqlens,
+    )  # fmt: skip
+    ratios = slow_ratios(compact(proximal, mask), compact(behavior, mask), level)
+    expected = [[slow_weight(w, mode, 1.1, 0.8, 1.2) for w in row] for row in ratios]
+    assert_rows(lay.unmasked(got.weights), expected)
+    kept = [[float(mode != "mask" or 0.8 <= w <= 1.2) for w in row] for row in ratios]
+    assert_rows(lay.unmasked(got.keep), kept)
+    assert got.weights[~lay.mask].abs().sum() == 0
+    assert not got.keep[~lay.mask].any()
+    assert not got.weights.requires_grad
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_policies_give_weights_of_one(level: Level, mode: Mode) -> None:
+    mask = ragged_mask(1)
+    lay = Layout(mask, False)
+    same = lay.tensor(logprob_rows(mask, 3))
+    got = importance_weights(same, same, lay.mask, level=level, mode=mode)
+    assert torch.equal(got.weights, lay.mask.double())
+    assert torch.equal(got.keep, lay.mask)
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+@pytest.mark.parametrize("mask_level", ["sequence", "geometric"])
+def test_truncating_tokens_and_masking_responses_is_the_product_of_both(packed: bool, mask_level: str) -> None:
+    mask = ragged_mask(1)
+    behavior = logprob_rows(mask, 3)
+    proximal = near(behavior, 4)
+    lay = Layout(mask, packed)
+    level: Level = "sequence" if mask_level == "sequence" else "geometric"
+    got = truncate_and_mask(
+        lay.tensor(proximal), lay.tensor(behavior), lay.mask,
+        cap=1.1, mask_level=level, lo=0.93, hi=1.07, cu_seqlens=lay.cu_seqlens,
+    )  # fmt: skip
+    kept = compact(proximal, mask), compact(behavior, mask)
+    tokens, whole = slow_ratios(*kept, "token"), slow_ratios(*kept, level)
+    expected = [
+        [min(w, 1.1) if 0.93 <= W <= 1.07 else 0.0 for w, W in zip(*rows, strict=True)]
+        for rows in zip(tokens, whole, strict=True)
+    ]
+    assert_rows(lay.unmasked(got.weights), expected)
+    assert {x > 0 for row in expected for x in row} == {True, False}
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+@pytest.mark.parametrize("threshold", [0.0, 0.005, 0.02, 1.0])
+def test_m2po_drops_the_fewest_tokens_that_bring_the_second_moment_under_the_threshold(
+    packed: bool, threshold: float
+) -> None:
+    mask = ragged_mask(1)
+    behavior = logprob_rows(mask, 3)
+    proximal = near(behavior, 4)
+    lay = Layout(mask, packed)
+    got = second_moment_mask(
+        lay.tensor(proximal), lay.tensor(behavior), lay.mask, threshold=threshold, cu_seqlens=lay.cu_seqlens
+    )
+    ratios = slow_ratios(compact(proximal, mask), compact(behavior, mask), "token")
+    left = sorted(math.log(w) ** 2 for row in ratios for w in row)
+    while left and sum(left) / len(left) > threshold:
+        left.pop()
+    bound = left[-1] if left else -1.0
+    expected = [[w if math.log(w) ** 2 <= bound + 1e-15 else 0.0 for w in row] for row in ratios]
+    assert_rows(lay.unmasked(got.weights), expected)
+    assert int(got.keep.sum()) == len(left)
+
+
+def test_extreme_ratios_overflow_nowhere() -> None:
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    proximal, behavior = torch.tensor([[-1.0, -900.0]]), torch.tensor([[-900.0, -1.0]])
+    for level in LEVELS:
+        for mode in MODES:
+            got = importance_weights(proximal, behavior, mask, level=level, mode=mode)
+            assert got.weights.isfinite().all()
+    dropped = importance_weights(proximal, behavior, mask, level="token", mode="mask", hi=1e30)
+    assert dropped.keep.tolist() == [[False, False]]
+
+
+def test_an_open_band_drops_nothing_and_bad_knobs_are_refused() -> None:
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    one = torch.zeros(1, 2)
+    open_band = truncate_and_mask(one - 3, one - 1, mask, lo=0.0, hi=math.inf)
+    assert open_band.keep.all()
+    for knobs in ({"lo": 2.0, "hi": 1.0}, {"lo": -1.0}, {"lo": float("nan")}):
+        with pytest.raises(ValueError, match="the band needs"):
+            importance_weights(one, one, mask, level="token", mode="mask", **knobs)
+    with pytest.raises(ValueError, match="cap must be positive"):
+        importance_weights(one, one, mask, level="token", mode="truncate", cap=0.0)
+    with pytest.raises(ValueError, match="unknown mode"):
+        importance_weights(one, one, mask, level="token", mode="clip")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="unknown level"):
+        log_weights(one, one, mask, level="word")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="threshold"):
+        second_moment_mask(one, one, mask, threshold=-1.0)
+    with pytest.raises(ValueError, match="behavior_logprobs has shape"):
+        importance_weights(one, one[:, :1], mask, level="token", mode="off")
+    assert isinstance(second_moment_mask(one, one, ~mask), Correction)

@@ -1,0 +1,160 @@
+"""Diagnostics against loops over plain floats; they add over micro-batches and look before truncation."""
+
+import math
+
+import pytest
+import torch
+from test_layout import LAYOUTS, Layout, Mask, compact, logprob_rows, near, ragged_mask
+
+from streamppo.algorithms.diagnostics import (
+    LAG_BUCKETS,
+    Divergence,
+    off_policy,
+    off_policy_of,
+    off_policy_sums,
+    ratio_quantiles,
+    update_statistics_of,
+    update_sums,
+)
+
+
+def lag_rows(mask: Mask) -> list[list[float]]:
+    """Ages 0 to 11; a later token is younger, as when weights arrive in the middle of a response."""
+    return [[float(max(0, 11 - 3 * b - t)) for t in range(len(row))] for b, row in enumerate(mask)]
+
+
+def slow_bucket(lag: float) -> str:
+    return {0: "0", 1: "1", 2: "2", 3: "3-4", 4: "3-4"}.get(int(lag), "5-8" if lag <= 8 else "9+")
+
+
+def slow_divergence(tokens: list[tuple[float, float]], log_sequences: list[float]) -> Divergence:
+    w = [math.exp(p - b) for p, b in tokens]
+    W = [math.exp(x) for x in log_sequences]
+    n = len(w)
+    return Divergence(
+        tokens=n,
+        sequences=len(W),
+        ess_token=sum(w) ** 2 / (n * sum(x * x for x in w)),
+        ess_sequence=sum(W) ** 2 / (len(W) * sum(x * x for x in W)) if W else 0.0,
+        chi2_token=sum(x * x for x in w) / n - 1,
+        chi2_sequence=sum(x * x for x in W) / len(W) - 1 if W else 0.0,
+        k1=sum(b - p for p, b in tokens) / n,
+        k3=sum(x - 1 - math.log(x) for x in w) / n,
+        mean_abs_log_ratio=sum(abs(p - b) for p, b in tokens) / n,
+        rms_log_ratio=math.sqrt(sum((p - b) ** 2 for p, b in tokens) / n),
+        log_ppl_engine=-sum(b for _, b in tokens) / n,
+        log_ppl_learner=-sum(p for p, _ in tokens) / n,
+        fraction_high=sum(x > 1.2 for x in w) / n,
+        fraction_low=sum(x < 0.8 for x in w) / n,
+    )
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+def test_every_number_equals_its_definition_overall_and_by_lag(packed: bool) -> None:
+    mask = ragged_mask(1, 6)
+    behavior = logprob_rows(mask, 3)
+    proximal, lags = near(behavior, 4), lag_rows(mask)
+    lay = Layout(mask, packed)
+    lag = lay.raw(lags, 99.0).long()
+    got = off_policy(
+        lay.tensor(proximal), lay.tensor(behavior), lay.mask, lag, high=1.2, low=0.8, cu_seqlens=lay.cu_seqlens
+    )
+    by_bucket: dict[str, list[tuple[float, float]]] = {}
+    responses: dict[str, list[float]] = {}
+    rows = zip(compact(proximal, mask), compact(behavior, mask), compact(lags, mask), strict=True)
+    for p, b, ages in rows:
+        for x, y, age in zip(p, b, ages, strict=True):
+            by_bucket.setdefault(slow_bucket(age), []).append((x, y))
+        if ages:
+            responses.setdefault(slow_bucket(max(ages)), []).append(sum(p) - sum(b))
+    assert set(got.by_lag) == set(by_bucket)
+    assert len(by_bucket) >= 4
+    for name, tokens in by_bucket.items():
+        assert got.by_lag[name] == pytest.approx(slow_divergence(tokens, responses.get(name, [])))
+    everything = [x for tokens in by_bucket.values() for x in tokens]
+    whole = [x for sums in responses.values() for x in sums]
+    assert got.overall == pytest.approx(slow_divergence(everything, whole))
+    assert got.numerics == got.by_lag.get("0")
+
+
+def test_the_lag_buckets_are_0_1_2_3to4_5to8_and_9_or_more() -> None:
+    lag = torch.arange(12)[None]
+    zero = torch.zeros(1, 12)
+    got = off_policy(zero - 1, zero - 1, zero == 0, lag)
+    assert {name: d.tokens for name, d in got.by_lag.items()} == dict(zip(LAG_BUCKETS, (1, 1, 1, 2, 4, 3), strict=True))
+
+
+def test_numerics_look_at_lag_zero_alone_so_that_drift_does_not_hide_a_broken_engine() -> None:
+    behavior, mask = torch.full((1, 4), -1.0), torch.ones(1, 4, dtype=torch.bool)
+    drifted = torch.tensor([[-1.0, -1.0, -1.7, -0.2]])
+    got = off_policy(drifted, behavior, mask, torch.tensor([[0, 0, 3, 9]]))
+    assert got.numerics is not None
+    assert got.numerics.mean_abs_log_ratio == 0
+    assert got.overall.mean_abs_log_ratio > 0.3
+    assert off_policy(drifted, behavior, mask, torch.ones(1, 4, dtype=torch.long)).numerics is None
+
+
+def test_equal_policies_have_ess_one_and_no_divergence() -> None:
+    x = torch.full((2, 3), -0.7)
+    got = off_policy(x, x, torch.ones(2, 3).bool(), torch.zeros(2, 3, dtype=torch.long)).overall
+    assert (got.ess_token, got.ess_sequence, got.chi2_token, got.k1, got.k3) == (1.0, 1.0, 0.0, 0.0, 0.0)
+    assert got.log_ppl_engine == got.log_ppl_learner == pytest.approx(0.7)
+
+
+def test_a_collapsed_run_shows_because_weights_are_not_truncated_first() -> None:
+    behavior, proximal = torch.full((1, 100), -9.0), torch.full((1, 100), -9.0)
+    proximal[0, 0] = -0.1
+    mask = torch.ones(1, 100, dtype=torch.bool)
+    got = off_policy(proximal, behavior, mask, torch.zeros(1, 100, dtype=torch.long)).overall
+    assert got.ess_token < 0.02
+    assert got.chi2_token > 1e4
+
+
+def test_sums_add_over_micro_batches_and_an_empty_batch_is_zeros() -> None:
+    mask = ragged_mask(1, 6)
+    behavior = logprob_rows(mask, 3)
+    lay = Layout(mask, False)
+    p, b = lay.tensor(near(behavior, 4)), lay.tensor(behavior)
+    lag = lay.raw(lag_rows(mask), 0.0).long()
+    parts = [off_policy_sums(p[s], b[s], lay.mask[s], lag[s]) for s in (slice(0, 3), slice(3, None))]
+    assert off_policy_of(sum(parts[1:], parts[0])).overall == pytest.approx(off_policy(p, b, lay.mask, lag).overall)
+    empty = off_policy(p, b, torch.zeros_like(lay.mask), lag)
+    assert set(empty.overall) == {0.0}
+    assert empty.by_lag == {}
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+def test_update_statistics_and_ratio_quantiles_equal_their_definitions(packed: bool) -> None:
+    mask = ragged_mask(1)
+    proximal = logprob_rows(mask, 3)
+    current = near(proximal, 5)
+    lay = Layout(mask, packed)
+    pairs = [
+        (c, p)
+        for rows in zip(compact(current, mask), compact(proximal, mask), strict=True)
+        for c, p in zip(*rows, strict=True)
+    ]
+    r = [math.exp(c - p) for c, p in pairs]
+    ratio = lay.raw(
+        [[math.exp(c - p) for c, p in zip(*rows, strict=True)] for rows in zip(current, proximal, strict=True)], 1.0
+    )
+    clipped = (ratio > 1.2) | (ratio < 0.8)
+    sums = update_sums(lay.tensor(current), lay.tensor(proximal), lay.mask, clipped, cu_seqlens=lay.cu_seqlens)
+    got = update_statistics_of(sums)
+    n = len(r)
+    assert got == pytest.approx(
+        (
+            n,
+            -sum(math.log(x) for x in r) / n,
+            sum(x - 1 - math.log(x) for x in r) / n,
+            sum(x > 1.2 for x in r) / n,
+            sum(x < 0.8 for x in r) / n,
+            sum(r) / n,
+        )
+    )
+    assert got.clip_fraction_high > 0
+    assert got.clip_fraction_low > 0
+    ordered = sorted(r)
+    quantiles = ratio_quantiles(ratio, lay.mask, at=(0.0, 0.5, 1.0))
+    assert quantiles == pytest.approx((ordered[0], ordered[round(0.5 * (n - 1))], ordered[-1]))
+    assert ratio_quantiles(ratio, torch.zeros_like(lay.mask)) == (0.0, 0.0, 0.0)

@@ -1,0 +1,106 @@
+"""Group estimators against the statistics module, and what becomes of groups that teach nothing."""
+
+import statistics
+
+import pytest
+import torch
+from test_layout import LAYOUTS, Layout, assert_rows, compact, ragged_mask, random_rows
+
+from streamppo.algorithms import groups
+
+SCORES = [1.0, 0.0, 0.3, 0.1, 0.1, 0.1, 0.9, 0.0, 1.0, 0.0]
+GROUPS = [5, 5, 9, 2, 2, 2, 5, 7, 7, 7]
+
+
+def by_group(f: "dict[int, list[float]]") -> list[float]:
+    iterators = {g: iter(x) for g, x in f.items()}
+    return [next(iterators[g]) for g in GROUPS]
+
+
+def members() -> dict[int, list[float]]:
+    return {g: [s for s, h in zip(SCORES, GROUPS, strict=True) if h == g] for g in set(GROUPS)}
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(SCORES, dtype=torch.float64), torch.tensor(GROUPS)
+
+
+def approx(x: list[float]) -> object:
+    return pytest.approx(x, rel=1e-9, abs=1e-9)
+
+
+def test_grpo_divides_by_the_groups_standard_deviation() -> None:
+    unbiased, biased = {}, {}
+    for g, x in members().items():
+        mean = statistics.fmean(x)
+        std = statistics.stdev(x) if len(x) > 1 else 0.0
+        unbiased[g] = [(s - mean) / (std + 1e-6) for s in x]
+        biased[g] = [(s - mean) / (statistics.pstdev(x) + 1e-6) for s in x]
+    assert groups.grpo(*tensors()).tolist() == approx(by_group(unbiased))
+    assert groups.grpo(*tensors(), unbiased=False).tolist() == approx(by_group(biased))
+
+
+def test_dr_grpo_subtracts_the_mean_and_rloo_the_mean_of_the_others() -> None:
+    centred = {g: [s - statistics.fmean(x) for s in x] for g, x in members().items()}
+    others = {g: [s - (sum(x) - s) / (len(x) - 1) if len(x) > 1 else 0.0 for s in x] for g, x in members().items()}
+    assert groups.dr_grpo(*tensors()).tolist() == approx(by_group(centred))
+    assert groups.rloo(*tensors()).tolist() == approx(by_group(others))
+
+
+def test_maxrl_weighs_a_prompt_by_one_over_its_success_rate() -> None:
+    expected = {}
+    for g, x in members().items():
+        mean = statistics.fmean(x)
+        expected[g] = [(s - mean) / mean if mean > 0 else 0.0 for s in x]
+    assert groups.maxrl(*tensors()).tolist() == approx(by_group(expected))
+    assert groups.maxrl(torch.zeros(3), torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="scores >= 0"):
+        groups.maxrl(torch.tensor([-1.0, 1.0]), torch.zeros(2))
+
+
+def test_zero_variance_finds_groups_that_scored_the_same_and_groups_of_one() -> None:
+    got = groups.zero_variance(*tensors())
+    assert got.tolist() == [g in (2, 9) for g in GROUPS]
+    assert groups.zero_variance(torch.tensor([0.5, 0.6]), torch.zeros(2), tolerance=0.2).tolist() == [True, True]
+
+
+def test_a_group_without_variance_gets_advantages_of_zero_in_every_estimator() -> None:
+    scores, ids = torch.full((6,), 0.1), torch.zeros(6)
+    for estimator in (groups.grpo, groups.dr_grpo, groups.rloo, groups.maxrl):
+        assert estimator(scores, ids).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+def test_reinforce_plus_plus_whitens_discounted_returns_over_the_batch(packed: bool) -> None:
+    mask = ragged_mask()
+    rewards = random_rows(mask, 1)
+    lay = Layout(mask, packed)
+    to_go = [
+        [sum(0.9 ** (u - t) * r[u] for u in range(t, len(r))) for t in range(len(r))] for r in compact(rewards, mask)
+    ]
+    flat = [x for row in to_go for x in row]
+    mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+    got = groups.reinforce_plus_plus(lay.tensor(rewards), lay.mask, gamma=0.9, cu_seqlens=lay.cu_seqlens)
+    assert_rows(lay.unmasked(got), [[(x - mean) / std for x in row] for row in to_go], 1e-6)
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+def test_reinforce_plus_plus_baseline_centres_by_group_and_scales_by_batch(packed: bool) -> None:
+    mask = ragged_mask()
+    lay = Layout(mask, packed)
+    scores, ids = [1.0, 0.0, 0.0, 1.0, 1.0, 0.5], [0, 0, 1, 1, 1, 0]
+    mean = {0: 0.5, 1: 2 / 3}
+    rows = [[s - mean[g] for m in row if m] for s, g, row in zip(scores, ids, mask, strict=True)]
+    flat = [x for row in rows for x in row]
+    centre, std = statistics.fmean(flat), statistics.pstdev(flat)
+    got = groups.reinforce_plus_plus_baseline(
+        torch.tensor(scores, dtype=torch.float64), torch.tensor(ids), lay.mask, cu_seqlens=lay.cu_seqlens
+    )
+    assert_rows(lay.unmasked(got), [[(x - centre) / std for x in row] for row in rows], 1e-6)
+
+
+def test_scores_that_are_not_numbers_or_do_not_fit_their_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="must both be"):
+        groups.rloo(torch.zeros(3), torch.zeros(2))
+    with pytest.raises(ValueError, match="scores must be finite"):
+        groups.grpo(torch.tensor([1.0, float("nan")]), torch.zeros(2))

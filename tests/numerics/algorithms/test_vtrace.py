@@ -1,0 +1,155 @@
+"""V-trace against its definition, against rlax's published numbers, and against GAE where rho is 1."""
+
+import math
+
+import pytest
+import torch
+from test_layout import LAYOUTS, Layout, assert_rows, compact, logprob_rows, near, ragged_mask, random_rows
+
+from streamppo.algorithms.advantages import gae
+from streamppo.algorithms.vtrace import TraceClip, log_rho, vtrace
+
+Row = list[float]
+
+
+def slow_vtrace(
+    rewards: Row, values: Row, bootstrap: float, rho: Row, clip: TraceClip, *, gamma: float, lam: float
+) -> tuple[Row, Row]:
+    """(advantages, returns) of one compacted sequence, from the double sum."""
+    T = len(values)
+    following = [*values, bootstrap][1:]
+    delta = [min(clip.rho_bar, rho[t]) * (rewards[t] + gamma * following[t] - values[t]) for t in range(T)]
+    returns: list[float] = []
+    for s in range(T):
+        total = 0.0
+        for t in range(s, T):
+            if clip.kind == "step":
+                trace = math.prod(min(clip.c_bar, rho[i]) for i in range(s, t))
+            else:
+                trace = min(clip.c_bar, math.prod(rho[i] for i in range(s, t)))
+            total += (gamma * lam) ** (t - s) * trace * delta[t]
+        returns.append(values[s] + total)
+    next_returns = [*returns, bootstrap][1:]
+    weight = [1.0 if clip.rho_bar_pg is None else min(clip.rho_bar_pg, r) for r in rho]
+    advantages = [
+        weight[t] * (rewards[t] + gamma * (lam * next_returns[t] + (1 - lam) * following[t]) - values[t])
+        for t in range(T)
+    ]
+    return advantages, returns
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+@pytest.mark.parametrize("lam", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        TraceClip(),
+        TraceClip(1.2, 1.1, "step", 1.5),
+        TraceClip(kind="cumulative"),
+        TraceClip(1.3, 1.2, "cumulative", 2.0),
+    ],
+    ids=str,
+)
+def test_vtrace_equals_its_double_sum_on_the_compacted_sequence(packed: bool, lam: float, clip: TraceClip) -> None:
+    mask = ragged_mask(2)
+    rewards, values, behavior = random_rows(mask, 1), random_rows(mask, 2), logprob_rows(mask, 3)
+    proximal = near(behavior, 4)
+    bootstrap = [0.3 * b for b in range(len(mask))]
+    lay = Layout(mask, packed)
+    log_rhos = log_rho(lay.tensor(proximal), lay.tensor(behavior), lay.mask, cu_seqlens=lay.cu_seqlens)
+    got = vtrace(
+        lay.tensor(rewards), lay.tensor(values), lay.mask, torch.tensor(bootstrap, dtype=torch.float64), log_rhos,
+        gamma=0.95, lam=lam, clip=clip, cu_seqlens=lay.cu_seqlens,
+    )  # fmt: skip
+    pairs = zip(compact(proximal, mask), compact(behavior, mask), strict=True)
+    rho = [[math.exp(p - b) for p, b in zip(*pb, strict=True)] for pb in pairs]
+    slow = [
+        slow_vtrace(r, v, b, w, clip, gamma=0.95, lam=lam)
+        for r, v, b, w in zip(compact(rewards, mask), compact(values, mask), bootstrap, rho, strict=True)
+    ]
+    assert_rows(lay.unmasked(got.advantages), [advantages for advantages, _ in slow])
+    assert_rows(lay.unmasked(got.returns), [returns for _, returns in slow])
+    assert got.advantages[~lay.mask].abs().sum() == 0
+
+
+def test_vtrace_gives_the_published_numbers_of_rlax() -> None:
+    """The inputs and expected arrays of google-deepmind/rlax, rlax/_src/vtrace_test.py."""
+    behavior = torch.tensor(
+        [
+            [[8.9, 0.7], [5.0, 1.0], [0.6, 0.1], [-0.9, -0.1]],
+            [[0.3, -5.0], [1.0, -8.0], [0.3, 1.7], [4.7, 3.3]],
+        ]
+    ).log_softmax(-1)
+    target = torch.tensor(
+        [
+            [[0.4, 0.5], [9.2, 8.8], [0.7, 4.4], [7.9, 1.4]],
+            [[1.0, 0.9], [1.0, -1.0], [-4.3, 8.7], [0.8, 0.3]],
+        ]
+    ).log_softmax(-1)
+    actions = torch.tensor([[0, 1, 0, 0], [1, 0, 0, 1]])[..., None]
+    rewards = torch.tensor([[-1.3, -1.3, 2.3, 42.0], [1.3, 5.3, -3.3, -5.0]])
+    discounts = torch.tensor([[0.0, 0.89, 0.85, 0.99], [0.88, 1.0, 0.83, 0.95]])
+    values = torch.tensor([[2.1, 1.1, -3.1, 0.0], [3.1, 0.1, -1.1, 7.4]])
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    log_rhos = log_rho(target.gather(-1, actions)[..., 0], behavior.gather(-1, actions)[..., 0], mask)
+    got = vtrace(
+        rewards, values, mask, torch.tensor([8.4, -1.2]), log_rhos,
+        gamma=discounts, lam=1.0, clip=TraceClip(rho_bar_pg=1.0),
+    )  # fmt: skip
+    errors = [[-1.6155143, -3.4973226, 1.8670533, 50.316002], [1.4662437, 3.6116405, -8.3327293e-5, -13.54]]
+    advantages = [
+        [-1.6155143, -3.4973226, 1.8670534, 50.316002],
+        [1.4662433, 3.6116405, -8.3369283e-05, -13.54],
+    ]
+    for b in range(2):
+        assert (got.returns - values)[b].tolist() == pytest.approx(errors[b], rel=1e-3, abs=1e-6)
+        assert got.advantages[b].tolist() == pytest.approx(advantages[b], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("packed", LAYOUTS)
+@pytest.mark.parametrize("kind", ["step", "cumulative"])
+def test_vtrace_with_all_rho_one_is_gae(packed: bool, kind: str) -> None:
+    mask = ragged_mask(4)
+    lay = Layout(mask, packed)
+    rewards, values = lay.tensor(random_rows(mask, 1)), lay.tensor(random_rows(mask, 2))
+    same = lay.tensor(logprob_rows(mask, 3))
+    bootstrap = torch.linspace(0, 1, len(mask)).double()
+    clip = TraceClip(kind="step" if kind == "step" else "cumulative", rho_bar_pg=1.0)
+    rhos = log_rho(same, same, lay.mask, cu_seqlens=lay.cu_seqlens)
+    got = vtrace(rewards, values, lay.mask, bootstrap, rhos, gamma=0.98, lam=0.9, clip=clip, cu_seqlens=lay.cu_seqlens)
+    expected = gae(rewards, values, lay.mask, bootstrap, gamma=0.98, lam=0.9, cu_seqlens=lay.cu_seqlens)
+    torch.testing.assert_close(got.advantages, expected.advantages)
+    torch.testing.assert_close(got.returns, expected.returns)
+
+
+def test_tokens_of_the_learners_own_version_have_rho_exactly_one() -> None:
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    proximal, behavior = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.1, -1.2, -1.3]])
+    got = log_rho(proximal, behavior, mask, lag=torch.tensor([[0, 1, 0]]))
+    assert got.tolist() == [[0.0, pytest.approx(0.2), 0.0]]
+
+
+def test_credit_decays_under_stepwise_clipping_and_survives_cumulative_clipping() -> None:
+    """The claim in the docstring: with log-ratio noise of 0.05 the half-life of stepwise clipping is about 35."""
+    T = 700
+    noise = 0.05 * torch.randn(64, T, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.ones(64, T, dtype=torch.bool)
+    rewards = torch.zeros(64, T, dtype=torch.float64)
+    rewards[:, -1] = 1.0
+    zeros = torch.zeros(64, dtype=torch.float64)
+
+    def credit(kind: TraceClip) -> float:
+        got = vtrace(rewards, torch.zeros_like(rewards), mask, zeros, noise, gamma=1.0, clip=kind)
+        return float(got.returns[:, 0].mean())
+
+    half_lives = T / 35
+    assert credit(TraceClip()) == pytest.approx(2.0**-half_lives, rel=0.9)
+    assert credit(TraceClip(kind="cumulative")) > 0.3
+
+
+def test_bad_trace_clips_are_refused() -> None:
+    one = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="c_bar >= 1"):
+        vtrace(one, one, one == 0, one[:, 0], one, gamma=1.0, clip=TraceClip(c_bar=0.9, kind="cumulative"))
+    with pytest.raises(ValueError, match=r"unknown clip\.kind"):
+        vtrace(one, one, one == 0, one[:, 0], one, gamma=1.0, clip=TraceClip(kind="both"))  # pyright: ignore

@@ -1,0 +1,185 @@
+"""Rows end to end, as flash-attn reads them: every row is scored as if it were alone."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import learner_case as case
+import pytest
+import torch
+from transformers import modeling_flash_attention_utils
+
+from streamppo.config.sections import FLASH
+from streamppo.errors import ConfigError, ModelError
+from streamppo.learner import attention, pretrained
+from streamppo.learner.batch import Packed, micro_batches, pack
+from streamppo.learner.policy import Policy, Scored
+
+
+class Call(NamedTuple):
+    """What one layer asked flash-attn for."""
+
+    bounds: list[int]
+    longest: int
+    causal: bool
+    tokens: int
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """flash-attn 2 as transformers finds it, in plain torch: the package itself cannot be had without CUDA."""
+    calls: list[Call] = []
+
+    def varlen(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        deterministic: bool,
+    ) -> torch.Tensor:
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
+        assert max_seqlen_q == max_seqlen_k and isinstance(max_seqlen_q, int)
+        bounds = cu_seqlens_q.tolist()
+        calls.append(Call(bounds, max_seqlen_q, causal, len(q)))
+        rows = [[x[None, start:end].transpose(1, 2) for x in (q, k, v)] for start, end in pairwise(bounds)]
+        attend: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
+        done = [attend(*row, is_causal=causal, scale=softmax_scale, enable_gqa=True) for row in rows]
+        return torch.cat([row.transpose(1, 2)[0] for row in done])
+
+    flash_utils: Any = modeling_flash_attention_utils
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *a, **k: (None, varlen, None, None, None))
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True)
+    return calls
+
+
+def policy(folder: Path, implementation: str, layout: attention.Layout) -> Policy:
+    """The model in `folder` with a critic that is not zero, in float32."""
+    torch.manual_seed(9)
+    made = Policy(pretrained.read(folder, implementation), 0.7, layout=layout)
+    torch.nn.init.normal_(made.value_head.weight)
+    return made
+
+
+def alone(rows: Packed) -> list[Packed]:
+    return [rows.rows(torch.tensor([row])) for row in range(len(rows.start_B))]
+
+
+def assert_scores_rows_as_if_alone(made: Policy, expected: Policy, rows: Packed, atol: float) -> None:
+    scored = made(rows, "both")
+    for row, single in enumerate(alone(rows)):
+        length, one = int(single.length_B), expected(single, "both")
+        for name in ("logprobs_BT", "entropy_BT", "values_BT"):
+            got, want = getattr(scored, name)[row], getattr(one, name)[0]
+            torch.testing.assert_close(got[:length], want, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+            assert not got[length:].any()
+        torch.testing.assert_close(scored.bootstrap_B[row], one.bootstrap_B[0], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("layout", [attention.padded, attention.joined])
+def test_no_row_sees_another(folder: Path, implementation: str, layout: attention.Layout) -> None:
+    with torch.no_grad():
+        made, plain = policy(folder, implementation, layout), policy(folder, "eager", attention.padded)
+        assert_scores_rows_as_if_alone(made, plain, pack(case.batch()), atol=2e-5)
+
+
+def test_flash_attention_gets_the_bounds_of_every_row_and_no_padding(folder: Path, flash: list[Call]) -> None:
+    rows = pack(case.batch())
+    made = policy(folder, "flash_attention_2", attention.layout("flash_attention_2"))
+    with torch.no_grad():
+        assert_scores_rows_as_if_alone(made, policy(folder, "eager", attention.padded), rows, atol=2e-5)
+    widths = (rows.start_B + rows.length_B).tolist()
+    bounds = [sum(widths[:row]) for row in range(len(widths) + 1)]
+    assert len(flash) == 2
+    assert set(map(str, flash)) == {str(Call(bounds, max(widths), True, sum(widths)))}
+
+
+def test_gradients_are_those_of_padded_rows(folder: Path, flash: list[Call]) -> None:
+    def gradients(implementation: str) -> dict[str, torch.Tensor]:
+        made = policy(folder, implementation, attention.layout(implementation))
+        scored: Scored = made(pack(case.batch()), "both")
+        (scored.logprobs_BT.sum() + scored.values_BT.square().sum() + scored.bootstrap_B.sum()).backward()
+        return {name: parameter.grad for name, parameter in made.named_parameters() if parameter.grad is not None}
+
+    expected = gradients("sdpa")
+    made = gradients("flash_attention_2")
+    assert flash and made.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(made[name], gradient, rtol=0, atol=1e-5 * gradient.abs().max().item(), msg=name)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alone(
+    folder: Path, flash: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("model.dtype=bfloat16", "learner.micro_batch_tokens=40", "learner.epochs=2")
+    results = {}
+    for choice in ("sdpa", "flash_attention_2"):
+        monkeypatch.setattr(attention, "choose", lambda config, device, choice=choice: choice)
+        updater = case.updater(case.config_of(*options), folder)
+        results[choice] = updater.update(pack(case.batch())).metrics
+    rows = pack(case.batch())
+    widths_B, every = rows.start_B + rows.length_B, torch.arange(case.BATCH)
+    (plan,), (wasteful,) = (micro_batches(every, widths_B, 40, 1, padded=padded) for padded in (False, True))
+    passes = [call.tokens for call in flash[::2]]
+    assert passes == 3 * [int(widths_B[piece].sum()) for piece in plan]
+    assert max(passes) <= 40 and len(plan) < len(wasteful)
+    for name in ("policy_loss", "value_loss", "entropy", "grad_norm"):
+        assert results["flash_attention_2"][name] == pytest.approx(results["sdpa"][name], rel=0.05, abs=0.02), name
+
+
+# --- the choice ----------------------------------------------------------------------------------------------
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, capability: int, there: set[str], *overrides: str) -> str:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(attention, "installed", lambda name: name in there)
+    attention._warn.cache_clear()
+    return attention.choose(case.config_of(*overrides).model, "cuda")
+
+
+BF16 = "model.dtype=bfloat16"
+TWO, THREE, FOUR = FLASH
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("capability", "there", "expected"),
+    [
+        (9, {TWO, THREE, FOUR}, FOUR),
+        (9, {TWO, THREE}, THREE),
+        (8, {TWO, THREE, FOUR}, TWO),
+        (12, {FOUR}, "sdpa"),
+        (7, {TWO}, "sdpa"),
+    ],
+)
+def test_auto_takes_the_newest_flash_attention_that_runs(
+    monkeypatch: pytest.MonkeyPatch, capability: int, there: set[str], expected: str
+) -> None:
+    assert chosen(monkeypatch, capability, there, BF16) == expected
+    assert chosen(monkeypatch, capability, there, BF16, "model.attention=eager") == "eager"
+    assert chosen(monkeypatch, capability, there) == "sdpa"
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_fallback_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chosen(monkeypatch, 9, set(), BF16) == "sdpa"
+    attention.choose(case.config_of(BF16).model, "cuda")
+    assert capsys.readouterr().out.count("no flash-attn") == 1
+    assert chosen(monkeypatch, 9, set()) == "sdpa"
+    assert capsys.readouterr().out == ""
+
+
+def test_flash_attention_where_there_is_none_is_refused_in_a_sentence(folder: Path) -> None:
+    with pytest.raises(ConfigError, match='needs dtype = "bfloat16"'):
+        case.config_of("model.attention=flash_attention_2")
+    with pytest.raises(ModelError, match=r"FlashAttention2 .* doesn't seem to be installed"):
+        pretrained.read(folder, "flash_attention_2")

@@ -1,0 +1,264 @@
+"""What a checkpoint brings back, whatever goes on beside its writing; who is told when it cannot be written."""
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import learner_case as case
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+
+from streamppo import durable
+from streamppo.errors import CheckpointError
+from streamppo.learner import checkpoint, manifest, optimizer
+from streamppo.learner.batch import pack
+from streamppo.learner.checkpoint import Saver
+from streamppo.learner.manifest import State
+from streamppo.learner.update import Updater
+from streamppo.weights.transport import Pushed
+
+ALONE = pytest.mark.usefixtures("alone")
+
+
+def pushed(digest: str = "") -> Future[Pushed]:
+    """A push that has come to its end."""
+    done = Future[Pushed]()
+    done.set_result(Pushed(digest, 0.0))
+    return done
+
+
+def saver_of(updater: Updater) -> Saver:
+    return Saver(dist.new_group(backend="gloo"), updater.config.checkpoint)
+
+
+def state_of(updater: Updater, version: int = 1) -> State:
+    ranks = dist.get_world_size()
+    return State(version=version, digest="", ranks=ranks, beta=updater.beta, bad_steps=updater.bad_steps)
+
+
+def started(saver: Saver, updater: Updater, folder: Path, version: int = 1) -> None:
+    saver.start(folder, state_of(updater, version), updater.policy, updater.optimizer, pushed())
+
+
+def adamw(config: Any, folder: Path) -> Updater:
+    """With an optimizer that has a memory."""
+    updater = case.updater(config, folder)
+    updater.optimizer = optimizer.adamw(updater.policy, config)
+    return updater
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set no byte of a checkpoint is written."""
+    opened, save = threading.Event(), state_dict_saver.save
+
+    def held(*arguments: Any, **words: Any) -> Any:
+        assert opened.wait(60)
+        return save(*arguments, **words)
+
+    monkeypatch.setattr(state_dict_saver, "save", held)
+    yield opened
+    opened.set()
+
+
+# --- what comes back -----------------------------------------------------------------------------------------
+
+
+def carried_over(one: Updater, two: Updater, folder: Path) -> State:
+    """Save `one` as version 1 and load it into `two`."""
+    saver = saver_of(one)
+    started(saver, one, folder)
+    saver.wait()
+    return checkpoint.load(folder / "00000001", two.policy, two.optimizer)
+
+
+@ALONE
+def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(folder: Path, tmp_path: Path) -> None:
+    config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01")
+    one, two = (case.updater(config, folder) for _ in range(2))
+    one.update(pack(case.batch()))
+    one.bad_steps = 2
+    state = carried_over(one, two, tmp_path)
+    assert (state.version, state.beta, state.bad_steps) == (1, one.beta, 2)
+    assert one.beta != 0.1
+    two.remember(state.beta, state.bad_steps)
+    assert two.bad_steps == 2
+    one.update(pack(case.batch(seed=1)))
+    two.update(pack(case.batch(seed=1)))
+    assert two.beta == one.beta
+    expected = case.whole(one.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+@ALONE
+def test_settings_are_those_of_the_configuration_and_not_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    changes = ["learner.lr=0.5", "algorithm.critic.lr=0.7", "learner.betas=[0.5, 0.6]", "learner.weight_decay=0.3"]
+    one, two = (case.updater(case.config_of(*some), folder) for some in ([], changes))
+    for updater in (one, two):
+        updater.optimizer = optimizer.adamw(updater.policy, updater.config)
+    carried_over(one, two, tmp_path)
+    optimizer.configure(two.optimizer, two.config)
+    settings = [
+        (group["full_lr"], tuple(group["betas"]), group["weight_decay"]) for group in two.optimizer.param_groups
+    ]
+    assert settings == [(0.5, (0.5, 0.6), 0.3), (0.7, (0.5, 0.6), 0.3)]
+
+
+@ALONE
+@pytest.mark.parametrize(
+    ("change", "beta"),
+    [
+        ([], 0.1),
+        (["algorithm.kl.target=0.5"], 0.7),
+        (["algorithm.kl.reward_beta=0.2"], 0.2),
+    ],
+    ids=["fixed", "adapted", "changed"],
+)
+def test_only_a_beta_that_adapts_itself_goes_on_from_where_it_was(folder: Path, change: list[str], beta: float) -> None:
+    updater = case.updater(case.config_of("algorithm.kl.reward_beta=0.1", *change), folder)
+    updater.remember(0.7, 0)
+    assert updater.beta == beta
+    updater.remember(0.0, 0)
+    assert updater.beta == beta, "a penalty that was off before begins as the configuration says"
+
+
+@ALONE
+@pytest.mark.parametrize(
+    "choices",
+    [[], ["algorithm.advantage.kind=rloo"], ["algorithm.critic.model=policy", "algorithm.critic.warmup_updates=9"]],
+    ids=["all learn", "no critic", "the policy stands still"],
+)
+def test_a_checkpoint_is_whole_whatever_has_not_learned_yet(folder: Path, tmp_path: Path, choices: list[str]) -> None:
+    one, two = (case.updater(case.config_of(*choices), folder) for _ in range(2))
+    for updater in (one, two):
+        updater.optimizer = optimizer.adamw(updater.policy, updater.config)
+    one.update(pack(case.batch()))
+    carried_over(one, two, tmp_path)
+    for updater in (one, two):
+        updater.update(pack(case.batch(version=30, min_version=28)))
+    expected = case.whole(one.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
+
+
+@ALONE
+def test_moments_made_at_the_start_are_those_made_at_the_first_gradient(folder: Path) -> None:
+    one, two = (case.updater(case.config_of("learner.minibatches=3"), folder) for _ in range(2))
+    one.optimizer, learner = optimizer.adamw(one.policy, one.config), one.config.learner
+    two.optimizer = torch.optim.AdamW(two.policy.parameters(), learner.lr, learner.betas, weight_decay=0.0)
+    for updater in (one, two):
+        updater.update(pack(case.batch()))
+    expected = case.whole(two.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(one.policy).items())
+
+
+@ALONE
+def test_what_is_saved_is_the_state_at_the_call_though_updates_run_before_it_is_written(
+    folder: Path, tmp_path: Path, gate: threading.Event
+) -> None:
+    config = case.config_of("learner.lr=0.01")
+    one, two = adamw(config, folder), adamw(config, folder)
+    saver = saver_of(one)
+    one.update(pack(case.batch()))
+    two.update(pack(case.batch()))
+    expected, drawn = case.whole(one.policy), torch.get_rng_state()
+    started(saver, one, tmp_path)
+    torch.rand(3)
+    one.update(pack(case.batch(seed=1)))
+    later = case.whole(one.policy)
+    gate.set()
+    saver.wait()
+    assert any(not torch.equal(expected[name], tensor) for name, tensor in later.items())
+    checkpoint.load(tmp_path / "00000001", one.policy, one.optimizer)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for name, tensor in case.whole(one.policy).items():
+        assert torch.equal(expected[name], tensor), name
+    # The optimizer's moments too: the next update is the one that the other learner makes.
+    one.update(pack(case.batch(seed=2)))
+    two.update(pack(case.batch(seed=2)))
+    expected = case.whole(two.policy)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(one.policy).items())
+
+
+# --- beside training -----------------------------------------------------------------------------------------
+
+
+@ALONE
+def test_one_checkpoint_at_a_time_and_none_is_left_out(
+    folder: Path, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    get, settle = checkpoint.get_state_dict, durable.settle
+    monkeypatch.setattr(checkpoint, "get_state_dict", lambda *some: (happened.append("copied"), get(*some))[1])
+    monkeypatch.setattr(durable, "settle", lambda path: (happened.append(path.name), settle(path)))
+    updater = case.updater(case.config_of(), folder)
+    saver = saver_of(updater)
+    started(saver, updater, tmp_path, 1)
+    threading.Timer(0.3, gate.set).start()
+    started(saver, updater, tmp_path, 2)
+    started(saver, updater, tmp_path, 2)
+    saver.wait()
+    names = [what for what in happened if what != manifest.MANIFEST]
+    assert names == ["copied", "00000001", "copied", "00000002"]
+    assert [path.name for path in manifest.complete(tmp_path)] == ["00000001", "00000002"]
+
+
+@ALONE
+def test_a_checkpoint_counts_only_when_its_version_is_published(folder: Path, tmp_path: Path) -> None:
+    updater, push = case.updater(case.config_of(), folder), Future[Pushed]()
+    saver = saver_of(updater)
+    saver.start(tmp_path, state_of(updater), updater.policy, updater.optimizer, push)
+    dist.barrier()
+    saver.check()
+    assert manifest.complete(tmp_path) == []
+    push.set_result(Pushed("its digest", 1.0))
+    saver.wait()
+    assert manifest.verify(tmp_path / "00000001").digest == "its digest"
+
+
+@ALONE
+@pytest.mark.parametrize("ask", [Saver.wait, Saver.check], ids=["wait", "check"])
+def test_a_checkpoint_that_cannot_be_written_is_told_with_its_reason(
+    folder: Path, tmp_path: Path, ask: Callable[[Saver], None]
+) -> None:
+    updater = case.updater(case.config_of(), folder)
+    saver, there = saver_of(updater), tmp_path / "checkpoints"
+    there.write_text("in the way")
+    started(saver, updater, there)
+    saver._thread.shutdown()
+    with pytest.raises(CheckpointError, match=r"checkpoints/00000001: cannot be written: .*(exists|Not a directory)"):
+        ask(saver)
+
+
+def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    with case.group(rank, ranks, store):
+        updater = case.updater(case.config_of(f"learner.ranks={ranks}"), folder)
+        saver, push = saver_of(updater), Future[Pushed]()
+        torch.manual_seed(rank)
+        # Rank 0 alone waits for the push before it gives the name; the others ask again in the meantime.
+        threading.Timer(1.0, push.set_result, [Pushed("", 0.0)]).start()
+        for _ in range(2):
+            saver.start(out, state_of(updater), updater.policy, updater.optimizer, push)
+        drawn = torch.rand(4)
+        saver.wait()
+        dist.barrier()
+        checkpoint.load(out / "00000001", updater.policy, updater.optimizer)
+        assert torch.equal(torch.rand(4), drawn), "another rank's random numbers"
+        (out / f"rank-{rank}").touch()
+
+
+def test_every_rank_gets_its_own_random_numbers_and_nobody_saves_alone(folder: Path, tmp_path: Path) -> None:
+    context, out = multiprocessing.get_context("spawn"), tmp_path / "checkpoints"
+    workers = [
+        context.Process(target=_rank, args=(rank, 2, tmp_path / "store", folder, out), daemon=True) for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [(out / f"rank-{rank}").exists() for rank in range(2)] == [True, True]

@@ -1,0 +1,368 @@
+"""Splitting an update differently (micro-batches, ranks, one pass or two) changes nothing beyond rounding."""
+
+import multiprocessing
+from pathlib import Path
+
+import learner_case as case
+import numpy as np
+import pytest
+import torch
+
+from streamppo.errors import UpdateError
+from streamppo.learner.batch import Packed, micro_batches, pack, unpadded
+
+
+def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Parameters and metrics after one update."""
+    updater = case.updater(case.config_of(*overrides), folder)
+    metrics = updater.update(pack(case.batch())).metrics
+    return case.whole(updater.policy), metrics
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float = 2e-6) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+TIMES = {"score_s", "train_s"}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"])
+def test_the_micro_batch_budget_changes_nothing(folder: Path, aggregation: str) -> None:
+    choice = f"algorithm.aggregation={aggregation}"
+    whole, whole_metrics = updated(folder, choice, "learner.micro_batch_tokens=100000")
+    for budget in (1, 40):
+        split, split_metrics = updated(folder, choice, f"learner.micro_batch_tokens={budget}")
+        assert_same(whole, split)
+        for name in whole_metrics.keys() - TIMES:
+            assert split_metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-5), name
+
+
+ADVANTAGES = ["vtrace", "sequence", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+LOSSES = ["cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo"]
+CHOICES = [
+    *([f"algorithm.advantage.kind={kind}"] for kind in ADVANTAGES),
+    *([f"algorithm.policy_loss.kind={kind}"] for kind in LOSSES),
+    ["algorithm.correction.kind=off"],
+    ["algorithm.correction.kind=mask", "algorithm.correction.lo=0.1"],
+    ["algorithm.correction={kind='truncate_and_mask', lo=0.1, hi=9.0}"],
+    ["algorithm.correction.kind=second_moment", "algorithm.correction.threshold=0.5"],
+    ["algorithm.correction.level=sequence"],
+    ["algorithm.aggregation=constant"],
+    ["algorithm.whiten.over=group", "algorithm.whiten.unbiased=true"],
+    ["algorithm.advantage.adaptive_alpha=0.5"],
+    ["algorithm.advantage.kind=grpo", "algorithm.zero_variance=mask"],
+    ["algorithm.critic.model=policy", "algorithm.critic.loss=huber"],
+    ["algorithm.critic.model=scratch", "algorithm.critic.epochs=2", "algorithm.critic.minibatches=3"],
+    ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"],
+    ["algorithm.proximal=loglinear", "algorithm.critic.model=policy", "algorithm.correction.level=sequence"],
+    ["learner.norm=max-norm"],
+    ["algorithm.kl.reward_beta=0.1"],
+    ["algorithm.kl.loss_beta=0.1", "algorithm.kl.straight_through=true"],
+    ["algorithm.policy_loss.dual=3.0", "algorithm.entropy=0.1", "model.gradient_checkpointing=true"],
+]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
+def test_every_choice_trains_and_is_indifferent_to_the_split(folder: Path, choice: list[str]) -> None:
+    two_steps = ["learner.minibatches=2", *choice]
+    whole, metrics = updated(folder, *two_steps, "learner.micro_batch_tokens=100000")
+    split, split_metrics = updated(folder, *two_steps, "learner.micro_batch_tokens=40")
+    assert_same(whole, split)
+    assert metrics["grad_norm"] > 0
+    assert metrics["steps"] == 2
+    for name in metrics.keys() - TIMES:
+        assert split_metrics[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_critic_is_trained_only_by_the_estimators_that_need_one(folder: Path) -> None:
+    before = case.whole(case.updater(case.config_of(), folder).policy)
+    for kind, moves in (("gae", True), ("vtrace", True), ("sequence", True), ("rloo", False)):
+        after, metrics = updated(folder, f"algorithm.advantage.kind={kind}")
+        assert torch.equal(before["value_head.weight"], after["value_head.weight"]) is not moves, kind
+        assert (metrics["value_loss"] > 0) is moves, kind
+
+
+@pytest.mark.usefixtures("alone")
+def test_target_kl_ends_an_update_before_the_step_that_would_go_too_far(folder: Path) -> None:
+    free = ("learner.epochs=4", "learner.lr=0.01")
+    _, unlimited = updated(folder, *free)
+    _, limited = updated(folder, *free, "algorithm.target_kl=0.001")
+    assert (unlimited["steps"], unlimited["stopped_early"]) == (4, 0)
+    assert limited["stopped_early"] == 1
+    assert 1 <= limited["steps"] < 4
+
+
+@pytest.mark.usefixtures("alone")
+def test_losses_are_means_over_minibatches_whether_or_not_each_became_a_step(folder: Path) -> None:
+    twice = ("learner.epochs=2", "learner.lr=0.01")
+    _, stepped = updated(folder, *twice)
+    _, stopped = updated(folder, *twice, "algorithm.target_kl=0.001")
+    assert (stepped["steps"], stopped["steps"]) == (2, 1)
+    own = "algorithm.critic.model=policy"
+    _, once = updated(folder, own)
+    _, standing = updated(folder, own, "learner.epochs=2", "algorithm.critic.warmup_updates=4")
+    assert (standing["steps"], standing["critic_steps"]) == (0, 2)
+    for name in ("policy_loss", "entropy"):
+        assert stopped[name] == stepped[name] != 0
+        assert standing[name] == pytest.approx(once[name], rel=1e-6)
+    for name in ("value_loss", "value_clip_fraction"):
+        assert stopped[name] == stepped[name] != 0
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("norm", ["2-norm", "max-norm"])
+def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_stays(folder: Path, norm: str) -> None:
+    updater = case.updater(case.config_of("learner.max_bad_steps=2", f"learner.norm={norm}"), folder)
+    before = case.whole(updater.policy)
+    real = updater.objective.policy_loss
+
+    def explosive(*arguments: torch.Tensor):
+        return (found := real(*arguments))._replace(loss=found.loss * torch.inf)
+
+    updater.objective = updater.objective._replace(policy_loss=explosive)
+    assert updater.update(pack(case.batch())).metrics["bad_steps"] == 1
+    with pytest.raises(UpdateError, match="2 optimizer steps in a row"):
+        updater.update(pack(case.batch()))
+    after = case.whole(updater.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_data_that_must_not_be_trained_on_is_refused_by_name(folder: Path) -> None:
+    updater = case.updater(case.config_of(), folder)
+    packed = pack(case.batch())
+    broken = packed.behavior_logprobs_BT.clone()
+    broken[0, 0] = torch.nan
+    with pytest.raises(UpdateError, match=r"batch 3 cannot be trained on: .*behavior"):
+        updater.update(packed._replace(behavior_logprobs_BT=broken, mask_BT=packed.mask_BT | (broken.isnan())))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("beta", ["reward_beta", "loss_beta"])
+def test_a_reference_without_log_probs_is_refused_in_reward_and_loss(folder: Path, beta: str) -> None:
+    updater = case.updater(case.config_of(f"algorithm.kl.{beta}=0.1"), folder)
+    assert updater.reference is not None
+    with torch.no_grad():
+        next(updater.reference.parameters()).fill_(torch.nan)
+    with pytest.raises(UpdateError, match=r"reference.*not finite"):
+        updater.update(pack(case.batch()))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_stands(folder: Path) -> None:
+    updater, packed = case.updater(case.config_of(), folder), pack(case.batch())
+    finished = packed.truncated_B.logical_not().nonzero()[0]
+    before = updater._before
+
+    def poisoned(batch: Packed, plan: list[torch.Tensor]):
+        scored, graph = before(batch, plan)
+        return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
+
+    updater._before = poisoned
+    with pytest.raises(UpdateError, match=rf"bootstrap\[{int(finished)}\] = nan"):
+        updater.update(packed)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_controller_moves_beta_towards_its_target(folder: Path) -> None:
+    updater = case.updater(
+        case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01"), folder
+    )
+    assert updater.update(pack(case.batch())).metrics["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    below = updater.beta
+    updater.update(pack(case.batch()))
+    assert below < 0.1
+    assert updater.beta > below
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_update_moves_every_parameter(folder: Path) -> None:
+    before = case.whole(case.updater(case.config_of(), folder).policy)
+    after, _ = updated(folder)
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_pass_equals_two_passes_where_nothing_moves_between_them(folder: Path) -> None:
+    single = ("learner.minibatches=1", "learner.micro_batch_tokens=100000")
+    once, _ = updated(folder, *single)
+    twice, _ = updated(folder, "learner.minibatches=1", "learner.micro_batch_tokens=60")
+    assert_same(once, twice)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_pass_means_one_forward(folder: Path) -> None:
+    updater = case.updater(case.config_of("learner.minibatches=1", "learner.micro_batch_tokens=100000"), folder)
+    calls: list[int] = []
+    updater.policy.register_forward_pre_hook(lambda *_: calls.append(1))
+    updater.update(pack(case.batch()))
+    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_same_update_twice_gives_the_same_bits(folder: Path) -> None:
+    one, _ = updated(folder)
+    other, _ = updated(folder)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.usefixtures("alone")
+def test_tokens_that_are_too_old_enter_the_denominator_and_not_the_loss(folder: Path) -> None:
+    """Their advantage is poisoned: if one of them reached the loss, the result would differ."""
+    updater = case.updater(case.config_of(), folder)
+    batch = pack(case.batch(min_version=2))
+    old_BT = batch.mask_BT & ~batch.fresh_BT
+    assert old_BT.any()
+    real = updater.objective.advantages
+
+    def poisoned(packed: Packed, proximal, rewards_BT: torch.Tensor):
+        estimate = real(packed, proximal, rewards_BT)
+        return estimate._replace(advantages=estimate.advantages.masked_fill(old_BT, 1e6))
+
+    updater.objective = updater.objective._replace(advantages=poisoned)
+    updater.update(batch)
+    clean = case.updater(case.config_of(), folder)
+    clean.update(batch)
+    assert_same(case.whole(clean.policy), case.whole(updater.policy), atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    updater = case.updater(case.config_of("rollout.temperature=0.7"), folder)
+    packed = pack(case.batch())
+    with torch.no_grad():
+        head_1D = updater.policy.value_head.weight.full_tensor()
+        scored = updater.policy(packed, "both")
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for row in range(case.BATCH):
+            start, length = int(packed.start_B[row]), int(packed.length_B[row])
+            ids = packed.inputs_BL[row : row + 1, : start + length]
+            logits_LV = lm(input_ids=ids).logits[0] / 0.7
+            logp_LV = logits_LV.log_softmax(-1)
+            expected_T = logp_LV[start - 1 : -1].gather(-1, ids[0, start:, None]).squeeze(-1)
+            entropy_T = -(logp_LV.exp() * logp_LV).sum(-1)[start - 1 : -1]
+            torch.testing.assert_close(scored.logprobs_BT[row, :length], expected_T, rtol=0, atol=1e-5)
+            torch.testing.assert_close(scored.entropy_BT[row, :length], entropy_T, rtol=0, atol=1e-5)
+            hidden_LD = lm.base_model(input_ids=ids).last_hidden_state[0]
+            values_L = head_1D @ hidden_LD.T
+            torch.testing.assert_close(scored.values_BT[row, :length], values_L[0, start - 1 : -1], rtol=0, atol=1e-5)
+            torch.testing.assert_close(scored.bootstrap_B[row], values_L[0, -1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "choices",
+    [[], ["learner.minibatches=3", "learner.epochs=2"], ["algorithm.critic.model=policy"]],
+    ids=["one step", "six steps", "a critic of its own"],
+)
+def test_an_update_tells_what_the_critic_said_before_it(folder: Path, choices: list[str]) -> None:
+    updater = case.updater(case.config_of(*choices, "learner.micro_batch_tokens=40"), folder)
+    packed = pack(case.batch())
+    with torch.no_grad():
+        before = updater.policy(packed, "both").values_BT
+    values_BT = updater.update(packed).values_BT
+    assert values_BT is not None
+    flat = np.frombuffer(unpadded(values_BT, packed.length_B), np.float32)
+    rows = [before[row, :length] for row, length in enumerate(packed.length_B.tolist())]
+    np.testing.assert_allclose(flat, torch.cat(rows).numpy(), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        after = updater.policy(packed, "both").values_BT
+    assert (after - before).abs().max() > 1e-3
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_a_critic_an_update_tells_of_none(folder: Path) -> None:
+    updater = case.updater(case.config_of("algorithm.advantage.kind=rloo"), folder)
+    assert updater.update(pack(case.batch())).values_BT is None
+
+
+LOGLINEAR = ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"]
+RANKED = [
+    [],
+    # Two trajectories in a minibatch: one rank has none.
+    ["algorithm.critic.model=scratch", "algorithm.critic.minibatches=6", "learner.norm=max-norm"],
+    [*LOGLINEAR, "learner.minibatches=6"],
+    # In the second epoch rows are dealt to other ranks than in the first.
+    ["learner.epochs=2", "learner.minibatches=2", "learner.lr=1e-5"],
+    [*LOGLINEAR, "learner.epochs=2", "learner.minibatches=2", "learner.lr=1e-5", "algorithm.kl.loss_beta=0.1"],
+]
+
+
+def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    with case.group(rank, ranks, store):
+        made = [updated(folder, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40", *more) for more in RANKED]
+        if rank == 0:
+            torch.save(made, out)
+
+
+def test_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = {}
+    for ranks in (1, 3):
+        out = tmp_path / f"{ranks}.pt"
+        workers = [
+            context.Process(target=_rank, args=(rank, ranks, tmp_path / f"store-{ranks}", folder, out))
+            for rank in range(ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        results[ranks] = torch.load(out, weights_only=True)
+    for (one, one_metrics), (three, three_metrics) in zip(results[1], results[3], strict=True):
+        assert_same(one, three)
+        for name in one_metrics.keys() - TIMES:
+            assert three_metrics[name] == pytest.approx(one_metrics[name], rel=1e-4, abs=1e-5), name
+
+
+# --- packing -------------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget_and_equal_counts() -> None:
+    tokens_B = torch.tensor([5, 30, 7, 7, 12, 1, 18, 9])
+    for ranks in (1, 2, 3):
+        shares = micro_batches(torch.arange(8), tokens_B, 24, ranks)
+        assert len({len(share) for share in shares}) == 1
+        rows = torch.cat([piece for share in shares for piece in share])
+        assert sorted(rows.tolist()) == list(range(8))
+        for piece in (piece for share in shares for piece in share if len(piece) > 1):
+            assert len(piece) * int(tokens_B[piece].max()) <= 24
+
+
+def test_micro_batches_of_joined_rows_hold_as_many_as_the_budget_has_tokens_for() -> None:
+    tokens_B = torch.tensor([5, 30, 7, 7, 12, 1, 18, 9])
+    (share,) = micro_batches(torch.arange(8), tokens_B, 24, 1, padded=False)
+    assert [tokens_B[piece].tolist() for piece in share] == [[30], [18], [12, 9], [7, 7, 5, 1]]
+
+
+def test_the_heaviest_rank_is_ahead_of_the_lightest_by_its_shortest_row_at_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for ranks in (2, 3, 7):
+        tokens_B = (torch.rand(50, generator=generator) ** 4 * 1000).long() + 1
+        shares = micro_batches(torch.arange(50), tokens_B, 4000, ranks)
+        rows = [tokens_B[torch.cat(share)] for share in shares]
+        heaviest = max(rows, key=lambda tokens: int(tokens.sum()))
+        assert heaviest.sum() - min(int(tokens.sum()) for tokens in rows) <= heaviest.min()
+
+
+def test_packing_keeps_every_column_in_its_row() -> None:
+    batch = case.batch()
+    packed = pack(batch)
+    for row, trajectory in enumerate(batch.trajectories):
+        start, count = int(packed.start_B[row]), trajectory.num_tokens
+        assert packed.inputs_BL[row, start : start + count].numpy().astype("<i4").tobytes() == trajectory.tokens
+        assert packed.behavior_logprobs_BT[row, :count].numpy().tobytes() == trajectory.logprobs
+        assert packed.mask_BT[row, :count].numpy().tobytes() == trajectory.mask
+        assert not packed.mask_BT[row, count:].any()
+        lag = packed.lag_BT[row, :count]
+        assert ((lag <= batch.version - batch.min_version) & packed.mask_BT[row, :count]).equal(
+            packed.fresh_BT[row, :count]
+        )

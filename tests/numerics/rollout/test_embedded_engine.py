@@ -1,0 +1,345 @@
+"""The embedded engine against transformers: the same log-probs, whatever is admitted, moved, refilled or swapped."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.sampling import Draws, sample
+from streamppo.rollout.engine import Completion, Sampling
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "llama-llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)),
+}
+
+
+def make(name: str = "qwen2", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "bias" in parameter_name or "norm" in parameter_name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def tensors(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def engine(model: Any, *, slots: int = 4, eos: int = 1, **options: Any) -> EmbeddedEngine:
+    settings = {"version": 0, "max_total_tokens": 64, "eos_ids": {eos}, "seed": 7, **options}
+    return EmbeddedEngine(model.config, tensors(model), slots=slots, **settings)
+
+
+def prompts(count: int, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(2, 37, int(generator.integers(1, 12))).astype(np.int32) for _ in range(count)]
+
+
+def reference(model: Any, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs by a plain transformers forward of one unpadded sequence."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()[None]
+    with torch.no_grad():
+        logp = (model(input_ids=ids, use_cache=False).logits[0].float() / temperature).log_softmax(-1)
+    return logp[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).numpy()
+
+
+async def all_of(
+    engine: EmbeddedEngine, requests: Sequence[np.ndarray], samplings: Sequence[Sampling]
+) -> list[Completion]:
+    return await asyncio.gather(*(engine.generate(p, s) for p, s in zip(requests, samplings, strict=True)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_are_those_of_transformers_for_ragged_prompts_and_refilled_rows(name: str) -> None:
+    model, requests = make(name), prompts(23)
+    samplings = [Sampling(3 + n % 20) for n in range(len(requests))]
+    completions = asyncio.run(all_of(engine(model), requests, samplings))
+    for prompt, sampling, done in zip(requests, samplings, completions, strict=True):
+        np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
+        stopped = 1 in done.tokens
+        assert done.finish == ("stop" if stopped else "length")
+        assert (done.tokens == 1).sum() == stopped and (not stopped or done.tokens[-1] == 1)
+        assert stopped or len(done.tokens) == sampling.max_tokens
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-tied"])
+def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(name: str) -> None:
+    model, tokens_BP = make(name), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    logits = {}
+    for wide in (True, False):
+        decoder = engine(model, dtype=torch.bfloat16, float32_head=wide)._decoder
+        logits[wide] = decoder.prefill(tokens_BP, torch.tensor([3, 3]), torch.tensor([0, 1]))
+        assert decoder.parameters is not None and decoder.parameters.embedding.dtype == torch.bfloat16
+        rounded = torch.equal(logits[wide], logits[wide].bfloat16().float())
+        assert rounded is not wide
+    torch.testing.assert_close(logits[True].bfloat16().float(), logits[False], rtol=2**-7, atol=1e-6)
+
+
+def test_log_probs_are_at_the_sampling_temperature() -> None:
+    model, requests = make(), prompts(6)
+    completions = asyncio.run(all_of(engine(model), requests, [Sampling(8, temperature=0.5)] * 6))
+    for prompt, done in zip(requests, completions, strict=True):
+        np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens, 0.5), atol=1e-5, rtol=0)
+
+
+def test_greedy_rows_take_the_best_token_beside_sampled_rows() -> None:
+    model, requests = make(), prompts(8)
+    samplings = [Sampling(12, temperature=float(n % 2)) for n in range(8)]
+    completions = asyncio.run(all_of(engine(model), requests, samplings))
+    for prompt, sampling, done in zip(requests, samplings, completions, strict=True):
+        np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
+        if sampling.temperature == 0:
+            ids = torch.from_numpy(prompt).long()[None]
+            expected = model.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
+            assert done.tokens.tolist() == expected[0, len(prompt) :].tolist()
+
+
+def test_the_same_seed_gives_the_same_completions_and_another_seed_others() -> None:
+    model, requests = make(), prompts(9)
+    one, again, other = (
+        asyncio.run(all_of(engine(model, seed=seed), requests, [Sampling(9)] * 9)) for seed in (7, 7, 8)
+    )
+    assert [done.tokens.tolist() for done in one] == [done.tokens.tolist() for done in again]
+    assert [done.tokens.tolist() for done in one] != [done.tokens.tolist() for done in other]
+
+
+# --- swaps ---------------------------------------------------------------------------------------------------
+
+
+async def _swapped_in_the_middle(kv: str) -> tuple[Any, Any, np.ndarray, Completion]:
+    old, new = make(seed=0), make(seed=1)
+    running = engine(old, kv=kv, eos=-1)
+    prompt = prompts(1)[0]
+    request = asyncio.create_task(running.generate(prompt, Sampling(40)))
+    while running.usage().tokens < 5:
+        await asyncio.sleep(0)
+    await running.update_weights(1, tensors(new))
+    assert running.version == 1
+    return old, new, prompt, await request
+
+
+def test_a_swap_in_the_middle_marks_every_token_with_the_weights_that_sampled_it() -> None:
+    old, new, prompt, done = asyncio.run(_swapped_in_the_middle("recompute"))
+    assert set(done.versions.tolist()) == {0, 1}
+    assert (np.diff(done.versions) >= 0).all()
+    first = int((done.versions == 0).sum())
+    whole_old, whole_new = (reference(model, prompt, done.tokens) for model in (old, new))
+    np.testing.assert_allclose(done.logprobs[:first], whole_old[:first], atol=1e-5, rtol=0)
+    # A recomputed cache is what the new weights alone would have made.
+    np.testing.assert_allclose(done.logprobs[first:], whole_new[first:], atol=1e-5, rtol=0)
+
+
+def test_a_kept_cache_is_not_recomputed() -> None:
+    _, new, prompt, done = asyncio.run(_swapped_in_the_middle("keep"))
+    first = int((done.versions == 0).sum())
+    difference = np.abs(done.logprobs[first:] - reference(new, prompt, done.tokens)[first:])
+    assert difference.max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_ones_stay(name: str) -> None:
+    async def scenario() -> None:
+        model = make(name)
+        running = engine(model)
+        good = tensors(make(name, seed=1))
+        with pytest.raises(WeightsError, match="does not know: stranger"):
+            await running.update_weights(1, {**good, "stranger": torch.zeros(1)})
+        for spoiled, tensor in good.items():
+            with pytest.raises(WeightsError, match=spoiled):
+                await running.update_weights(1, {**good, spoiled: tensor[:-1]})
+            with pytest.raises(WeightsError, match=spoiled):
+                await running.update_weights(1, {other: good[other] for other in good if other != spoiled})
+        assert running.version == 0
+        prompt = prompts(1)[0]
+        done = await running.generate(prompt, Sampling(5))
+        np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_cancels_a_swap_harms_nobody_else() -> None:
+    async def scenario() -> None:
+        model, new = make(), tensors(make(seed=1))
+        running = engine(model, eos=-1)
+        request = asyncio.create_task(running.generate(np.full(2, 3, np.int32), Sampling(60)))
+        while running.usage().tokens < 3:
+            await asyncio.sleep(0)
+        for bad in (new, {**new, "stranger": torch.zeros(1)}):
+            swap = asyncio.create_task(running.update_weights(1, bad))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            swap.cancel()
+        await asyncio.wait_for(running.update_weights(2, new), 10)
+        assert running.version == 2
+        assert len((await asyncio.wait_for(request, 10)).tokens) == 60
+
+    asyncio.run(scenario())
+
+
+def test_swaps_asked_for_at_once_are_made_in_order() -> None:
+    async def scenario() -> None:
+        running = engine(make())
+        seen: list[int] = []
+
+        async def swap(version: int) -> None:
+            await running.update_weights(version, tensors(make(seed=version)))
+            seen.append(running.version)
+
+        await asyncio.gather(*(swap(version) for version in (1, 2, 3)))
+        assert seen == [1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+# --- requests ------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_a_long_completion_is_cut_at_the_end_of_its_row() -> None:
+    async def scenario() -> None:
+        running = engine(make(), max_total_tokens=16, eos=-1)
+        with pytest.raises(ModelError, match="does not fit"):
+            await running.generate(np.full(16, 3, np.int32), Sampling(4))
+        with pytest.raises(ModelError, match="does not fit"):
+            await running.generate(np.zeros(0, np.int32), Sampling(4))
+        done = await running.generate(np.full(10, 3, np.int32), Sampling(50))
+        assert (len(done.tokens), done.finish) == (6, "length")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("token", [-1, 37, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_fails_its_own_request_alone(token: int) -> None:
+    async def scenario() -> None:
+        running = engine(make())
+        bad, good = np.array([3, token], np.int32), prompts(1)[0]
+        refused, done = await asyncio.gather(
+            running.generate(bad, Sampling(4)), running.generate(good, Sampling(4)), return_exceptions=True
+        )
+        assert isinstance(refused, ModelError) and "not one of the model's 37" in str(refused)
+        assert isinstance(done, Completion)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_frees_its_row() -> None:
+    async def scenario() -> None:
+        running = engine(make(), slots=1, eos=-1)
+        endless = asyncio.create_task(running.generate(np.full(2, 3, np.int32), Sampling(60)))
+        while running.usage().tokens < 3:
+            await asyncio.sleep(0)
+        endless.cancel()
+        done = await asyncio.wait_for(running.generate(np.full(2, 4, np.int32), Sampling(2)), 5)
+        assert len(done.tokens) == 2
+        assert running.usage().tokens < 60
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_have_diverged_fail_every_request_instead_of_hanging() -> None:
+    async def scenario() -> None:
+        running = engine(make())
+        broken = {name: tensor * torch.nan for name, tensor in tensors(make()).items()}
+        await running.update_weights(1, broken)
+        results = await asyncio.gather(
+            *(running.generate(prompt, Sampling(5)) for prompt in prompts(6)), return_exceptions=True
+        )
+        assert all(isinstance(result, ModelError) and "not finite" in str(result) for result in results)
+        with pytest.raises(ModelError):
+            await running.generate(prompts(1)[0], Sampling(5))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(0, 40, 3))
+def test_stopping_at_any_moment_cancels_whatever_is_in_flight(turns: int) -> None:
+    async def scenario() -> None:
+        running = engine(make(), slots=3)
+        asked = [asyncio.create_task(running.generate(prompt, Sampling(30))) for prompt in prompts(12)]
+        asked.append(asyncio.create_task(running.update_weights(1, tensors(make()))))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await running.stop()
+        _, hanging = await asyncio.wait(asked, timeout=5)
+        assert not hanging
+        assert all(task.cancelled() or task.exception() is None for task in asked)
+        for late in (running.generate(prompts(1)[0], Sampling(3)), running.update_weights(2, tensors(make()))):
+            with pytest.raises(asyncio.CancelledError):
+                await late
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"use_sliding_window": True}, "sliding"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(change: dict[str, Any], named: str) -> None:
+    model = make()
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ModelError, match=named):
+        engine(model)
+
+
+# --- sampling ------------------------------------------------------------------------------------------------
+
+
+def drawn(logits_V: torch.Tensor, count: int, **knobs: float) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_BV = logits_V.expand(count, -1)
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **knobs}
+    draws = Draws(*(torch.full((count,), value) for value in values.values()))
+    draws = draws._replace(top_k_B=draws.top_k_B.long()) if knobs else None
+    return sample(logits_BV, draws, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "allowed"),
+    [({}, 5), ({"temperature": 0.5}, 5), ({"top_k": 2}, 2), ({"top_p": 0.6}, 2), ({"top_p": 1e-6}, 1)],
+)
+def test_tokens_are_drawn_from_the_distribution_that_their_log_probs_are_of(
+    knobs: dict[str, float], allowed: int
+) -> None:
+    p_V = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    kept = p_V.topk(allowed).indices
+    expected_V = torch.zeros(5).index_add_(0, kept, p_V[kept] ** (1 / knobs.get("temperature", 1.0)))
+    expected_V /= expected_V.sum()
+    tokens_B, logprobs_B = drawn(p_V.log() + 3.0, 40_000, **knobs)
+    frequency_V = tokens_B.bincount(minlength=5) / len(tokens_B)
+    torch.testing.assert_close(frequency_V, expected_V, atol=0.01, rtol=0)
+    torch.testing.assert_close(logprobs_B.exp(), expected_V[tokens_B], atol=1e-5, rtol=0)

@@ -1,0 +1,32 @@
+"""Rewards that misbehave, loaded by name like any user's."""
+
+import math
+import os
+import re
+
+from streamppo.tasks.library import arithmetic
+from streamppo.types import ScoredText
+
+
+async def always_raises(trajectory: ScoredText, answer: str) -> float:
+    raise RuntimeError("the judge is on holiday")
+
+
+async def sometimes_raises(trajectory: ScoredText, answer: str) -> float:
+    if trajectory.prompt[0] == "1":
+        raise RuntimeError("not this one")
+    return await arithmetic.score(trajectory, answer)
+
+
+def of_every_kind(trajectory: ScoredText, answer: str) -> float:
+    """Sync; some prompts raise, hang with the GIL held, end the process, or are given no number."""
+    match int(trajectory.prompt[:2]):
+        case 12 | 24:
+            raise ValueError("no such answer")
+        case 13:
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case 14 | 28:
+            os._exit(3)
+        case 15 | 30:
+            return math.nan
+    return float(trajectory.completion == answer)

@@ -1,0 +1,208 @@
+"""Run one durable operation again and again, and let it die at its first, second, third, ... file-system call.
+
+    python crashes.py archive|checkpoint crash|full FOLDER        prints how many crashes, or full disks, were survived
+
+A write that is hit leaves half of its bytes, and whoever is dead gets nothing more to the disk, however he cleans up.
+Where the disk is full from that call on, the error must be one of ours and name the file. After each of them the last
+good state must load, and the operation must succeed when it is done once more.
+"""
+
+import builtins
+import errno
+import io
+import itertools
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from conftest import trajectory
+
+from streamppo.config.sections import Checkpoint
+from streamppo.errors import CheckpointError, JournalError
+from streamppo.learner import checkpoint, manifest
+from streamppo.learner.manifest import State
+from streamppo.queue.archive import Archive
+from streamppo.queue.records import Made
+from streamppo.types import Batch
+from streamppo.weights.transport import Pushed
+
+CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open")
+
+
+class Crash(BaseException):
+    """The process is dead."""
+
+
+def crash() -> BaseException:
+    return Crash()
+
+
+def full() -> BaseException:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Shim:
+    """Counts file-system calls; number `at` and all after it raise what `error` makes."""
+
+    def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
+        self.left = at
+        self.error = error
+
+    def __enter__(self) -> "Shim":
+        self._kept = {name: getattr(os, name) for name in CALLS}, io.open
+        for name, function in self._kept[0].items():
+            setattr(os, name, self._counted(function))
+        opened = io.open
+        io.open = builtins.open = lambda *arguments, **words: File(opened(*arguments, **words), self)  # pyright: ignore
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, function in self._kept[0].items():
+            setattr(os, name, function)
+        io.open = builtins.open = self._kept[1]
+
+    def hit(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **words: Any) -> Any:
+            if self.hit():
+                raise self.error()
+            return function(*arguments, **words)
+
+        return call
+
+
+class File:
+    """A file whose writes can be cut in half."""
+
+    def __init__(self, file: Any, shim: Shim) -> None:
+        self._file, self._shim = file, shim
+
+    def write(self, data: Any) -> Any:
+        if self._shim.hit():
+            if self._shim.left == 0:
+                self._file.write(data[: len(data) // 2])
+                self._file.flush()
+            raise self._shim.error()
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> "File":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Any:
+        return iter(self._file)
+
+
+def batch(version: int) -> Batch:
+    return Batch(version=version, min_version=0, trajectories=(trajectory([1, 2, version]),))
+
+
+def record(archive: Archive, version: int) -> dict[int, str]:
+    checksum = archive.write(batch(version))
+    archive.settle(Made(version=version + 1, digest="", archive_sha256=checksum))
+    return archive.checksums
+
+
+def write_archive(folder: Path) -> None:
+    record(Archive(folder, {}), 2)
+
+
+def check_archive(folder: Path, known: dict[int, str]) -> None:
+    found = Archive(folder, known)
+    assert found.batch(1) == batch(1)
+    found.sweep()
+    assert all(path.name.endswith(".zarr.zip") for path in folder.iterdir())
+    record(found, 2)
+    assert found.batch(2) == batch(2)
+
+
+def model_of(version: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(version)
+    model = fully_shard(torch.nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state(version: int) -> State:
+    return State(version=version, digest=f"digest {version}", ranks=1, beta=0.25, bad_steps=0)
+
+
+def save_checkpoint(folder: Path, version: int = 2) -> None:
+    pushed = Future[Pushed]()
+    pushed.set_result(Pushed(f"digest {version}", 0.0))
+    saver = checkpoint.Saver(dist.group.WORLD, Checkpoint(keep=1))  # pyright: ignore[reportArgumentType]
+    saver.start(folder, state(version), *model_of(version), pushed)
+    saver.wait()
+
+
+def check_checkpoint(folder: Path) -> None:
+    newest = manifest.newest(folder, lambda _: None)
+    assert newest is not None, "no checkpoint is left"
+    model, optimizer = model_of(9)
+    found = checkpoint.load(newest, model, optimizer)
+    assert found == state(int(newest.name))
+    expected = model_of(found.version)[0].state_dict()
+    assert all(bool((value == expected[name]).all()) for name, value in model.state_dict().items())
+    save_checkpoint(folder)
+    assert manifest.complete(folder)[-1].name == "00000002"
+
+
+def survived(
+    write: Callable[[Path], None], check: Callable[[Path], None], base: Path, error: Callable[[], BaseException]
+) -> int:
+    """How many times `write` is hit until it comes to its end; `check` looks at what each of them left."""
+    for at in itertools.count(1):
+        folder = base / str(at)
+        shutil.copytree(base / "good", folder)
+        with Shim(at, error) as shim:
+            try:
+                write(folder)
+            except BaseException as raised:
+                assert shim.left <= 0, f"call {at} was not reached"
+                told = isinstance(raised, JournalError | CheckpointError) and f"{folder}/00000002" in str(raised)
+                assert told or error is crash, repr(raised)
+                traceback.print_exc()
+            else:
+                assert shim.left > 0, f"nobody was told of call {at}"
+        check(folder)
+        shutil.rmtree(folder)
+        if shim.left > 0:
+            return at - 1
+    raise AssertionError
+
+
+def main(what: str, error: Callable[[], BaseException], base: Path) -> int:
+    good = base / "good"
+    good.mkdir()
+    if what == "archive":
+        known = record(Archive(good, {}), 1)
+        return survived(write_archive, lambda folder: check_archive(folder, known), base, error)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    save_checkpoint(good, 1)
+    return survived(save_checkpoint, check_checkpoint, base, error)
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], {"crash": crash, "full": full}[sys.argv[2]], Path(sys.argv[3])))

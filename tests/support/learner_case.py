@@ -1,0 +1,109 @@
+"""One small update, made from a seed alone, so that several processes can make the very same one."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.learner import objective
+from streamppo.learner import policy as model
+from streamppo.learner.update import Updater
+from streamppo.types import Batch, Identity, Trajectory
+
+MATH = Path(__file__).parent.parent.parent / "configs" / "math.toml"
+BATCH = 12
+SMALL = {
+    "vocab_size": 17,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+"""Settings of the tests' models."""
+
+
+def save_model(folder: Path) -> None:
+    """A model whose log-probs differ from token to token."""
+    torch.manual_seed(5)
+    Qwen2ForCausalLM(Qwen2Config(**SMALL, initializer_range=0.3)).save_pretrained(folder)
+
+
+def config_of(*overrides: str) -> Config:
+    return configfile.load(MATH, [f"queue.batch_size={BATCH}", "queue.samples_per_prompt=2", *overrides])
+
+
+def batch(version: int = 3, min_version: int = 1, seed: int = 0) -> Batch:
+    """Ragged trajectories with tokens of several versions, some of them too old, and some not the policy's."""
+    generator = np.random.default_rng(seed)
+    return Batch(
+        version=version,
+        min_version=min_version,
+        trajectories=tuple(_trajectory(generator, number, version) for number in range(BATCH)),
+    )
+
+
+def _trajectory(generator: np.random.Generator, number: int, version: int) -> Trajectory:
+    count, prompt = int(generator.integers(1, 9)), int(generator.integers(1, 6))
+    mask = generator.random(count) < 0.8
+    mask[-1] = True
+    return Trajectory(
+        identity=Identity(task="t", prompt=number // 2, sample=number % 2),
+        actor="rollout-0",
+        prompt_tokens=generator.integers(2, 17, prompt).astype(np.int32).tobytes(),
+        tokens=generator.integers(1, 17, count).astype(np.int32).tobytes(),
+        logprobs=(-generator.random(count) * 4).astype(np.float32).tobytes(),
+        versions=np.sort(generator.integers(0, version + 1, count)).astype(np.int32).tobytes(),
+        mask=mask.tobytes(),
+        finish="length" if generator.random() < 0.3 else "stop",
+        reward=float(generator.normal()),
+    )
+
+
+@contextlib.contextmanager
+def group(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator[None]:
+    """A process group that meets at the file `store`."""
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
+    """The learner's updater on the model in `folder`, with a critic that is not zero."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    temperature, kl = config.rollout.temperature, config.algorithm.kl
+    torch.manual_seed(9)
+    policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model)
+    reference = model.load(config.model, folder, temperature, mesh, offload=kl.offload) if kl.on else None
+    fill = (torch.randn(policy.value_head.weight.shape) * 0.1).to(device)
+    with torch.no_grad():
+        policy.value_head.weight.copy_(
+            torch.distributed.tensor.distribute_tensor(fill, mesh, policy.value_head.weight.placements)
+        )
+    return Updater(
+        policy,
+        # AdamW makes a full step of a gradient that is zero but for rounding; plain descent shows it as it is.
+        torch.optim.SGD(policy.parameters(), lr=config.learner.lr * 100),
+        objective.build(config),
+        config,
+        group=mesh.get_group(),
+        reference=reference,
+    )
+
+
+def whole(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter, critic included, unsharded."""
+    policy.reshard()  # pyright: ignore[reportCallIssue]
+    return {name: parameter.detach().full_tensor().clone() for name, parameter in policy.named_parameters()}  # pyright: ignore

@@ -1,0 +1,45 @@
+"""An engine that says what a test tells it to, and the chat template that tests read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from streamppo.rollout.engine import Completion, Sampling, Usage
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Ints, Prompt
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}<eos> {% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+class Scripted:
+    """An engine that says what it is told to, one line for each call; it notes what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
+        self._tokenizer = tokenizer
+        self._lines = list(lines)
+        self.asked: list[list[int]] = []
+        self.version = 0
+
+    async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
+        self.asked.append(prompt.tolist())
+        line = self._lines.pop(0)
+        tokens = [*self._tokenizer.ids(Prompt(text=line, columns={})), self._tokenizer.eos_id]
+        cut = np.asarray(tokens[: sampling.max_tokens], np.int32)
+        self.version += 1
+        return Completion(
+            cut,
+            np.full(len(cut), -0.5, np.float32),
+            np.full(len(cut), self.version, np.int32),
+            "stop" if len(cut) == len(tokens) else "length",
+        )
+
+    async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None: ...
+
+    def usage(self) -> Usage:
+        return Usage(0, 0.0, 0.0, 0, 0.0)
+
+    async def stop(self) -> None: ...

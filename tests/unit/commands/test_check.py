@@ -1,0 +1,348 @@
+"""`streamppo check`: every shipped configuration is in order; what is wrong with another is said in a sentence."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import COUNTERS, MATH, REPOSITORY
+from transformers import Gemma3Config, GPT2Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
+
+from streamppo.cli import main
+from streamppo.commands import memory_estimate as memory
+from streamppo.config import file as configfile
+from streamppo.learner import policy as learner_model
+from streamppo.queue.journal import Journal
+from streamppo.queue.records import Changes, Made
+from streamppo.tasks.tokenizer import character_tokenizer
+
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
+PUBLISHED = {
+    "gsm8k-qwen2.5-0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936}
+    | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "math-qwen2.5-7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    | {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
+}
+"""What stands in the config.json of the models that the configurations name."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def model_folder(folder: Path, *, template: str | None = TEMPLATE, **settings: Any) -> Path:
+    """A folder with config.json and a tokenizer, without weights: check needs none."""
+    Qwen2Config(**({"vocab_size": 200, "num_key_value_heads": 2} | settings)).save_pretrained(folder)
+    tokenizer = character_tokenizer("".join(map(chr, range(10, 127))))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Run `check` where the data of the shipped configurations has been prepared; (exit code, output)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    for split in ("train", "test"):
+        Path("gsm8k").mkdir(exist_ok=True)
+        row = {"question": "What is 1+1?", "answer": "It is two.\n#### 2"}
+        Path("gsm8k", f"{split}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+        Path("MATH", split, "algebra").mkdir(parents=True)
+        row = {"problem": "1+1?", "solution": r"\boxed{2}", "level": "Level 1", "type": "Algebra"}
+        Path("MATH", split, "algebra", "1.json").write_text(json.dumps(row))
+
+    def run(config: Path | str, *options: str) -> tuple[int, str]:
+        code = main(["check", str(config), *options])
+        output = capsys.readouterr()
+        return code, output.out + output.err
+
+    yield run
+
+
+def prepare(config: Path) -> None:
+    """Run the `streamppo data` commands that the configuration's own comment names."""
+    for line in re.findall(r"^#     (streamppo data .*)$", config.read_text(), flags=re.MULTILINE):
+        assert main(line.replace("grade-school-math", "gsm8k").split()[1:]) == 0
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_is_in_order(checked: Callable[..., tuple[int, str]], config: Path) -> None:
+    code, output = checked(config)
+    assert code == 0, output
+    prepare(config)
+    code, output = checked(config)
+    assert code == 0 and " error " not in output
+    assert "task           ok        the first prompt is" in output
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path, name: str
+) -> None:
+    config = REPOSITORY / "configs" / f"{name}.toml"
+    prepare(config)
+    folder = model_folder(tmp_path / "model", **PUBLISHED[name], max_position_embeddings=32768)
+    code, output = checked(config, f"model.path={folder}", "--gpu-gib", "80")
+    assert code == 0, output
+    comment = "".join(line for line in config.read_text().splitlines(keepends=True) if line.startswith("#"))
+    lines = [line for line in output.splitlines() if line.startswith(("  rank", "  engine memory"))]
+    found = re.findall(r"[\d.]+ GiB", "".join(lines))
+    assert len(found) == 8
+    for size in found:
+        assert size in comment, size
+    (parameters,) = re.findall(r"parameters     ok        ([\d,]+) in", output)
+    assert parameters in comment
+
+
+def test_neither_ray_nor_a_gpu_is_touched() -> None:
+    code = (
+        "import sys, torch; from streamppo.cli import main; code = main(['check', sys.argv[1]]);"
+        "sys.exit(code or 'ray' in sys.modules or torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(MATH)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- what is wrong, in a sentence ----------------------------------------------------------------------------
+
+REWARDS = """
+async def score(trajectory, difficulty):
+    return 1.0
+
+def late(trajectory):
+    return 1.0
+
+class World:
+    async def reset(self, prompt): ...
+"""
+DATA = "task={kind='data', data='rows.jsonl'"
+WRONG = {
+    "importing nowhere failed": ["reward.function=nowhere:score"],
+    "has no 'missing'": ["reward.function=mine.py:missing"],
+    "asks for the column 'difficulty'": ["reward.function=mine.py:score"],
+    "is sync: it would block the actor": ["reward.function=mine.py:late", "reward.where=actor"],
+    "has no `async def step`": ["environment.name=mine.py:World"],
+    "no scorer of [reward.scorers] is for the data source": [
+        "reward={scorers={a={kind='function', function='mine.py:late', sources=['x']}}}"
+    ],
+    "line 2: not JSON": ["task={kind='data', data='broken.jsonl'}"],
+    "latin.jsonl, line 1: not JSON: 'utf-8'": ["task={kind='data', data='latin.jsonl'}"],
+    "learns from answers that are texts: that of the prompt '1+1=' is 2": ["task={kind='data', data='numbers.jsonl'}"],
+    "model/journal.sqlite: missing": ["algorithm.critic.pretrain=model"],
+    "has no archived batch": ["algorithm.critic.pretrain=young"],
+    "no column 'question'": [f"{DATA}, prompt='question'}}"],
+    "is longer than max_prompt_tokens (2)": [f"{DATA}, max_prompt_tokens=2}}", "model.path=model"],
+    "tokenizer has no chat template": [f"{DATA}, chat=true}}", "model.path=plain"],
+    "no tokenizer is there": ["model.path=mute"],
+    "it writes 120 tokens, and the model knows 50": ["model.path=small"],
+    "cluster.cpus (1) is less than the 2": ["cluster.cpus=1"],
+    "are too much for one GPU: the GPU has 0 GiB": ["learner.gpus=1", "model.path=model", "--gpu-gib", "0.01"],
+    "the cache does not hold one completion of 5 tokens": [
+        "rollout.engine.kind=sglang",
+        "rollout.gpus=1",
+        "model.path=model",
+        "--gpu-gib",
+        "0.0001",
+    ],
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_an_error_is_a_sentence_and_the_exit_code(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path, sentence: str
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "hello", "answer": "a"}\n{"prompt": "there", "answer": "b"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "hello", "answer": "a"}\n{"prompt": \n')
+    (tmp_path / "latin.jsonl").write_text('{"prompt": "é", "answer": "a"}\n', encoding="latin-1")
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 2)
+    (tmp_path / "young").mkdir()
+    Journal(tmp_path / "young" / "journal.sqlite").close()
+    model_folder(tmp_path / "model", **SMALL)
+    model_folder(tmp_path / "plain", template=None, **SMALL)
+    model_folder(tmp_path / "small", **SMALL, vocab_size=50)
+    Qwen2Config(**SMALL, num_key_value_heads=2).save_pretrained(tmp_path / "mute")
+    code, output = checked(MATH, *WRONG[sentence])
+    assert code == 1
+    assert sentence in output, output
+
+
+ABSENT = {
+    "critic         not here  'polcy' is no folder here": ["algorithm.critic.model=polcy"],
+    "'runs/nope', whose batches are to teach it, is no folder": ["algorithm.critic.pretrain=runs/nope"],
+    "not known for a GPT2Config: 'GPT2Model' object has no attribute 'layers'": ["model.path=gpt2"],
+    "not known for a Gemma3Config": ["model.path=gemma3"],
+    "not known for a MixtralConfig": ["model.path=mixtral"],
+}
+
+
+@pytest.mark.parametrize("sentence", ABSENT)
+def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path, sentence: str
+) -> None:
+    folder = tmp_path / ABSENT[sentence][0].partition("=")[2]
+    settings = {
+        "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4),
+        "gemma3": Gemma3Config(),
+        "mixtral": MixtralConfig(**SMALL, vocab_size=200, num_key_value_heads=2),
+    }
+    if folder.name in settings:
+        model_folder(folder, **SMALL)
+        settings[folder.name].save_pretrained(folder)
+    code, output = checked(MATH, *ABSENT[sentence])
+    assert code == 0 and sentence in output, output
+    assert "0 errors, 1 things that cannot be looked at here" in output
+
+
+def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    journal = Journal(tmp_path / "run" / "journal.sqlite")
+    journal.write(Changes(COUNTERS), [Made(version=1, digest="", archive_sha256="0")])
+    journal.close()
+    code, output = checked(MATH, f"algorithm.critic.pretrain={tmp_path / 'run'}")
+    assert code == 0 and f"critic         ok        learns from the 1 batches of {tmp_path / 'run'}" in output
+
+
+def test_completions_that_the_model_cuts_short_are_noted_and_are_no_error(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    model_folder(tmp_path / "short", **SMALL, max_position_embeddings=64)
+    code, output = checked(MATH, f"{DATA}}}", "rollout.max_tokens=100", "model.path=short")
+    assert code == 0
+    assert "context        note      prompt and completion may have 1124 tokens; the model takes 64" in output
+    code, output = checked(MATH, f"{DATA}}}", "rollout.engine.kind=sglang", "rollout.engine.max_total_tokens=64")
+    assert "does not hold one completion of 256 tokens" in output
+
+
+def test_a_field_that_is_not_there_is_answered_with_the_nearest(checked: Callable[..., tuple[int, str]]) -> None:
+    code, output = checked(MATH, "learner.rangs=2")
+    assert code == 1 and "did you mean 'ranks'?" in output
+
+
+def test_an_sglang_that_is_too_old_is_an_error_and_none_at_all_is_not(
+    checked: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[str] = []
+
+    def version(name: str) -> str:
+        if not there:
+            raise metadata.PackageNotFoundError(name)
+        return there[0]
+
+    monkeypatch.setattr(metadata, "version", version)
+    code, output = checked(MATH, "rollout.engine.kind=sglang")
+    assert code == 0 and "engine         not here  SGLang is not installed" in output
+    there.append("0.5.12")
+    code, output = checked(MATH, "rollout.engine.kind=sglang")
+    assert code == 1 and "the installed SGLang is 0.5.12: 0.5.17 or newer is needed" in output
+    there[0] = "0.5.21"
+    code, output = checked(MATH, "rollout.engine.kind=sglang")
+    assert code == 0 and "engine         ok        SGLang 0.5.21" in output
+
+
+@pytest.mark.parametrize(("here", "code"), [(0, 0), (1, 1), (2, 0)])
+def test_too_few_gpus_are_an_error_and_none_are_another_machine(
+    checked: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, here: int, code: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    got, output = checked(MATH, "learner.gpus=1", "rollout.gpus=1")
+    assert got == code and (f"2 are asked for; this machine has {here}" in output) == (here < 2)
+    assert checked(MATH, "learner.gpus=1", "rollout.gpus=1", "cluster.address=auto")[0] == 0
+
+
+def test_weights_that_the_object_store_cannot_hold_are_noted(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path / "model", **SMALL, vocab_size=1_000_000, tie_word_embeddings=True)
+    code, output = checked(MATH, f"model.path={folder}")
+    assert code == 0 and "object store   note      weights spill to disk: cluster.object_store_mib = 367" in output
+
+
+# --- the arithmetic ------------------------------------------------------------------------------------------
+
+
+def small() -> Qwen2Config:
+    return Qwen2Config(**SMALL, vocab_size=97, num_key_value_heads=2, max_position_embeddings=64)
+
+
+def test_sizes_are_those_of_the_model_itself() -> None:
+    config = configfile.load(MATH)
+    lm = Qwen2ForCausalLM(small())
+    found = memory.sizes(small(), config.model)
+    assert found.parameters == sum(parameter.numel() for parameter in lm.parameters())
+    assert found.layer == sum(parameter.numel() for parameter in lm.model.layers[1].parameters())
+    assert found.rest == found.parameters - 2 * found.layer
+    assert found.head == lm.lm_head.weight.numel()
+    # Two layers, keys and values, two heads of 8 numbers of 4 bytes.
+    assert found.cache_per_token == 2 * 2 * 2 * 8 * 4
+
+
+def test_activations_are_what_a_layer_keeps() -> None:
+    layer = Qwen2ForCausalLM(small()).model.layers[0]
+    own = {parameter.data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+    hidden = torch.randn(64, 1, 32, requires_grad=True)
+    rotation = torch.ones(1, 1, 8), torch.zeros(1, 1, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x), id):
+        layer(hidden, position_embeddings=rotation, attention_mask=torch.ones(64, 1, 1, 1, dtype=torch.bool))
+    size = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own) / 64
+    assert memory.sizes(small(), configfile.load(MATH).model).activations_per_layer == pytest.approx(size, rel=0.1)
+
+
+def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles() -> None:
+    config = configfile.load(MATH, ["learner.ranks=4", "learner.micro_batch_tokens=8"])
+    model = memory.sizes(small(), config.model)
+    rank = memory.rank(config, model, longest=10)
+    assert rank.state == model.parameters * 16 // 4
+    assert rank.activations == 10 * 2 * model.activations_per_layer
+    assert rank.head == 10 * 97 * 4 * 3 + 97 * 32 * 4 * 2
+    assert rank.reference == 0
+    two = configfile.change(config, ["algorithm.critic.model=policy", "algorithm.kl.loss_beta=0.1"])
+    twice = memory.rank(two, model, longest=10)
+    assert twice.state == (2 * model.parameters - model.head) * 16 // 4
+    assert twice.activations == 2 * rank.activations
+    assert twice.reference == model.parameters
+    light = memory.rank(configfile.change(config, ["model.gradient_checkpointing=true"]), model, longest=10)
+    assert light.activations == 10 * (2 * 32 * 4 + model.activations_per_layer)
+
+
+def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = configfile.load(MATH)
+    model = memory.sizes(small(), config.model)
+    assert memory.rank(config, model, 10).gathered == model.parameters * (4 + 4 + 4)
+    monkeypatch.setattr(memory, "SHARD_LAYERS_ABOVE", 100)
+    expected = (model.rest + 2 * model.layer) * 8 + 4 * max(model.rest, model.layer)
+    assert memory.rank(config, model, 10).gathered == expected
+    assert memory.HEAD_CHUNK == learner_model.HEAD_CHUNK
+
+
+def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> None:
+    options = ["rollout.engine={kind='sglang', mem_fraction_static=0.5}", "rollout.gpus=2"]
+    config = configfile.load(MATH, options)
+    model = memory.sizes(small(), config.model)
+    engine = memory.engine(config, model, 64, free=2e6)
+    assert engine is not None
+    assert engine.weights == model.parameters * 4 // 2
+    assert engine.total == pytest.approx(1e6, abs=model.cache_per_token)
+    assert engine.tokens == pytest.approx((1e6 - engine.weights) * 2 / model.cache_per_token, abs=1)
+    bounded = configfile.change(config, ["rollout.engine.max_total_tokens=100"])
+    assert memory.engine(bounded, model, 64, free=2e6) == (engine.weights, 100 * model.cache_per_token // 2, 100)
+    starved = memory.engine(config, model, 64, free=1.0)
+    assert starved is not None and starved.tokens == 0
+    elsewhere = ["rollout.engine={kind='sglang', url='http://h:1', transport='group'}"]
+    assert memory.engine(configfile.load(MATH, elsewhere), model, 64, 1.0) is None
+    slots = memory.engine(configfile.load(MATH), model, 64, free=1.0)
+    assert slots is not None and slots.tokens == 64 * 64

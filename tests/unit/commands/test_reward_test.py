@@ -1,0 +1,130 @@
+"""`streamppo reward-test`: a table of scores, timings and errors."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MATH, SUPPORT
+
+from streamppo.cli import main
+from streamppo.commands import reward_test as trial
+from streamppo.config.sections import Config
+from streamppo.config.task import DataTask
+from streamppo.errors import ModelError, TaskError
+from streamppo.tasks import task
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
+from streamppo.types import Message, Prompt, ScoredText
+
+FAULTY = SUPPORT / "faulty_rewards.py"
+
+
+def test_completions_sampled_from_the_model_are_scored_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reward-test", str(MATH), "--n", "5", "model.warm_start.max_steps=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["#", "reward", "ms", "completion", "components,", "explanation", "or", "error"]
+    assert [line.split()[0] for line in lines[1:6]] == list("01234")
+    assert "5 completions: mean reward" in lines[6] and "0 failed" in lines[6]
+    assert "reward: 5 calls" in lines[7]
+
+
+def test_given_completions_are_scored_and_a_failure_is_shown_and_is_not_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"completion": "fine"}, {"completion": "raises"}, {"completion": "fine", "prompt": "1+1="}]
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [f"reward.function={FAULTY}:sync", "model.warm_start.max_steps=1"]
+    assert main(["reward-test", str(MATH), "--completions", str(tmp_path / "given.jsonl"), *overrides]) == 1
+    out, log = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[1].split()[1] == "1" and lines[3].split()[1] == "1"
+    assert lines[2].split()[1] == "failed" and "ValueError: no such answer" in lines[2]
+    assert "3 completions: mean reward 1, 1 failed" in out
+    assert "(sync, trajectory signature), in processes of its own" in log
+
+
+def test_a_reward_that_cannot_be_loaded_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reward-test", str(MATH), "reward.function=nowhere:score", "model.warm_start.max_steps=1"]) == 1
+    assert "importing nowhere failed" in capsys.readouterr().err
+
+
+def test_a_given_completion_has_the_tokens_that_a_policy_would_have_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL's reward of docs/rewards.md divides by their number."""
+    (tmp_path / "trl_style.py").write_text(
+        "def share(completions, completion_ids, **kwargs):\n    return [1 / len(ids) for ids in completion_ids]\n"
+    )
+    rows = [{"completion": "1"}, {"completion": "123"}, {"completion": "12", "finish": "length"}]
+    given = jsonl(tmp_path, *rows)
+    overrides = [f"reward.function={tmp_path}/trl_style.py:share", "model.warm_start.max_steps=1"]
+    assert main(["reward-test", str(MATH), "--completions", str(given), *overrides]) == 0
+    # The end of a turn is a token too, unless the completion was cut off.
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:4]] == ["0.5", "0.25", "0.5"]
+
+
+def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:
+    (folder / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "given.jsonl"
+
+
+def given(folder: Path, source: DataTask, *rows: dict[str, Any]) -> list[tuple[Prompt, ScoredText]]:
+    made = character_tokenizer("abcdefghijklmnopqrstuvwxyz")
+    made.chat_template = "{{ messages[-1].content }}"
+    made.save_pretrained(folder / "tokenizer")
+    tokenizer = Tokenizer(folder / "tokenizer")
+    built = task.build(source, 1, tokenizer)
+    return list(trial._given(jsonl(folder, *rows), built, source, tokenizer))
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> DataTask:
+    """A data set of one chat."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "answer": "two"}\n')
+    return DataTask(data=str(tmp_path / "rows.jsonl"), held_out=0.0, system="brief")
+
+
+def test_a_given_completion_of_a_chat_is_scored_as_one(tmp_path: Path, chats: DataTask) -> None:
+    def chat(text: str) -> tuple[Message, ...]:
+        return (Message(role="system", content="brief"), Message(role="user", content=text))
+
+    own = [{"role": "user", "content": "four"}]
+    found = given(
+        tmp_path,
+        chats,
+        {"completion": "a", "answer": "three"},
+        {"completion": "b", "prompt": "three", "level": 1},
+        {"completion": "c", "prompt": own},
+    )
+    assert [prompt.messages for prompt, _ in found] == [chat("one"), chat("three"), chat("four")]
+    assert [text.messages for _, text in found] == [chat("one"), chat("three"), chat("four")]
+    assert [prompt.columns for prompt, _ in found] == [{"answer": "three"}, {"level": 1}, {}]
+    assert {text.source for _, text in found} == {"data"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"completion": 1}, "row 1: no text `completion`"),
+        ({"completion": "a", "finish": "eos"}, 'row 1: `finish` is "stop" or "length", not \'eos\''),
+        ({"completion": "", "finish": "length"}, "the completion '' has no tokens"),
+        ({"completion": "a", "prompt": 5}, "row 1: the prompt must be a string or a list of messages"),
+    ],
+)
+def test_a_completion_that_no_policy_can_have_sampled_is_refused(
+    tmp_path: Path, chats: DataTask, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TaskError, match=message):
+        given(tmp_path, chats, row)
+
+
+def test_a_prompt_that_the_engine_refuses_is_a_row_of_the_table(math_config: Callable[..., Config]) -> None:
+    class Refusing:
+        async def play(self, prompt: Prompt, sampling: Any) -> Any:
+            raise ModelError("a prompt of 99 tokens does not fit")
+
+    one: Any = Refusing()
+    tried = asyncio.run(trial._sample(math_config(), one, one, Prompt(text="1+1=", columns={})))
+    assert tried == trial.Tried("", None, "a prompt of 99 tokens does not fit", 0.0)

@@ -1,0 +1,273 @@
+"""The configuration refuses what it does not know, and says what was meant."""
+
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+from conftest import MATH, REPOSITORY
+
+from streamppo.config import file as configfile
+from streamppo.config.algorithm import Algorithm, Clip, NoCorrection, Truncate
+from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.sections import Config
+from streamppo.config.task import DataTask
+from streamppo.errors import ConfigError
+
+RLOO = "algorithm.advantage.kind=rloo"
+OWN_CRITIC = "algorithm.critic.model=policy"
+SERVER = ("rollout.engine.kind=sglang", "rollout.engine.url=http://localhost:1")
+LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
+
+
+def edited(tmp_path: Path, old: str, new: str) -> Path:
+    text = MATH.read_text()
+    assert old in text
+    path = tmp_path / "edited.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_the_shipped_configuration_loads() -> None:
+    config = configfile.load(MATH)
+    assert config.name == "math"
+    assert isinstance(config.algorithm.correction, Truncate)
+
+
+def test_overrides_reach_nested_fields_and_keep_their_types() -> None:
+    config = configfile.load(MATH, ["learner.lr=3e-4", "name=other", "learner.betas=[0.8, 0.9]", "queue.too_old=drop"])
+    assert (config.learner.lr, config.name, config.learner.betas) == (3e-4, "other", (0.8, 0.9))
+    assert config.queue.too_old == "drop"
+
+
+def test_another_kind_replaces_the_whole_table() -> None:
+    config = configfile.load(MATH, ["algorithm.correction.kind=off"])
+    assert config.algorithm.correction == NoCorrection()
+
+
+def test_a_kind_keeps_what_was_said_of_its_table_before() -> None:
+    engine = configfile.load(MATH, ["rollout.engine.mem_fraction_static=0.5", "rollout.engine.kind=sglang"])
+    assert engine.rollout.engine == SGLangEngine(mem_fraction_static=0.5)
+    task = configfile.load(MATH, ["task.sources.a.data=x", "task.sources.a.weight=2", "task.kind=data"]).task
+    assert isinstance(task, DataTask) and task.sources["a"].weight == 2
+    again = configfile.change(engine, ["rollout.engine.kv=recompute", "rollout.engine.kind=embedded"])
+    assert again.rollout.engine == EmbeddedEngine(kv="recompute")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "meant"),
+    [
+        (["correction.kind=off", "correction={kind='truncate', cap=3.0}"], Truncate(cap=3.0)),
+        (["correction={kind='truncate', cap=3.0}", "correction.kind=off"], NoCorrection()),
+        (["correction.kind=off", "correction.cap=3.0", "correction.kind=truncate"], Truncate(cap=3.0)),
+        (["correction.cap=3.0", "correction.kind=truncate", "correction.cap=4.0"], Truncate(cap=4.0)),
+    ],
+)
+def test_of_two_that_contradict_each_other_the_last_counts(overrides: list[str], meant: Any) -> None:
+    config = configfile.load(MATH, [f"algorithm.{override}" for override in overrides])
+    assert config.algorithm.correction == meant
+
+
+def test_a_section_that_a_run_was_left_without_can_be_given_to_it(tmp_path: Path) -> None:
+    configfile.save(configfile.load(MATH), tmp_path)
+    config = configfile.load(tmp_path / configfile.CONFIG, ["environment.name=a:B", "environment.max_turns=3"])
+    assert config.environment is not None and (config.environment.name, config.environment.max_turns) == ("a:B", 3)
+    assert configfile.change(configfile.load(MATH), ["environment.name=a:B"]).environment is not None
+
+
+def test_an_override_inside_a_table_that_the_file_leaves_out_means_the_default_kind() -> None:
+    config = configfile.load(MATH, ["algorithm.policy_loss.dual=3.0", "rollout.engine.kv=recompute"])
+    assert config.algorithm.policy_loss == Clip(dual=3.0)
+    assert config.rollout.engine.kv == "recompute"
+
+
+def test_an_unknown_field_is_answered_with_file_line_and_nearest_name(tmp_path: Path) -> None:
+    path = edited(tmp_path, "max_grad_norm =", "max_gradnorm =")
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if text.startswith("max_gradnorm ="))
+    with pytest.raises(ConfigError, match=rf"edited.toml:{line}: learner.max_gradnorm: .*did you mean 'max_grad_norm'"):
+        configfile.load(path)
+
+
+def test_an_unknown_field_inside_a_chosen_kind_knows_the_fields_of_that_kind() -> None:
+    with pytest.raises(ConfigError, match=r"override algorithm.correction.capp: .*did you mean 'cap'"):
+        configfile.load(MATH, ["algorithm.correction.capp=3"])
+
+
+def test_an_error_in_a_table_of_tables_names_the_table() -> None:
+    with pytest.raises(ConfigError, match=r"override task.sources.easy.wieght: .*did you mean 'weight'"):
+        configfile.load(MATH, ["task.kind=data", "task.sources.hard.data=x", "task.sources.easy.wieght=2"])
+    with pytest.raises(ConfigError, match=r"override task.sources.easy.weight: Expected `float` > 0.0"):
+        configfile.load(MATH, ["task.kind=data", "task.sources.hard.data=x", "task.sources.easy.weight=-2"])
+
+
+def test_an_unknown_kind_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="kinds are arithmetic, data"):
+        configfile.load(MATH, ["task.kind=algebra"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.lr=-1", "learner.lr"),
+        ("learner.lr=fast", "learner.lr"),
+        ("queue.samples_per_prompt=3", "multiple of queue.samples_per_prompt"),
+        ("learner.minibatches=7", "multiple of learner.minibatches"),
+        ("name=a/b", "name of a folder"),
+        ("algorithm.advantage.gamma=1.5", "algorithm.advantage.gamma"),
+        ("seed=-1", "override seed: Expected `int` >= 0"),
+        ('rollout.engine={kind="sglang", mem_fraction=0.3}', r"^override rollout.engine.mem_fraction: .* did you mean"),
+        ("learner.lr", "not of the form"),
+        ("name.x=1", "'name' is a value"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configfile.load(MATH, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.advantage.kind=rloo", "queue.samples_per_prompt=1"], "'rloo' compares the samples of a prompt"),
+        (["algorithm.zero_variance=mask"], "needs an advantage that compares"),
+        (["algorithm.kl.reward_beta=0.1", "algorithm.kl.loss_beta=0.1"], "allow_both"),
+        (["algorithm.kl.target=6"], r"target \(6.0\) steers reward_beta, which is 0"),
+        (["algorithm.critic.epochs=2"], r"epochs \(2\) is for a critic with a transformer"),
+        (["algorithm.critic.max_grad_norm=1"], r"max_grad_norm \(1.0\) is for a critic with a transformer"),
+        ([RLOO, "algorithm.critic.model=policy"], "advantage 'rloo' uses no critic"),
+        ([RLOO, "algorithm.critic.warmup_updates=5"], "advantage 'rloo' uses no critic"),
+        ([OWN_CRITIC, "algorithm.critic.minibatches=7"], r"\(512\) .* algorithm.critic.minibatches \(7\)"),
+        (["model.heads=7"], r"hidden_size \(64\) must be an even multiple of heads \(7\)"),
+        (["model.hidden_size=24"], r"hidden_size \(24\) must be an even multiple of heads \(8\)"),
+        (["algorithm.correction.kind=mask", "algorithm.correction.lo=6"], r"lo \(6.0\) must be below hi \(5.0\)"),
+        (["algorithm.correction={kind='truncate_and_mask', lo=2.0, hi=1.0}"], r"lo \(2.0\) must be below hi \(1.0\)"),
+        (["algorithm.policy_loss.dual=0.5"], r"dual \(0.5\) must be above 1"),
+        (["algorithm.advantage.kind=vtrace", "algorithm.advantage.c_bar=0.5"], r"c_bar \(0.5\) must be at least 1"),
+        ([*LOGLINEAR], "by the value head"),
+        ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
+        ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
+        ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "by the KL in the reward"),
+        (["rollout.engine.kind=sglang", "rollout.engine.transport=disk"], "folder is for"),
+        (["rollout.engine.kind=sglang", "rollout.engine.folder=x"], "folder is for"),
+        (["rollout.engine.kind=sglang", "rollout.engine.url=localhost:1"], "must begin with http"),
+        ([*SERVER, "rollout.engine.url=http://10.0.0.1:1"], "memory of one machine"),
+        ([*SERVER, "rollout.actors=2"], r"rollout.actors \(2\) must be 1"),
+        (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_p \(0.9\) must be 1 and .* before top-p"),
+        (["rollout.engine.kind=sglang", "rollout.top_k=5"], r"top_k \(5\) 0 with SGLang"),
+        ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),
+    ],
+)
+def test_choices_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configfile.load(MATH, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*LOGLINEAR, RLOO],
+        [*LOGLINEAR, OWN_CRITIC],
+        [*LOGLINEAR, RLOO, "algorithm.kl.loss_beta=0.1"],
+        [OWN_CRITIC, "algorithm.critic.epochs=4", "algorithm.critic.minibatches=8", "algorithm.critic.max_grad_norm=2"],
+    ],
+)
+def test_choices_that_agree_are_taken(overrides: list[str]) -> None:
+    configfile.load(MATH, overrides)
+
+
+def test_the_benchmark_of_the_algorithms_leaves_no_kind_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY)
+    choices = importlib.import_module("benchmarks.algorithms").CHOICES
+    runs = [configfile.load(MATH, overrides).algorithm for overrides in choices.values()]
+    kinds = get_type_hints(Algorithm)
+    for field in ("policy_loss", "correction", "advantage"):
+        assert {type(getattr(run, field)) for run in runs} == set(get_args(kinds[field])), field
+    assert {run.proximal for run in runs} == set(get_args(kinds["proximal"]))
+
+
+def test_every_snippet_of_the_documentation_is_taken() -> None:
+    """The first column of the tables in docs/algorithms.md: a value under its field, or a whole assignment."""
+    several_steps = ["learner.minibatches=2", OWN_CRITIC]
+    taken, field = 0, None
+    for line in (REPOSITORY / "docs" / "algorithms.md").read_text().splitlines():
+        head = re.match(r"\| `(algorithm\.\w+) =` \|", line)
+        field = head[1] if head else field if line.startswith("|") else None
+        row = re.match(r"\| `(?:(learner|model) = )?([{\"][^`]+)`", line)
+        if head or not row or not (where := row[1] or field):
+            continue
+        written = row[2].replace("...", 'kind = "truncate"')
+        value = tomllib.loads(f"x = {written}")["x"]
+        overrides = [f"{where}={value}"]
+        if isinstance(value, dict):
+            overrides = [f"{where}.{name}={str(part).lower()}" for name, part in value.items()]
+        configfile.load(MATH, overrides + several_steps * ("loglinear" in line))
+        taken += 1
+    assert taken > 40
+
+
+def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:
+    line = next(text for text in MATH.read_text().splitlines() if text.startswith("correction ="))
+    with pytest.raises(ConfigError, match="missing required field `correction`"):
+        configfile.load(edited(tmp_path, line, ""))
+
+
+def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        configfile.load(tmp_path / "none.toml")
+    for name in ("broken.toml", "broken.yaml", "broken"):
+        (tmp_path / name).write_text("name: x")
+        with pytest.raises(ConfigError, match=f"{name}: not TOML"):
+            configfile.load(tmp_path / name)
+    for encoding in ("latin-1", "utf-16"):
+        (tmp_path / "other.toml").write_text("name = 'é'", encoding=encoding)
+        with pytest.raises(ConfigError, match=r"other.toml: not UTF-8"):
+            configfile.load(tmp_path / "other.toml")
+
+
+def test_the_tree_survives_its_own_encoding() -> None:
+    config = configfile.load(MATH)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
+
+
+def test_every_field_has_a_sentence_under_it() -> None:
+    files = ("sections.py", "engine.py", "algorithm.py", "reward.py", "task.py")
+    folder = REPOSITORY / "streamppo" / "config"
+    lines = [line for name in files for line in (folder / name).read_text().splitlines()]
+    fields = [
+        n
+        for n, line in enumerate(lines)
+        if line.startswith("    ")
+        and line[4:5].isalpha()
+        and ": " in line
+        and "(" not in line.split(":")[0]
+        and not line.lstrip().startswith(("def", "if", "raise", "return"))
+    ]
+    assert len(fields) > 100
+    assert [lines[n] for n in fields if not lines[n + 1].lstrip().startswith('"""')] == []
+
+
+def test_dry_run_prints_the_resolved_tree_and_flags_may_stand_between_overrides() -> None:
+    command = [sys.executable, "-m", "streamppo", "run", str(MATH), "--dry-run", "learner.lr=0.5", "name=x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "learner.lr = 0.5\n" in done.stdout
+    assert 'name = "x"\n' in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", str(MATH), "--dry-run"], ["run", str(MATH), "x=1"]])
+def test_help_dry_run_and_config_errors_import_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom streamppo.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'ray', 'transformers', 'sglang'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True)
+
+
+def test_a_choice_between_kinds_is_a_type() -> None:
+    assert isinstance(configfile.load(MATH).algorithm.policy_loss, Clip)

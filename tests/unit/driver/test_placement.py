@@ -1,0 +1,105 @@
+"""What Ray is asked for, and what cannot be asked for."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import ray.util
+
+from streamppo.config.change import learning
+from streamppo.config.sections import Config
+from streamppo.driver.placement import Placement, plan, shortage
+from streamppo.errors import ConfigError, RunError
+
+Make = Callable[..., Config]
+
+
+def test_ranks_and_actors_that_share_nothing_have_bundles_of_their_own(math_config: Make) -> None:
+    config = math_config("learner.ranks=2", "learner.gpus=1", "learner.threads=3", "rollout.actors=2", "rollout.gpus=1")
+    made = plan(config)
+    assert made.bundles == [{"CPU": 3, "GPU": 1}, {"CPU": 3, "GPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]
+    assert made.actors == [2, 3]
+    assert plan(math_config()).bundles == [{"CPU": 1}, {"CPU": 1}]
+
+
+def test_sharers_have_a_whole_gpu_between_them_so_that_no_two_ranks_meet_on_one(math_config: Make) -> None:
+    config = math_config("learner.ranks=2", "learner.gpus=0.4", "rollout.actors=3", "rollout.gpus=0.3")
+    made = plan(config)
+    assert made.bundles == [{"CPU": 3, "GPU": 1}, {"CPU": 2, "GPU": 1}]
+    assert made.actors == [0, 1, 0]
+
+
+def test_a_replay_asks_for_the_ranks_alone(math_config: Make) -> None:
+    assert plan(math_config("rollout.gpus=1"), rollout=False).bundles == [{"CPU": 1}]
+
+
+def test_a_reward_model_on_a_gpu_has_a_bundle_after_all_others(math_config: Make) -> None:
+    scorers = "reward={scorers={a={kind='model', path='x', gpus=0.5}, b={kind='function', function='m:f'}}}"
+    config = math_config("learner.gpus=1", scorers)
+    made = plan(config)
+    assert made.bundles == [{"CPU": 1, "GPU": 1}, {"CPU": 1}, {"GPU": 0.5}]
+    assert (made.actors, made.models) == ([1], {"a": 2})
+    assert made.total("GPU") == 1.5
+    assert plan(config, rollout=False).total("GPU") == 1
+
+
+def test_a_shortage_says_what_is_asked_for_and_what_is_there(math_config: Make) -> None:
+    made = plan(math_config("learner.gpus=1", "rollout.gpus=1"))
+    assert shortage(made, {"CPU": 2.0}) == "2 GPUs (there are 0)"
+    assert shortage(made, {"CPU": 1.0, "GPU": 2.0}) == "2 CPUs (there are 1)"
+    assert shortage(made, {"CPU": 2.0, "GPU": 2.0}) == ""
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A Ray with 64 CPUs and no GPU, in which nothing finds a place; what it was asked for."""
+    asked: list[Any] = []
+
+    def group(bundles: Any, strategy: str) -> Any:
+        asked.append(bundles)
+        return SimpleNamespace(id="group")
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0})
+    monkeypatch.setattr(ray.util, "placement_group", group)
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"state": "PENDING"})
+    return asked
+
+
+def test_a_gpu_configuration_without_a_gpu_ends_at_once_in_a_ray_of_our_own(
+    math_config: Make, no_gpu: list[Any]
+) -> None:
+    with pytest.raises(RunError, match=r"asks for 2 GPUs \(there are 0\): learner.gpus, rollout.gpus"):
+        Placement(math_config("learner.gpus=1", "rollout.gpus=1"))
+    assert no_gpu == []
+
+
+def test_in_a_cluster_that_may_grow_it_waits_and_a_stall_says_for_what(math_config: Make, no_gpu: list[Any]) -> None:
+    placement = Placement(math_config("learner.gpus=1", "rollout.gpus=1", "cluster.address=auto"))
+    assert no_gpu == [[{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]]
+    assert "no place for the run: it asks for 2 GPUs (there are 0)" in placement.waiting()
+
+
+IMPOSSIBLE = {
+    "a rank computes on one GPU": ["learner.gpus=2"],
+    "must be 1 with the embedded engine": ["rollout.gpus=2"],
+    "must be below 1 or a whole number": ["rollout.engine.kind=sglang", "rollout.gpus=1.5"],
+    "has GPUs of its own": ["rollout.engine={kind='sglang', url='http://127.0.0.1:1'}", "rollout.gpus=1"],
+    "are more than one GPU": ["learner.gpus=0.6", "rollout.gpus=0.5"],
+    "the 3 rollout actors": ["learner.gpus=0.4", "rollout.gpus=0.3", "rollout.actors=3"],
+    "NCCL wants a GPU for each": ["learner.gpus=0.5", "learner.ranks=2"],
+    "needs a GPU, and learner.gpus is 0": ["model.attention=flash_attention_2", "model.dtype=bfloat16"],
+}
+
+
+@pytest.mark.parametrize("message", IMPOSSIBLE)
+def test_gpus_that_cannot_be_had_are_refused(math_config: Make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        math_config(*IMPOSSIBLE[message])
+
+
+def test_how_much_of_a_gpu_a_rank_has_changes_no_update(math_config: Make) -> None:
+    shared = math_config("learner.ranks=2", "learner.gpus=0.5", "rollout.gpus=0.5", "rollout.actors=2")
+    whole = math_config("learner.ranks=2", "learner.gpus=1", "rollout.gpus=1", "rollout.actors=2")
+    assert learning(shared) == learning(whole) != learning(math_config("learner.ranks=2"))

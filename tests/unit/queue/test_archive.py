@@ -1,0 +1,160 @@
+"""The archive: the very batch comes back, anybody can read it, and no damage goes unnoticed."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+import pytest
+import zarr
+from conftest import COUNTERS, trajectory
+from test_journal import damage
+from zarr.storage import ZipStore
+
+from streamppo.errors import JournalError
+from streamppo.queue import archive
+from streamppo.queue.archive import Archive
+from streamppo.queue.journal import Journal
+from streamppo.queue.records import Changes, Made
+from streamppo.types import Batch, Identity, ints
+
+
+def batch(version: int = 3) -> Batch:
+    """Ragged, masked, of several attempts, with values that text would not carry."""
+    return Batch(
+        version=version,
+        min_version=version - 1,
+        trajectories=(
+            trajectory(
+                [5, 6, 7], versions=[2, 2, 3], reward=0.1 + 0.2, logprobs=[-1e-30, float("nan"), -0.0], number=2
+            ),
+            trajectory([9], prompt=[1, 2**31 - 1], finish="length", mask=[True], number=2, sample=1),
+            msgspec.structs.replace(
+                trajectory([1, 2], mask=[False, True], reward=-1e300),
+                identity=Identity(task="other", prompt=2**40, sample=3, attempt=2),
+                actor="rollout-1.4",
+            ),
+        ),
+    )
+
+
+def rewarded(version: int = 3) -> Batch:
+    """Rewards of every kind: in one number, on tokens, with components that not all have; versions that are guessed."""
+    plain, one, two = batch(version).trajectories
+    return Batch(
+        version=version,
+        min_version=version,
+        trajectories=(
+            msgspec.structs.replace(plain, components={"b": -0.0, "a": 1e-300}),
+            msgspec.structs.replace(one, token_rewards=np.float32([0.25]).tobytes(), components={"a": 2.0}),
+            msgspec.structs.replace(two, token_rewards=np.float32([0.0, -1e-30]).tobytes(), versions_known=False),
+        ),
+    )
+
+
+def written(made: Archive, one: Batch, values: bytes = b"") -> Made:
+    return Made(version=one.version + 1, digest="", archive_sha256=made.write(one, values))
+
+
+def recorded(run: Path, *batches: Batch, values: Mapping[int, bytes] = MappingProxyType({})) -> Archive:
+    """Written and recorded as the queue does it."""
+    journal, made = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
+    for one in batches:
+        journal.write(Changes(COUNTERS), [written(made, one, values.get(one.version, b""))], made.settle)
+    journal.close()
+    return archive.open(run)
+
+
+def test_the_very_batch_comes_back(tmp_path: Path) -> None:
+    found = recorded(tmp_path, batch(3), rewarded(4))
+    assert found.versions() == [3, 4]
+    assert (found.batch(3), found.batch(4)) == (batch(3), rewarded(4))
+    rows = found.table(4).to_pylist()
+    assert [row["token_rewards"] for row in rows] == [[], [0.25], np.float32([0.0, -1e-30]).tolist()]
+    assert [row["a"] for row in rows][:2] == [1e-300, 2.0]
+
+
+def test_what_the_critic_said_lies_beside_the_tokens(tmp_path: Path) -> None:
+    values = np.float32([0.5, -0.25, 1e-30, 3.0, 4.0, 5.0])
+    found = recorded(tmp_path, batch(3), batch(4), values={4: values.tobytes()})
+    assert found.batch(4).trajectories == batch(3).trajectories, "values are no part of what was trained on"
+    assert found.columns(4)["values"].tobytes() == values.tobytes()
+    assert [row["values"] for row in found.table(4).to_pylist()] == [values[:3].tolist(), [3.0], [4.0, 5.0]]
+    assert "values" not in found.columns(3)
+    with pytest.raises(AssertionError, match="one value for each token"):
+        found.write(batch(5), values.tobytes()[4:])
+
+
+def test_anybody_reads_it_with_plain_zarr(tmp_path: Path) -> None:
+    found = recorded(tmp_path, batch())
+    with ZipStore(found.path(3), mode="r") as store:
+        group = zarr.open_group(store, mode="r")
+        assert group.attrs["version"] == 3
+        assert group["tokens"][:].tolist() == [5, 6, 7, 9, 1, 2]  # pyright: ignore
+        assert group["offsets"][:].tolist() == [0, 3, 4, 6]  # pyright: ignore
+        assert group["reward"][:].tolist() == [0.1 + 0.2, 0.0, -1e300]  # pyright: ignore
+
+
+def test_columns_and_tables_are_the_same_numbers(tmp_path: Path) -> None:
+    found = recorded(tmp_path, batch())
+    assert found.columns(3)["tokens"].dtype == np.int32
+    table = found.table(3).to_pylist()
+    assert [row["tokens"] for row in table] == [ints(row.tokens).tolist() for row in batch().trajectories]
+    assert table[1] | {} == {
+        **table[1],
+        "prompt": 2,
+        "sample": 1,
+        "finish": "length",
+        "actor": "rollout-0",
+        "task": "test",
+    }
+
+
+def test_a_file_that_was_not_recorded_does_not_count(tmp_path: Path) -> None:
+    recorded(tmp_path, batch(3))
+    dead = Archive(tmp_path / "archive", {})
+    dead.settle(written(dead, batch(4)))
+    found = archive.open(tmp_path)
+    assert found.versions() == [3]
+    with pytest.raises(JournalError, match=r"00000004.zarr.zip: no batch of version 4 was recorded"):
+        found.batch(4)
+
+
+def test_two_writers_at_a_time_do_not_spoil_each_other_and_what_has_no_name_is_swept_away(tmp_path: Path) -> None:
+    one, other = Archive(tmp_path / "archive", {}), Archive(tmp_path / "archive", {})
+    ours, theirs = written(other, rewarded(3)), written(one, batch(3))
+    other.settle(ours)
+    assert other.batch(3) == rewarded(3)
+    other.sweep()
+    assert [path.name for path in other.folder.iterdir()] == ["00000003.zarr.zip"]
+    with pytest.raises(JournalError, match=r"00000003.zarr.zip: cannot be written: .*No such file"):
+        one.settle(theirs)
+    assert other.batch(3) == rewarded(3)
+
+
+def test_200_random_flips_and_truncations_are_all_named(tmp_path: Path) -> None:
+    found, generator = recorded(tmp_path, batch()), random.Random(3)
+    whole = found.path(3).read_bytes()
+    for _ in range(200):
+        what = damage(found.path(3), generator)
+        with pytest.raises(JournalError, match=r"00000003.zarr.zip: damaged"):
+            pytest.fail(f"{what} went unnoticed: {found.batch(3)}")
+        found.path(3).write_bytes(whole)
+    assert found.batch(3) == batch()
+
+
+def test_a_missing_file_and_a_folder_without_a_run_are_named(tmp_path: Path) -> None:
+    found = recorded(tmp_path, batch())
+    found.path(3).unlink()
+    with pytest.raises(JournalError, match=r"00000003.zarr.zip: cannot be read"):
+        found.batch(3)
+    with pytest.raises(JournalError, match="is not the folder of a run"):
+        archive.open(tmp_path / "archive")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "archive").write_text("in the way")
+    with pytest.raises(JournalError, match=r"00000003.zarr.zip: cannot be written: .*exists"):
+        Archive(tmp_path / "archive", {}).write(batch())

@@ -1,0 +1,272 @@
+"""The journal: what it keeps, what it forgets, and that no damage goes unnoticed."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import COUNTERS, trajectory
+
+from streamppo import durable
+from streamppo.errors import JournalError
+from streamppo.queue.journal import DEAD_LETTERS, Journal
+from streamppo.queue.records import Changes, DeadLetter, Ended, Lease, Made, SavedSlot
+from streamppo.types import Identity
+
+
+def slot(number: int, ready: bool = True, attempt: int = 0) -> SavedSlot:
+    identity = Identity(task="t", prompt=number, sample=0, attempt=attempt)
+    made = msgspec.structs.replace(trajectory([5, 6, number], number=number), identity=identity)
+    return SavedSlot(
+        number=number,
+        identity=identity,
+        actor=None if ready else "rollout-0",
+        call=0,
+        failures=0,
+        trajectory=made if ready else None,
+    )
+
+
+def filled(path: Path) -> Journal:
+    """Eight slots, a lease, a version, a dead letter, two attempts that failed, over several transactions."""
+    journal = Journal(path)
+    journal.configure(0, b"{}")
+    for number in range(8):
+        journal.write(Changes(COUNTERS, (slot(number, ready=number % 3 > 0),)))
+    journal.write(Changes(COUNTERS, leases=(Lease(version=0, min_version=-1, slots=(1, 2)),)), [made(0)])
+    journal.write(Changes(COUNTERS, dead=(DeadLetter(trajectory=trajectory([1]), reason="no"),), ended=ENDED))
+    return journal
+
+
+def ended(number: int, reason: str, attempt: int = 0) -> Ended:
+    identity = slot(number, attempt=attempt).identity
+    return Ended(number=number, identity=identity, state="failed", reason=reason)
+
+
+ENDED = (ended(4, "no"), ended(4, "no again", attempt=1))
+
+
+def made(version: int) -> Made:
+    return Made(version=version, digest=f"digest {version}", archive_sha256=None)
+
+
+def everything(journal: Journal) -> object:
+    return journal.read(), journal.versions(), journal.dead_letters(), journal.ended(), journal.configs()
+
+
+def test_a_journal_reads_back_what_was_written(tmp_path: Path) -> None:
+    before = everything(filled(tmp_path / "journal.sqlite"))
+    again = Journal(tmp_path / "journal.sqlite")
+    assert everything(again) == before
+    saved = again.read()
+    assert saved is not None
+    assert saved.slots == tuple(slot(number, ready=number % 3 > 0) for number in range(8))
+    assert [lease.slots for lease in saved.leases] == [(1, 2)]
+    assert [letter.reason for letter in again.dead_letters()] == ["no"]
+    assert again.ended() == list(ENDED)
+
+
+def test_a_new_journal_is_empty(tmp_path: Path) -> None:
+    assert Journal(tmp_path / "journal.sqlite").read() is None
+
+
+def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    before = everything(journal)
+    dead = (DeadLetter(trajectory=trajectory([1]), reason="other"),)
+    journal.write(Changes(COUNTERS, (slot(4),), dead=dead, ended=(ended(4, "other"),)), [made(0)])
+    assert everything(journal) == before
+
+
+def test_the_digest_of_a_version_is_never_written_over(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    journal.write(Changes(COUNTERS), [Made(version=0, digest="another", archive_sha256="x")])
+    assert journal.versions()[0].digest == "digest 0"
+
+
+def test_consumed_slots_and_their_lease_leave_the_journal(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    journal.write(Changes(msgspec.structs.replace(COUNTERS, version=1), gone=(1, 2)), [made(1)])
+    saved = journal.read()
+    assert saved is not None
+    assert [slot.number for slot in saved.slots] == [0, 3, 4, 5, 6, 7]
+    assert saved.leases == ()
+
+
+def test_the_journal_stays_as_large_as_the_queue_however_long_the_run(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    sizes: list[int] = []
+    for version in range(200):
+        numbers = range(64 * version, 64 * version + 64)
+        journal.write(Changes(COUNTERS, tuple(map(slot, numbers))))
+        journal.write(Changes(COUNTERS, gone=tuple(numbers)))
+        sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+    assert max(sizes[100:]) <= max(sizes[:100]) * 1.05
+
+
+def test_only_the_newest_dead_letters_are_kept(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    letters = tuple(
+        DeadLetter(trajectory=trajectory([1], number=number), reason=str(number)) for number in range(DEAD_LETTERS + 7)
+    )
+    journal.write(Changes(COUNTERS, dead=letters))
+    kept = journal.dead_letters()
+    assert (len(kept), kept[0].reason) == (DEAD_LETTERS, "7")
+
+
+def test_a_zombie_queue_cannot_write(tmp_path: Path) -> None:
+    zombie = filled(tmp_path / "journal.sqlite")
+    living = Journal(tmp_path / "journal.sqlite")
+    living.write(Changes(COUNTERS))
+    with pytest.raises(JournalError, match="given up for dead"):
+        zombie.write(Changes(COUNTERS, (slot(7, ready=False, attempt=1),)))
+    saved = living.read()
+    assert saved is not None
+    assert saved.slots[7] == slot(7)
+
+
+def test_whoever_fences_reads_all_that_was_written_before_and_nobody_else_writes_after(tmp_path: Path) -> None:
+    zombie = filled(tmp_path / "journal.sqlite")
+    living, reader = Journal(tmp_path / "journal.sqlite"), Journal(tmp_path / "journal.sqlite")
+    zombie.write(Changes(COUNTERS, (slot(8),)))
+    living.fence()
+    named: list[Made] = []
+    with pytest.raises(JournalError, match="given up for dead"):
+        zombie.write(Changes(COUNTERS, (slot(9),)), [made(1)], named.append)
+    assert named == [], "a file of the archive got its name by a zombie"
+    before = everything(reader)
+    saved = living.read()
+    assert saved is not None
+    assert [slot.number for slot in saved.slots] == list(range(9))
+    living.write(Changes(COUNTERS, (slot(9),)), [made(1)], named.append)
+    assert named == [made(1)]
+    assert everything(reader) != before
+
+
+def test_a_version_whose_file_gets_no_name_is_not_recorded(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    before = everything(journal)
+
+    def full(_: Made) -> None:
+        raise OSError("no room")
+
+    with pytest.raises(JournalError, match="no room"):
+        journal.write(Changes(COUNTERS, (slot(8),)), [made(1)], full)
+    assert everything(journal) == before
+
+
+def test_a_power_cut_after_any_of_the_first_transactions_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite flushes what it commits; of all else the cut leaves the names and bytes of the last flush."""
+    run = tmp_path / "run"
+    run.mkdir()
+    flushed: dict[int, bytes] = {}
+    names: dict[str, int] = {}
+
+    def flush(path: Path) -> None:
+        if path.is_dir():
+            names.update({child.name: child.stat().st_ino for child in path.iterdir()})
+        else:
+            flushed[path.stat().st_ino] = path.read_bytes()
+
+    monkeypatch.setattr(durable, "flush", flush)
+    journal = Journal(run / "journal.sqlite")
+    for number in range(4):
+        after = _copy(run, tmp_path / f"after {number}")
+        for path in after.glob("journal.tip*"):
+            path.unlink()
+            if path.name in names:
+                path.write_bytes(flushed.get(names[path.name], b""))
+        saved = Journal(after / "journal.sqlite").read()
+        assert (len(saved.slots) if saved else 0) == number
+        journal.write(Changes(COUNTERS, (slot(number),)))
+
+
+def test_a_transaction_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    before = everything(journal)
+    with pytest.raises(AttributeError):
+        journal.write(Changes(COUNTERS, (slot(1, attempt=9),), dead=(None,)))  # pyright: ignore[reportArgumentType]
+    assert everything(journal) == before
+
+
+def damage(path: Path, generator: random.Random) -> str:
+    """Flip one bit, or cut the file; says what."""
+    data = bytearray(path.read_bytes())
+    if generator.random() < 0.2:
+        cut = generator.randrange(len(data))
+        path.write_bytes(data[:cut])
+        return f"{path.name} cut at {cut}"
+    at, bit = generator.randrange(len(data)), generator.randrange(8)
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+    return f"{path.name} bit {bit} of byte {at}"
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+def test_damage_is_named_or_hits_a_byte_that_carries_nothing(tmp_path: Path, closed: bool) -> None:
+    """200 random flips and truncations over the files of a journal, at rest and as a kill leaves them."""
+    generator, named = random.Random(7), 0
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    journal = filled(whole / "journal.sqlite")
+    before = everything(journal)
+    # A second connection keeps the log from being folded in when this one closes.
+    copied = _copy(whole, tmp_path / "killed") if not closed else whole
+    journal.close()
+    for number in range(200):
+        folder = _copy(copied, tmp_path / str(number))
+        what = damage(generator.choice([path for path in folder.iterdir() if path.stat().st_size]), generator)
+        try:
+            assert everything(Journal(folder / "journal.sqlite")) == before, f"{what}: read back as something else"
+        except JournalError as error:
+            named += 1
+            assert str(folder / "journal.") in str(error), what
+        shutil.rmtree(folder)
+    assert named > 100
+
+
+def _copy(source: Path, target: Path) -> Path:
+    # The shared-memory index is rebuilt from the log by whoever opens it first.
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*-shm"))
+    return target
+
+
+def test_a_log_that_was_cut_is_noticed_even_where_sqlite_is_content(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    killed = _copy(tmp_path, tmp_path.with_name("killed"))
+    log = killed / "journal.sqlite-wal"
+    log.write_bytes(log.read_bytes()[:-100])
+    with pytest.raises(JournalError, match=r"ends with transaction 10, and 11 were acknowledged"):
+        Journal(killed / "journal.sqlite")
+    journal.close()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"nowhere/journal.sqlite: unable to open"):
+        Journal(tmp_path / "nowhere" / "journal.sqlite")
+
+
+def full_disk(journal: Journal) -> Callable[[], None]:
+    """As if the disk ended here."""
+    pages = journal._db.execute("pragma page_count").fetchone()[0]
+    journal._db.execute(f"pragma max_page_count = {pages}")
+    return lambda: journal._db.execute("pragma max_page_count = 1000000") and None
+
+
+def test_a_full_disk_is_named_and_the_journal_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    make_room = full_disk(journal)
+    many = Changes(COUNTERS, tuple(slot(number) for number in range(8, 2000)))
+    before = everything(journal)
+    with pytest.raises(JournalError, match=r"journal.sqlite: database or disk is full"):
+        journal.write(many)
+    assert everything(journal) == before
+    make_room()
+    journal.write(many)
+    saved = journal.read()
+    assert saved is not None
+    assert len(saved.slots) == 2000

@@ -1,0 +1,316 @@
+"""Several turns: tokens in, tokens out; observations masked; limits kept; failures named."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SUPPORT
+from scripted import TEMPLATE, Scripted
+
+from streamppo.config.task import Environment, VerifiersTask
+from streamppo.errors import EnvironmentFailed, TaskError
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import Episode, Player, place
+from streamppo.tasks import task
+from streamppo.tasks.environments import Done, Observation
+from streamppo.tasks.library import verifiers
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
+from streamppo.types import Message, Prompt, Reward, decode, encode, floats
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=?![] "
+HERE = str(Path(__file__))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return made(tmp_path, TEMPLATE)
+
+
+def made(folder: Path, template: str) -> Tokenizer:
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+class Echo:
+    """Says twice what the policy said, with a point for each turn, until it says "bye"."""
+
+    async def reset(self, prompt: Prompt) -> list[Message]:
+        return [Message(role="user", content=prompt.text)]
+
+    async def step(self, text: str) -> Any:
+        match text:
+            case "bye":
+                return Done(10.0, {"polite": 1.0}, "it said bye")
+            case "raise":
+                raise ValueError("no")
+            case "hang":
+                await asyncio.sleep(60)
+            case "nothing":
+                return None
+            case "text":
+                return "[raw]"
+            case "no number":
+                return Done(None)  # pyright: ignore[reportArgumentType]
+            case "no component":
+                return Done(1.0, {"right": None})  # pyright: ignore[reportArgumentType]
+            case "no components":
+                return Done(1.0, None)  # pyright: ignore[reportArgumentType]
+            case "nan":
+                return Observation("[raw]", reward=float("nan"))
+            case "number":
+                return [Message(role="tool", content=4)]  # pyright: ignore[reportArgumentType]
+            case "half":
+                return "\ud83d"
+            case "numpy":
+                return Done(np.float32(0.5), {"right": True, "seen": np.int64(3)})  # pyright: ignore
+        return Observation([Message(role="tool", content=text * 2)], reward=1.0)
+
+
+def play(tokenizer: Tokenizer, engine: Scripted, max_tokens: int = 16, **limits: Any) -> Episode:
+    config = Environment(name=f"{HERE}:Echo", **limits)
+    player = Player(engine, tokenizer, config)
+    return asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(max_tokens)))
+
+
+def text_of(tokenizer: Tokenizer, tokens: Any) -> str:
+    return tokenizer._tokenizer.decode(tokens)
+
+
+def test_what_was_sampled_is_never_tokenised_again_and_observations_are_masked(tokenizer: Tokenizer) -> None:
+    engine = Scripted(tokenizer, "ab", "bye")
+    episode = play(tokenizer, engine)
+    whole = text_of(tokenizer, episode.tokens)
+    assert whole == "ab<eos> [tool]abab<eos> [assistant]bye<eos>"
+    assert text_of(tokenizer, episode.tokens[episode.mask]) == "ab<eos>bye<eos>"
+    assert text_of(tokenizer, episode.prompt_tokens) == "[user]hi<eos> [assistant]"
+    # The engine is shown exactly what the learner will see, token by token.
+    seen = [*episode.prompt_tokens.tolist(), *episode.tokens.tolist()]
+    assert engine.asked[1] == seen[: len(engine.asked[1])]
+    assert episode.finish == "stop"
+    assert (episode.turns, episode.turn_rewards) == (("ab", "bye"), (1.0, 10.0))
+    assert episode.tokens[list(episode.turn_ends)].tolist() == [tokenizer.eos_id] * 2
+    assert set(episode.versions[episode.mask].tolist()) == {1, 2}
+    assert (episode.logprobs[episode.mask] == -0.5).all() and (episode.logprobs[~episode.mask] == 0).all()
+
+
+def test_rewards_of_turns_stand_on_their_last_tokens_and_scorers_add_to_them(tokenizer: Tokenizer) -> None:
+    episode = play(tokenizer, Scripted(tokenizer, "ab", "bye"))
+    reward = episode.reward(Reward(score=0.5, turns=(0.0, 2.0), components={"x": 1.0}))
+    assert (reward.turns, reward.total) == ((1.0, 12.0), 13.5)
+    assert (reward.components, reward.explanation) == ({"polite": 1.0, "x": 1.0}, "it said bye")
+    placed = floats(place(reward, episode.mask, episode.turn_ends))
+    first, last = episode.turn_ends
+    assert (placed[first], placed[last], placed.sum()) == (1.0, 12.5, 13.5)
+
+
+def test_scorers_see_turns_and_the_whole(tokenizer: Tokenizer) -> None:
+    episode = play(tokenizer, Scripted(tokenizer, "ab", "bye"))
+    text = episode.text(Prompt(text="hi", columns={}), tokenizer)
+    assert text.completion == "ab [tool]abab [assistant]bye"
+    assert (text.turns, text.num_tokens) == (("ab", "bye"), 7)
+    assert text.token_ids == episode.tokens[episode.mask].tolist()
+
+
+def test_a_text_is_an_observation_as_it_is(tokenizer: Tokenizer) -> None:
+    episode = play(tokenizer, Scripted(tokenizer, "text", "bye"))
+    assert text_of(tokenizer, episode.tokens) == "text<eos>[raw]bye<eos>"
+
+
+def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tokenizer: Tokenizer) -> None:
+    turns = play(tokenizer, Scripted(tokenizer, "a", "b", "c"), max_turns=2)
+    assert (turns.turns, turns.finish, turns.turn_rewards) == (("a", "b"), "length", (1.0, 1.0))
+    assert turns.mask[-1]
+    short = Environment(name=f"{HERE}:Echo", max_tokens=30)
+    engine = Scripted(tokenizer, "a", "b", "c")
+    bounded = asyncio.run(Player(engine, tokenizer, short).play(Prompt(text="hi", columns={}), Sampling(16)))
+    assert len(bounded.tokens) <= 30 and bounded.finish == "length" and bounded.mask[-1]
+    first = play(tokenizer, Scripted(tokenizer, "much longer than that"))
+    assert (len(first.tokens), first.finish) == (16, "length")
+    tight = Player(Scripted(tokenizer, "a", "b c d e f g"), tokenizer, Environment(name=f"{HERE}:Echo", max_tokens=32))
+    last = asyncio.run(tight.play(Prompt(text="hi", columns={}), Sampling(16)))
+    assert (len(last.tokens), last.finish) == (32, "length")
+    cut = play(tokenizer, Scripted(tokenizer, "a", "far too long"), max_tokens=5)
+    assert (cut.turns, cut.finish, cut.turn_rewards) == (("a", "far t"), "length", (1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("raise", "step: ValueError: no"),
+        ("hang", r"step took more than 0\.05 s"),
+        ("nothing", "says messages or a text that is not empty, not None"),
+        ("no number", r"step gave Reward\(score=None.*, with a number that is not finite"),
+        ("no component", "with a number that is not finite"),
+        ("no components", "whose components are no numbers by name"),
+        ("nan", r"step gave Reward\(score=nan.*, with a number that is not finite"),
+        ("number", r"says messages or a text that is not empty, not \[Message\(role='tool', content=4\)\]"),
+    ],
+)
+def test_an_environment_that_fails_says_why(tokenizer: Tokenizer, said: str, reason: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=reason):
+        play(tokenizer, Scripted(tokenizer, said), timeout_s=0.05)
+
+
+def test_numbers_of_all_kinds_are_rewards_and_components_of_an_environment(tokenizer: Tokenizer) -> None:
+    reward = play(tokenizer, Scripted(tokenizer, "numpy")).reward(Reward())
+    assert (reward.total, reward.components) == (0.5, {"right": 1.0, "seen": 3.0})
+    assert decode(encode(reward), Reward) == reward
+
+
+class Broken(Echo):
+    """Raises, or hangs, where it is told to."""
+
+    def __init__(self, constructor: str = "", close: str = "") -> None:
+        self.how = close
+        if constructor:
+            raise ConnectionError(constructor)
+
+    async def close(self) -> None:
+        if self.how == "hang":
+            await asyncio.sleep(60)
+        raise RuntimeError(self.how)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "reason"),
+    [
+        ({"constructor": "no room"}, "bye", r"the constructor: ConnectionError: no room"),
+        ({"close": "closed already"}, "bye", r"close: RuntimeError: closed already"),
+        ({"close": "hang"}, "bye", r"close took more than 0\.05 s"),
+        # What came first is the reason.
+        ({"close": "closed already"}, "raise", "step: ValueError: no"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_or_closed_fails_its_trajectory(
+    tokenizer: Tokenizer, arguments: dict[str, Any], said: str, reason: str
+) -> None:
+    config = Environment(name=f"{HERE}:Broken", arguments=arguments, timeout_s=0.05)
+    player = Player(Scripted(tokenizer, said), tokenizer, config)
+    with pytest.raises(EnvironmentFailed, match=f"^{reason}$"):
+        asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16)))
+
+
+class TakesNoPrompt(Echo):
+    async def reset(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "[raw]"
+
+
+def test_a_reset_that_takes_no_prompt_fails_its_trajectory(tokenizer: Tokenizer) -> None:
+    player = Player(Scripted(tokenizer), tokenizer, Environment(name=f"{HERE}:TakesNoPrompt"))
+    with pytest.raises(EnvironmentFailed, match="reset: TypeError"):
+        asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16)))
+
+
+def test_a_text_that_is_no_text_fails_its_trajectory(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TaskError, match=r"no text that can be tokenized: '\\ud83d'"):
+        play(tokenizer, Scripted(tokenizer, "half"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[-1].content }}<eos>", "rewrites earlier turns"),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "does not end an assistant's turn"),
+        ("{{ raise_exception('no tools here') }}", "the chat template refuses the messages: no tools here"),
+        ("", "no chat template"),
+    ],
+)
+def test_templates_that_cannot_be_continued_are_refused(tmp_path: Path, template: str, message: str) -> None:
+    tokenizer = made(tmp_path, template)
+    with pytest.raises(TaskError, match=message):
+        tokenizer.observation((Message(role="tool", content="4"),))
+
+
+def test_without_an_environment_there_is_one_turn(tokenizer: Tokenizer) -> None:
+    engine = Scripted(tokenizer, "ab")
+    prompt = Prompt(text="hi", columns={})
+    episode = asyncio.run(Player(engine, tokenizer, None).play(prompt, Sampling(16)))
+    assert text_of(tokenizer, episode.tokens) == "ab<eos>"
+    assert (episode.mask.all(), episode.turn_ends, episode.turns) == (True, (2,), ())
+    scored = Reward(score=1.0)
+    assert episode.reward(scored) is scored
+
+
+def test_a_class_without_the_two_methods_is_no_environment(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TaskError, match="no `async def reset`"):
+        Player(Scripted(tokenizer), tokenizer, Environment(name=f"{HERE}:Scripted"))
+    with pytest.raises(TaskError, match="no `async def close`"):
+        Player(Scripted(tokenizer), tokenizer, Environment(name=f"{HERE}:ClosesAtOnce"))
+
+
+class ClosesAtOnce(Echo):
+    def close(self) -> None: ...
+
+
+def test_a_verifiers_environment_plays_its_conversation_with_the_policys_turns(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers")
+    monkeypatch.syspath_prepend(SUPPORT)
+    built = task.build(VerifiersTask(environment="verifiers_guess"), 1)
+    prompt = next(prompt for prompt in built.training if prompt.columns["answer"] == "2")
+    config = Environment(
+        name="streamppo.tasks.library.verifiers:Verifiers", arguments={"environment": "verifiers_guess"}, max_turns=4
+    )
+
+    def told(*guesses: str) -> Episode:
+        player = Player(Scripted(tokenizer, *guesses), tokenizer, config)
+        return asyncio.run(player.play(prompt, Sampling(16)))
+
+    right = told("1", "3", "2")
+    assert text_of(tokenizer, right.tokens[right.mask]) == "1<eos>3<eos>2<eos>"
+    assert "[user]higher<eos>" in text_of(tokenizer, right.tokens)
+    assert (right.finish, right.turn_rewards, right.end.components["found"]) == ("stop", (0.0, 0.0, 1.0), 1.0)
+    wrong = told("1", "1", "1", "1")
+    assert (wrong.finish, sum(wrong.turn_rewards)) == ("stop", 0.0)
+
+
+def test_verifiers_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(TaskError, match=r"streamppo\[verifiers\]"):
+        task.build(VerifiersTask(environment="wordle"), 1)
+
+
+def test_a_verifiers_conversation_that_never_began_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_environment", str)
+
+    async def story() -> None:
+        world = verifiers.Verifiers("wordle")
+        # Whether the package is missing or the row that it wants.
+        with pytest.raises((ImportError, KeyError)):
+            await world.reset(Prompt(text="hi", columns={}))
+        await world.close()
+
+    asyncio.run(story())
+
+
+class Closing(Echo):
+    """Counts how often it was closed."""
+
+    closed = 0
+
+    async def close(self) -> None:
+        Closing.closed += 1
+
+
+def test_an_environment_is_closed_however_its_trajectory_ends(tokenizer: Tokenizer) -> None:
+    async def make() -> Closing:
+        return Closing()
+
+    def once(*lines: str) -> None:
+        player = Player(Scripted(tokenizer, *lines), tokenizer, Environment(name=f"{HERE}:Closing", max_turns=1))
+        player._make = make
+        asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16)))
+
+    once("bye")
+    once("more")
+    with pytest.raises(EnvironmentFailed):
+        once("raise")
+    with pytest.raises(IndexError):
+        once()
+    assert Closing.closed == 4

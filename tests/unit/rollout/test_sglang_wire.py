@@ -1,0 +1,175 @@
+"""What is said to SGLang and how its answers are read, without SGLang."""
+
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamppo.config.sections import Config
+from streamppo.errors import ModelError
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.sglang import server, wire
+
+PROMPT = np.array([3, 4], np.int32)
+
+
+def span(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+def answer(count: int = 3, finish: str = "length", **more: Any) -> dict[str, Any]:
+    drawn = [(-0.5 * n, 10 + n, None) for n in range(count)]
+    return {"meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": drawn, **more}}
+
+
+def test_spans_become_one_version_for_each_token() -> None:
+    assert wire.versions([span("4", 0, 2), span("6", 2, 3)], 3).tolist() == [4, 4, 6]
+
+
+def test_spans_that_leave_a_token_out_or_name_no_version_of_ours_are_refused() -> None:
+    with pytest.raises(ModelError, match="token 1 of 3"):
+        wire.versions([span("4", 0, 1), span("6", 2, 3)], 3)
+    with pytest.raises(ModelError, match="'default', which nobody pushed"):
+        wire.versions([span("default", 0, 3)], 3)
+
+
+def test_a_completion_has_the_tokens_that_were_drawn_with_their_log_probs_and_versions() -> None:
+    done = wire.completion(answer(weight_versions=[span("1", 0, 1), span("2", 1, 3)]), oldest=1)
+    assert (done.tokens.tolist(), done.versions.tolist()) == ([10, 11, 12], [1, 2, 2])
+    assert done.logprobs.tolist() == [-0.0, -0.5, -1.0]
+    assert (done.finish, done.versions_known) == ("length", True)
+
+
+def test_without_spans_every_token_counts_as_old_as_it_can_be_and_says_so() -> None:
+    done = wire.completion(answer(weight_version="7"), oldest=5)
+    assert (done.versions.tolist(), done.versions_known) == ([5, 5, 5], False)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (answer(finish="abort"), "gave up a completion: abort"),
+        (answer(count=0), "without tokens"),
+        ({"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(None, 1, None)]}}, "diverged"),
+        (
+            {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [(float("-inf"), 1, None)]}},
+            "div",
+        ),
+    ],
+)
+def test_what_is_no_completion_is_refused(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        wire.completion(said, oldest=0)
+
+
+def test_a_request_holds_token_ids_and_how_to_sample() -> None:
+    fields = wire.request(PROMPT, Sampling(9, 0.7), room=5, eos_ids=[1, 2], rid="r", key="run-3")
+    assert (fields["input_ids"], fields["extra_key"], fields["return_logprob"]) == ([3, 4], "run-3", True)
+    knobs = fields["sampling_params"]
+    assert (knobs["max_new_tokens"], knobs["temperature"], knobs["top_k"]) == (5, 0.7, -1)
+    assert knobs["stop_token_ids"] == [1, 2]
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.4.9.post1"])
+def test_a_version_that_is_not_safe_is_refused(version: str) -> None:
+    with pytest.raises(ModelError, match=r"0.5.17 or newer"):
+        wire.supported(version, "it")
+
+
+def test_newer_versions_are_taken() -> None:
+    assert wire.supported("0.5.17", "it") == (0, 5, 17)
+    assert wire.supported("0.6.0rc1", "it") == (0, 6, 0)
+
+
+def test_a_missing_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(ModelError, match=r"SGLang is not installed: pip install 'streamppo\[sglang\]'"):
+        wire.installed()
+
+
+def test_an_engine_of_our_own_overlaps_nothing_where_versions_would_be_off_by_one(math_config: Any) -> None:
+    kept = arguments(math_config("rollout.engine.kind=sglang"))
+    assert (kept["disable_overlap_schedule"], kept["disable_radix_cache"]) == (True, False)
+    recomputed = math_config("rollout.engine.kind=sglang", "rollout.engine.kv=recompute")
+    assert arguments(recomputed)["disable_overlap_schedule"] is False
+    assert arguments(recomputed)["disable_radix_cache"] is False
+    assert arguments(recomputed, (0, 5, 20))["disable_radix_cache"] is True
+
+
+def test_gpus_are_split_by_tensors_and_a_cpu_uses_torch_alone(math_config: Any) -> None:
+    four = arguments(math_config("rollout.engine.kind=sglang", "rollout.gpus=4"))
+    assert (four["tp_size"], "device" in four, "max_total_tokens" in four) == (4, False, False)
+    none = arguments(math_config("rollout.engine.kind=sglang"))
+    assert (none["tp_size"], none["device"], none["max_total_tokens"]) == (1, "cpu", 1000)
+    assert none["attention_backend"] == "torch_native"
+
+
+def arguments(config: Config, version: tuple[int, ...] = (0, 5, 21)) -> dict[str, Any]:
+    return wire.arguments(config, config.rollout.engine, "model", 1000, version)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("kv", "said", "message"),
+    [
+        ("keep", {}, "--disable-overlap-schedule"),
+        ("recompute", {}, "--disable-radix-cache"),
+        ("keep", {"disable_overlap_schedule": True}, None),
+        ("recompute", {"disable_radix_cache": True}, None),
+    ],
+)
+def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
+    kv: str, said: dict[str, Any], message: str | None
+) -> None:
+    if message is None:
+        wire.check_server(said, kv, (0, 5, 20))
+        return
+    with pytest.raises(ModelError, match=message):
+        wire.check_server(said, kv, (0, 5, 20))
+
+
+def test_checksums_that_have_not_moved_are_found_behind_their_fused_names() -> None:
+    def ranks(qkv: str, norm: str) -> list[dict[str, Any]]:
+        return [{"checksums": {"layers.0.self_attn.qkv_proj.weight": qkv, "layers.0.norm.weight": norm}}]
+
+    before, after = wire.checksums(ranks("a", "b")), wire.checksums(ranks("a", "c"))
+    changed = ["layers.0.self_attn.q_proj.weight", "layers.0.norm.weight"]
+    assert wire.unmoved(before, after, changed) == ["layers.0.self_attn.q_proj.weight"]
+    assert wire.unmoved(before, after, ["layers.0.norm.weight"]) == []
+
+
+@pytest.mark.parametrize(
+    ("output", "meaning"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "mem_fraction_static"),
+        ("[2026-01-01 00:00:00] RuntimeError: Not enough memory. Please", "mem_fraction_static"),
+        ("OSError: [Errno 98] Address already in use", "a port that it wants is taken"),
+        ("RuntimeError: No CUDA GPUs are available", "there is no GPU"),
+        ("noise\nTraceback\n  File x\nAssertionError: head_dim 7\nmore noise", "AssertionError: head_dim 7"),
+        ("nothing went wrong", ""),
+    ],
+)
+def test_the_last_error_in_the_output_becomes_one_sentence(output: str, meaning: str) -> None:
+    found = wire.reason(output)
+    assert meaning in found if meaning else found == ""
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "message"),
+    [
+        ("http://127.0.0.1:30000", "", None),
+        ("http://10.1.2.3:30000", "key", None),
+        ("http://10.1.2.3:30000", "", "needs a key"),
+        ("http://8.8.8.8:30000", "key", "public address"),
+    ],
+)
+def test_a_server_is_loopback_or_private_with_a_key(url: str, key: str, message: str | None) -> None:
+    if message is None:
+        server.check_address(url, key)
+        return
+    with pytest.raises(ModelError, match=message):
+        server.check_address(url, key)

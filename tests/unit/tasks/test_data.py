@@ -1,0 +1,260 @@
+"""Data sets of every form become prompts; positions become rows by the seed alone."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from streamppo.config.task import ArithmeticTask, DataTask, Source
+from streamppo.errors import TaskError
+from streamppo.tasks import task
+from streamppo.tasks.library.arithmetic import difficulty
+from streamppo.tasks.order import Mixture, Shuffled
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
+from streamppo.types import Message, Prompt
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    """One token for each character, with a chat template."""
+    made = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+=[] ")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(tmp_path / "tokenizer")
+    return Tokenizer(tmp_path / "tokenizer")
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def numbered(name: str, count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{name} {n}", "answer": str(n)} for n in range(count)]
+
+
+# --- forms ---------------------------------------------------------------------------------------------------
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "what is 1+2"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "3"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def test_verls_five_columns_are_read_as_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), tmp_path / "train.parquet")
+    built = task.build(DataTask(data=str(tmp_path / "train.parquet"), held_out=0.0), 1, tokenizer)
+    prompt = built.prompt(0)
+    assert prompt.messages == (Message(role="user", content="what is 1+2"),)
+    assert prompt.columns["answer"] == "3"
+    assert prompt.columns["extra_info"] == {"split": "train", "index": 0}
+    assert (prompt.source, built.sources()) == ("openai/gsm8k", {"openai/gsm8k"})
+    assert tokenizer.render(prompt) == "[user]what is 1+2<eos>[assistant]"
+    assert tokenizer.decode(tokenizer.encode(prompt)) == "[user]what is 1+2[assistant]"
+    assert list(tokenizer.encode(prompt)).count(tokenizer.eos_id) == 1
+
+
+def test_a_string_becomes_a_chat_with_a_system_message_where_the_source_says_so(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "hello", "answer": ""}])
+    plain, chat, system = (
+        task.build(DataTask(data=data, held_out=0.0, **how), 1, tokenizer).prompt(0)
+        for how in ({}, {"chat": True}, {"system": "be brief"})
+    )
+    assert tokenizer.render(plain) == "hello"
+    assert tokenizer.render(chat) == "[user]hello<eos>[assistant]"
+    assert tokenizer.render(system) == "[system]be brief<eos>[user]hello<eos>[assistant]"
+
+
+def test_messages_need_a_tokenizer_with_a_template(tmp_path: Path) -> None:
+    character_tokenizer("ab").save_pretrained(tmp_path)
+    data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": ""}])
+    with pytest.raises(TaskError, match="no chat template"):
+        task.build(DataTask(data=data, chat=True), 1, Tokenizer(tmp_path))
+
+
+def test_a_template_writes_its_own_special_tokens_and_a_plain_text_gets_the_tokenizers(tmp_path: Path) -> None:
+    made = character_tokenizer("abcdefghijklmnopqrstuvwxyz[]")
+    made.chat_template = TEMPLATE
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    made.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.ids(Prompt(text="ab", columns={}))[0] == 2
+    assert 2 not in tokenizer.ids(Prompt(text="", columns={}, messages=(Message(role="user", content="ab"),)))
+
+
+def test_columns_are_mapped_also_from_one_level_down(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "rows.jsonl", [{"q": "x", "meta": {"gold": 4, "level": 2}}])
+    config = DataTask(data=data, held_out=0.0, prompt="q", answer="meta.gold", columns={"grade": "meta.level"})
+    assert task.build(config, 1).prompt(0).columns == {"meta": {"gold": 4, "level": 2}, "answer": 4, "grade": 2}
+    with pytest.raises(TaskError, match=r"row 1: no column 'meta\.silver'"):
+        task.build(DataTask(data=data, prompt="q", answer="meta.silver"), 1)
+
+
+def test_a_data_set_without_answers_says_so(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x", "level": 1}])
+    assert task.build(DataTask(data=data, answer="", held_out=0.0), 1).prompt(0).columns == {"level": 1}
+
+
+def test_a_folder_has_splits_as_files_or_as_folders(tmp_path: Path) -> None:
+    jsonl(tmp_path / "data" / "train-00000-of-00002.jsonl", numbered("a", 2))
+    jsonl(tmp_path / "data" / "train-00001-of-00002.jsonl", numbered("b", 2))
+    jsonl(tmp_path / "test" / "0.jsonl", numbered("c", 3))
+    built = task.build(DataTask(data=str(tmp_path), evaluation_split="test"), 1)
+    assert sorted(prompt.text for prompt in built.training) == ["a 0", "a 1", "b 0", "b 1"]
+    assert [prompt.text for prompt in built.held_out(9)] == ["c 0", "c 1", "c 2"]
+    with pytest.raises(TaskError, match=r"no file of the split 'validation'.*train-00000-of-00002.jsonl"):
+        task.build(DataTask(data=str(tmp_path), split="validation"), 1)
+
+
+def test_a_folder_by_save_to_disk_is_read_without_the_library(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        saved(tmp_path / split, 3)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for data in (tmp_path, tmp_path / "train"):
+        assert len(task.build(DataTask(data=str(data), held_out=0.0), 1).training) == 3
+
+
+def saved(folder: Path, count: int) -> str:
+    """One split as `save_to_disk` leaves it."""
+    table = pyarrow.Table.from_pylist(numbered("a", count))
+    folder.mkdir()
+    with pyarrow.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    return str(folder)
+
+
+def test_what_has_no_splits_is_not_evaluated_on_its_training_rows(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", numbered("a", 4))
+    for data in (file, saved(tmp_path / "saved", 4)):
+        with pytest.raises(TaskError, match=r"is its own split.*would evaluate on what is trained on"):
+            task.build(DataTask(data=data, evaluation_split="test"), 1)
+    other = jsonl(tmp_path / "test.jsonl", numbered("b", 1))
+    built = task.build(DataTask(data=file, evaluation=other, evaluation_split="test"), 1)
+    assert [prompt.text for prompt in built.held_out(9)] == ["b 0"]
+
+
+def test_a_hub_name_without_the_extra_says_what_to_install() -> None:
+    with pytest.raises(TaskError, match=r"nobody/nothing: (no such file or folder.*streamppo\[data\]|neither)"):
+        task.build(DataTask(data="nobody/nothing"), 1)
+
+
+# --- lengths -------------------------------------------------------------------------------------------------
+
+
+def long_rows(tmp_path: Path) -> str:
+    return jsonl(tmp_path / "rows.jsonl", [*numbered("a", 4), {"prompt": "x" * 30 + "end", "answer": ""}])
+
+
+def test_a_prompt_that_is_too_long_is_an_error_by_default(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(TaskError, match=r"row 5: a prompt of 33 tokens is longer than max_prompt_tokens \(10\)"):
+        task.build(DataTask(data=long_rows(tmp_path), max_prompt_tokens=10), 1, tokenizer)
+
+
+def test_prompts_that_are_too_long_are_skipped_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = DataTask(data=long_rows(tmp_path), max_prompt_tokens=10, too_long="skip", held_out=0.0)
+    built = task.build(config, 1, tokenizer)
+    assert len(built.training) == 4
+    assert built.lengths() == {"data: skipped": 1}
+
+
+def test_prompts_that_are_too_long_keep_their_last_tokens_and_are_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = DataTask(data=long_rows(tmp_path), max_prompt_tokens=10, too_long="truncate", held_out=0.0)
+    built = task.build(config, 1, tokenizer)
+    assert {tokenizer.decode(tokenizer.encode(prompt)) for prompt in built.training} >= {"a 0", "xxxxxxxend"}
+    assert built.lengths() == {"data: truncated": 1}
+
+
+# --- positions -----------------------------------------------------------------------------------------------
+
+
+def mixture(tmp_path: Path) -> DataTask:
+    return DataTask(
+        sources={
+            "easy": Source(data=jsonl(tmp_path / "easy.jsonl", numbered("easy", 50)), weight=3.0, held_out=0.1),
+            "hard": Source(data=jsonl(tmp_path / "hard.jsonl", numbered("hard", 50)), weight=1.0, held_out=0.1),
+        }
+    )
+
+
+def test_sources_are_mixed_by_weight_and_each_visits_all_its_rows(tmp_path: Path) -> None:
+    built = task.build(mixture(tmp_path), 1)
+    prompts = [built.prompt(n) for n in range(2048)]
+    assert Counter(prompt.source for prompt in prompts) == {"easy": 1536, "hard": 512}
+    visits = Counter(prompt.text for prompt in prompts)
+    assert len(visits) == 90
+    assert {count for text, count in visits.items() if text.startswith("easy")} <= {34, 35}
+    assert {count for text, count in visits.items() if text.startswith("hard")} <= {11, 12}
+
+
+def test_a_resumed_task_goes_on_with_the_prompts_that_it_would_have_had(tmp_path: Path) -> None:
+    whole, resumed, other = (task.build(mixture(tmp_path), seed) for seed in (1, 1, 2))
+    numbers = [1500, 3, 1025, 0, 5000]
+    wanted = {n: whole.prompt(n) for n in sorted(numbers)}
+    assert {n: resumed.prompt(n) for n in numbers} == wanted
+    assert [whole.prompt(n) for n in range(30)] != [other.prompt(n) for n in range(30)]
+
+
+def test_an_order_depends_on_the_seed_and_sources_of_equal_length_have_orders_of_their_own(tmp_path: Path) -> None:
+    orders = [
+        [order(position) for position in range(50)] for order in (Shuffled(50, 1), Shuffled(50, 2), Shuffled(50, 1))
+    ]
+    assert orders[0] != orders[1] and orders[0] == orders[2]
+    prompts = [task.build(mixture(tmp_path), 1).prompt(n) for n in range(200)]
+    numbers = [[p.columns["answer"] for p in prompts if p.source == name][:20] for name in ("easy", "hard")]
+    assert numbers[0] != numbers[1]
+
+
+def test_held_out_prompts_come_from_all_sources_in_turn(tmp_path: Path) -> None:
+    assert [prompt.source for prompt in task.build(mixture(tmp_path), 1).held_out(4)] == ["easy", "hard"] * 2
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1e-9, "b": 1.0}])
+def test_every_source_has_its_share_to_one_in_a_thousand_and_at_least_one(weights: dict[str, float]) -> None:
+    mixed = Mixture(weights, seed=3)
+    counts = Counter(mixed(position)[0] for position in range(1024))
+    total = sum(weights.values())
+    for number, weight in enumerate(weights.values()):
+        assert counts[number] == pytest.approx(1024 * weight / total, abs=1)
+        assert counts[number] >= 1
+
+
+def test_a_ramp_begins_with_the_easiest_problems_and_ends_with_all() -> None:
+    built = task.build(ArithmeticTask(first=(0, 99), second=(0, 99), ramp_prompts=3000), 1)
+    levels = [difficulty(built.prompt(n)) // 10**12 for n in range(3000)]
+    assert max(levels[:150]) < max(levels[-150:])
+    assert sum(levels[:500]) < sum(levels[1000:1500]) < sum(levels[-500:])
+    count = len(built.training)
+    assert {built.prompt(3000 + n).text for n in range(count)} == {prompt.text for prompt in built.training}
+
+
+def test_difficulty_is_digits_and_carries() -> None:
+    problems = ["1+2=", "8+5=", "12+34=", "19+34=", "99+99="]
+    levels = [difficulty(Prompt(text=text, columns={})) // 10**12 for text in problems]
+    assert levels == [2, 3, 4, 5, 6]
+
+
+def test_a_data_task_has_one_data_set_or_several() -> None:
+    for wrong in ({}, {"data": "x", "sources": {"a": Source(data="y")}}):
+        with pytest.raises(ValueError, match="either `data` or"):
+            DataTask(**wrong)
+    with pytest.raises(ValueError, match="belong into those tables"):
+        DataTask(chat=True, sources={"a": Source(data="y")})
+    with pytest.raises(ValueError, match=r"task.sources.a has no `data`"):
+        DataTask(sources={"a": Source()})

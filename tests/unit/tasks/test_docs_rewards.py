@@ -1,0 +1,166 @@
+"""Every example of docs/rewards.md is executed as it stands there."""
+
+import asyncio
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+import torch
+from conftest import MATH, REPOSITORY, save_reward_model
+from http_service import serving
+from scripted import TEMPLATE, Scripted
+
+from streamppo.config.sections import Config
+from streamppo.errors import RewardFailed
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import Player
+from streamppo.tasks.rewards import reward_model as model
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
+from streamppo.types import Prompt, Reward, ScoredText
+
+PAGE = (REPOSITORY / "docs" / "rewards.md").read_text()
+BLOCK = re.compile(r"^```(python|toml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^##+ (.*)$", re.MULTILINE)
+PROMPT = Prompt(text="12+34=", columns={"answer": "46"}, source="arithmetic")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder, with every file of the page in it."""
+    for kind, text in BLOCK.findall(PAGE):
+        if kind == "python":
+            path = tmp_path / text.splitlines()[0].removeprefix("# ")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(heading: str) -> Config:
+    """configs/math.toml with the tables of the section in place of its own."""
+    sections = dict(zip(HEADING.findall(PAGE), HEADING.split(PAGE)[2::2], strict=True))
+    tree: dict[str, Any] = tomllib.loads(MATH.read_text())
+    for kind, text in BLOCK.findall(sections[heading]):
+        if kind == "toml":
+            tree |= tomllib.loads(text)
+    return msgspec.convert(tree, Config)
+
+
+def said(completion: str) -> ScoredText:
+    tokens = torch.arange(len(completion), dtype=torch.int32).numpy().tobytes()
+    return ScoredText(
+        prompt=PROMPT.text, completion=completion, finish="stop", num_tokens=len(completion), tokens=tokens
+    )
+
+
+async def scored(heading: str, *completions: str, **changes: Any) -> list[Reward | RewardFailed]:
+    rewards = Rewards(msgspec.structs.replace(config(heading).reward, **changes), print)
+    await rewards.start({"arithmetic"})
+    try:
+        asked = (rewards.score(PROMPT, said(completion)) for completion in completions)
+        return await asyncio.gather(*asked, return_exceptions=True)  # pyright: ignore[reportReturnType]
+    finally:
+        await rewards.close()
+
+
+def totals(heading: str, *completions: str) -> list[float | str]:
+    found = asyncio.run(scored(heading, *completions))
+    return [one.total if isinstance(one, Reward) else str(one) for one in found]
+
+
+def test_an_async_function_asks_a_service_many_times_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = iter([True])
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if next(busy, False):
+            return 503, {}
+        return 200, {"score": float(body["given"] == body["wanted"]), "length": len(body["given"]), "why": "equal"}
+
+    async def story() -> None:
+        async with serving(answer, together=80) as url:
+            monkeypatch.setenv("JUDGE", url)
+            # The page's 5 s are enough unless the machine has other things to do.
+            found = await scored("An async function that asks a service", *["46", "47"] * 50, timeout_s=60.0)
+            assert [one.total for one in found if isinstance(one, Reward)] == [1.0, 0.0] * 50
+            assert found[0].components == {"length": 2.0}  # pyright: ignore[reportAttributeAccessIssue]
+
+    asyncio.run(story())
+
+
+def test_a_class_keeps_its_state(folder: Path) -> None:
+    assert totals("A class with state", "a", "A", "b", "a") == [1.0, 0.5, 1.0, pytest.approx(1 / 3)]
+
+
+def test_a_sync_function_that_computes_for_ever_fails_alone(folder: Path) -> None:
+    found = totals("A sync function that computes for long", "7", "8", "2305843009213693951", "11", "x")
+    assert found[:4] == [1.0, 0.0, "no score after 1 s", 1.0]
+    assert "ValueError" in str(found[4])
+
+
+def test_trls_signature(folder: Path) -> None:
+    assert totals("TRL's signature", "46", "47", "46") == [0.5, 0.0, 0.5]
+
+
+def test_verls_signature(folder: Path) -> None:
+    found = asyncio.run(scored("verl's signature", "46", " 46 ", "47"))
+    rewards = [one for one in found if isinstance(one, Reward)]
+    assert [(one.total, one.components) for one in rewards] == [
+        (1.0, {"stripped": 0.0}),
+        (1.0, {"stripped": 1.0}),
+        (0.0, {"stripped": 0.0}),
+    ]
+
+
+def test_several_rewards(folder: Path) -> None:
+    found = asyncio.run(scored("Several rewards", "46", "so: 46"))
+    rewards = [one for one in found if isinstance(one, Reward)]
+    assert [one.total for one in rewards] == [1.0, 1.0 - 0.5 * 0.5]
+    assert rewards[1].components == {"right": 1.0, "brief": -0.5}
+
+
+def test_a_reward_model_in_its_own_actor(folder: Path) -> None:
+    save_reward_model(folder / "rm", "0123456789+=")
+    wanted = config("A reward model")
+    wanted = msgspec.convert(
+        {
+            **msgspec.to_builtins(wanted),
+            "reward": {"scorers": {"preference": {"kind": "model", "path": f"{folder}/rm"}}},
+        },
+        Config,
+    )
+
+    async def story() -> list[Reward]:
+        rewards = Rewards(wanted.reward, print, model.create(wanted.reward, lambda _: {"num_cpus": 0}))
+        await rewards.start({"arithmetic"})
+        return list(await asyncio.gather(*(rewards.score(PROMPT, said(c)) for c in ("46", "47", "46"))))
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        first, second, third = asyncio.run(story())
+    finally:
+        ray.shutdown()
+    assert first.total == pytest.approx(third.total, abs=1e-6)
+    assert first.total != second.total
+
+
+def test_a_service_and_a_judge_are_two_tables(folder: Path) -> None:
+    assert set(config("A service or a judge without code").reward.scorers) == {"remote", "judge"}
+
+
+def test_a_tool_is_used_over_two_turns(folder: Path) -> None:
+    made = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+=[] ")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder / "tokenizer")
+    tokenizer = Tokenizer(folder / "tokenizer")
+    chosen = config("Several turns and tools")
+    assert chosen.reward.named() == {}
+    engine = Scripted(tokenizer, "calc 12+34", "46")
+    episode = asyncio.run(Player(engine, tokenizer, chosen.environment).play(PROMPT, Sampling(32)))
+    reward = episode.reward(Reward())
+    assert (reward.turns, reward.components) == ((-0.1, 1.0), {"answered": 1.0})
+    assert "[tool]46" in episode.text(PROMPT, tokenizer).completion

@@ -1,0 +1,545 @@
+"""Rewards are other people's code: whatever they do, the run goes on, and failed is failed, never 0."""
+
+import asyncio
+import math
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from streamppo.config.reward import FunctionScorer, Limits, Reward
+from streamppo.config.sections import Config
+from streamppo.errors import ConfigError, RewardFailed, TaskError
+from streamppo.tasks.rewards import guard as guards
+from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.rewards.signature import recognise
+from streamppo.types import Prompt, ScoredText
+from streamppo.types import Reward as Given
+
+# These tests are themselves plug-ins, imported in processes that know nothing of pytest.
+FAULTY = Path(__file__).parents[2] / "support" / "faulty_rewards.py"
+TIMEOUT_S = 1.0
+
+
+def text(completion: str, finish: str = "stop", **more: Any) -> ScoredText:
+    return ScoredText(prompt="1+2=", completion=completion, finish=finish, num_tokens=len(completion), **more)  # pyright: ignore
+
+
+@asynccontextmanager
+async def started(config: Reward, said: list[str] | None = None) -> AsyncIterator[Rewards]:
+    rewards = Rewards(config, (said if said is not None else []).append)
+    try:
+        await rewards.start({""})
+        yield rewards
+    finally:
+        await rewards.close()
+
+
+def faulty(name: str, **more: Any) -> Reward:
+    return Reward(function=f"{FAULTY}:{name}", timeout_s=TIMEOUT_S, memory_mib=256, processes=1, **more)
+
+
+async def total(rewards: Rewards, completion: str, **columns: Any) -> float:
+    return (await rewards.score(Prompt(text="1+2=", columns=columns), text(completion))).total
+
+
+def processes() -> list[psutil.Process]:
+    """The reward processes of these tests: the templates first."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if "streamppo.tasks.rewards.processes.worker" in process.cmdline()]
+
+
+# --- the fault table -----------------------------------------------------------------------------------------
+
+FAULTS = [
+    ("raises", "ValueError: no such answer"),
+    ("hangs", f"no score after {TIMEOUT_S:g} s"),
+    ("holds the gil", f"no score after {TIMEOUT_S:g} s"),
+    ("nan", "returned nan, not a finite number"),
+    ("inf", "returned inf, not a finite number"),
+    ("none", "returned None, not a finite number"),
+    ("text", r"returned '1\.0', not a finite number"),
+    ("wrong length", "returned 99 rewards for 12 tokens"),
+    ("numbered", r"returned Reward\(.*, whose components are no numbers by name"),
+    ("exits", "its process died: exit code 3"),
+    ("crashes", "its process died: killed by SIGSEGV"),
+    ("allocates", "MemoryError"),
+]
+
+
+@pytest.mark.parametrize("function", ["sync", "awaiting"])
+@pytest.mark.parametrize(("fault", "reason"), FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_whatever_a_reward_does_the_next_call_is_scored(function: str, fault: str, reason: str) -> None:
+    async def story() -> None:
+        said: list[str] = []
+        async with started(faulty(function), said) as rewards:
+            assert await total(rewards, "fine") == 1.0
+            async with asyncio.timeout(20 * TIMEOUT_S):
+                with pytest.raises(RewardFailed, match=reason):
+                    await total(rewards, fault)
+                assert await total(rewards, "fine") == 1.0
+            (report,) = rewards.report()
+            assert (report.calls, report.failed) == (3, 1)
+            assert report.respawns == (
+                fault in ("holds the gil", "exits", "crashes") or (fault, function) == ("hangs", "sync")
+            )
+            assert any(line.startswith("reward failed: ") for line in said)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("fault", "reason"), [row for row in FAULTS if row[0] in ("raises", "hangs", "nan", "none")])
+def test_an_async_reward_that_is_trusted_to_the_actor_fails_in_the_same_words(fault: str, reason: str) -> None:
+    async def story() -> None:
+        async with started(faulty("awaiting", where="actor")) as rewards:
+            assert processes() == []
+            with pytest.raises(RewardFailed, match=reason):
+                await total(rewards, fault)
+            assert await total(rewards, "fine") == 1.0
+
+    asyncio.run(story())
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("function", ["sync", "awaiting"])
+@pytest.mark.parametrize(
+    "value", [2**64, "\ud83d", nested(100_000), object()], ids=["integer", "half a pair", "nested", "object"]
+)
+def test_a_row_that_cannot_be_sent_to_a_process_fails_its_trajectory_alone(function: str, value: Any) -> None:
+    async def story() -> None:
+        async with started(faulty(function)) as rewards:
+            async with asyncio.timeout(20 * TIMEOUT_S):
+                with pytest.raises(RewardFailed, match="its row cannot be sent to another process"):
+                    await total(rewards, "fine", unsendable=value)
+                assert await total(rewards, "fine") == 1.0
+            (report,) = rewards.report()
+            assert (report.failed, report.respawns) == (1, 0)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("function", ["sync", "awaiting"])
+def test_words_that_utf8_does_not_hold_cross_with_a_question_mark(function: str) -> None:
+    async def story() -> None:
+        async with started(faulty(function)) as rewards:
+            said = await rewards.score(Prompt(text="1+2=", columns={}), text("explains"))
+            assert (said.score, said.components, said.explanation) == (1.0, {"?": 1.0}, "? is half of a pair")
+            with pytest.raises(RewardFailed, match=r"ValueError: \? is half of a pair"):
+                await total(rewards, "complains")
+
+    asyncio.run(story())
+
+
+def test_a_call_that_hangs_or_dies_is_told_from_those_beside_it() -> None:
+    async def story() -> None:
+        async with started(faulty("awaiting")) as rewards:
+            wanted = ["fine"] * 5 + ["exits"] + ["fine"] * 5 + ["holds the gil"] + ["fine"] * 5
+            found = await asyncio.gather(*(total(rewards, completion) for completion in wanted), return_exceptions=True)
+            for completion, value in zip(wanted, found, strict=True):
+                if completion == "fine":
+                    assert value == 1.0
+                else:
+                    assert isinstance(value, RewardFailed)
+            assert "exit code 3" in str(found[5])
+            assert "no score after" in str(found[11])
+
+    asyncio.run(story())
+
+
+def test_no_process_is_left_when_the_rewards_are_closed() -> None:
+    async def story() -> None:
+        async with started(faulty("sync")) as rewards:
+            assert await total(rewards, "fine") == 1.0
+            assert len(processes()) == 2
+
+    asyncio.run(story())
+    assert processes() == []
+
+
+def test_the_death_of_the_template_is_an_error_and_no_wait_for_ever() -> None:
+    async def story() -> None:
+        async with started(faulty("sync")) as rewards:
+            assert await total(rewards, "fine") == 1.0
+            template, process = processes()
+            template.kill()
+            process.wait(timeout=30.0)
+            for _ in range(3):
+                with pytest.raises(TaskError, match="died"):
+                    await asyncio.wait_for(total(rewards, "fine"), timeout=30.0)
+
+    asyncio.run(story())
+
+
+def test_an_actor_that_is_killed_takes_its_reward_processes_with_it() -> None:
+    """Also one that never looks at its socket, because it is stuck in a call, and what that call has started."""
+    program = (
+        "import asyncio\n"
+        "from streamppo.config.reward import Reward\n"
+        "from streamppo.tasks.rewards.scoring import Rewards\n"
+        "from streamppo.types import Prompt, ScoredText\n"
+        "async def main():\n"
+        f"    rewards = Rewards(Reward(function={f'{FAULTY}:sync'!r}, processes=1), lambda _: None)\n"
+        "    await rewards.start(set())\n"
+        "    text = ScoredText(prompt='', completion='spawns', finish='stop', num_tokens=1)\n"
+        "    print('started', flush=True)\n"
+        "    await rewards.score(Prompt(text='', columns={}), text)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as actor:
+        assert actor.stdout and actor.stdout.readline() == b"started\n"
+        deadline = time.monotonic() + 30.0
+        while len(children := psutil.Process(actor.pid).children(recursive=True)) < 3:
+            assert time.monotonic() < deadline, children
+            time.sleep(0.05)
+        actor.kill()
+        _, alive = psutil.wait_procs(children, timeout=30.0)
+        assert alive == []
+
+
+def test_a_batch_fails_alone_for_the_trajectory_that_breaks_it() -> None:
+    async def story() -> None:
+        async with started(faulty("batched", batch_size=8)) as rewards:
+            wanted = ["fine", "raises", "fine", "nan", "fine"]
+            found = await asyncio.gather(*(total(rewards, completion) for completion in wanted), return_exceptions=True)
+            assert [value if isinstance(value, float) else str(value) for value in found] == [
+                1.0,
+                "ValueError: no such answer",
+                1.0,
+                "returned nan, not a finite number",
+                1.0,
+            ]
+            with pytest.raises(RewardFailed, match="returned 2 scores for 1 trajectories"):
+                await total(rewards, "short")
+            with pytest.raises(RewardFailed, match="no reward applies"):
+                await total(rewards, "none")
+
+    asyncio.run(story())
+
+
+def test_calls_that_wait_go_together_in_batches_up_to_the_bound() -> None:
+    async def story() -> None:
+        async with started(faulty("crowd", batch_size=4)) as rewards:
+            sizes = await asyncio.gather(*(total(rewards, "") for _ in range(9)))
+            assert sorted(sizes) == [1.0, *[4.0] * 8]
+
+    asyncio.run(story())
+
+
+def test_sync_rewards_run_side_by_side_in_their_processes(tmp_path: Path) -> None:
+    async def story() -> None:
+        config = Reward(function=f"{FAULTY}:meeting", timeout_s=60.0, processes=4)
+        async with started(config) as rewards:
+            assert await asyncio.gather(*(total(rewards, str(tmp_path)) for _ in range(4))) == [1.0] * 4
+
+    asyncio.run(story())
+
+
+# --- loading -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_colon", "not of the form"),
+        ("streamppo.nothing:score", "importing streamppo.nothing failed"),
+        ("streamppo.tasks.library.arithmetic:scores", "has no 'scores'"),
+        ("nowhere/mine.py:score", "no file nowhere/mine.py"),
+        ("streamppo.tasks.library.arithmetic:ALPHABET", "neither a function nor a class"),
+        ("streamppo.tasks.library.arithmetic:difficulty", r"takes \(prompt\); it must be one of score\(trajectory"),
+        (f"{FAULTY}:Flaky", "missing 1 required positional argument: 'every'"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> None:
+    async def story() -> None:
+        async with started(Reward(function=name)):
+            pass
+
+    with pytest.raises(TaskError, match=message):
+        asyncio.run(story())
+
+
+def test_a_sync_reward_is_refused_in_the_actor() -> None:
+    async def story() -> None:
+        async with started(faulty("sync", where="actor")):
+            pass
+
+    with pytest.raises(TaskError, match="is sync: it would block the actor"):
+        asyncio.run(story())
+
+
+def test_the_builtin_reward_stays_in_the_actor_and_wants_the_exact_answer_and_its_end() -> None:
+    async def story() -> None:
+        said: list[str] = []
+        async with started(Reward(function="streamppo.tasks.library.arithmetic:score"), said) as rewards:
+            assert processes() == []
+            prompt = Prompt(text="1+2=", columns={"answer": "3", "level": 1})
+            for given, expected in ((text("3"), 1), (text("33"), 0), (text("3", "length"), 0), (text(""), 0)):
+                assert (await rewards.score(prompt, given)).total == expected
+        assert said == [
+            "reward is streamppo.tasks.library.arithmetic:score (async, trajectory signature), in the actor"
+        ]
+
+    asyncio.run(story())
+
+
+def one(trajectory: ScoredText, answer: str, level: int = 0) -> float:
+    return 0.0
+
+
+async def annotated(t: ScoredText, **columns: Any) -> float:
+    return 0.0
+
+
+def trl(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return []
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return 0.0
+
+
+def test_the_three_signatures_are_told_apart() -> None:
+    found = {f: recognise(f, f.__name__, {}) for f in (one, annotated, trl, compute_score)}
+    assert [s.style for s in found.values()] == ["trajectory", "trajectory", "batched", "verl"]
+    assert [s.is_async for s in found.values()] == [False, True, False, False]
+    assert (found[one].asks, found[one].needs) == ({"answer", "level"}, {"answer"})
+    assert found[trl].needs == {"answer"}
+    row = {"answer": "3", "level": 2, "other": 1}
+    assert found[one].columns(row) == {"answer": "3", "level": 2}
+    assert found[annotated].columns(row) == row
+    assert found[compute_score].columns(row) == {}
+    with pytest.raises(TaskError, match="asks for the column 'answer'; columns are level"):
+        found[one].columns({"level": 2})
+
+
+# --- values --------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_all_kinds_are_scores() -> None:
+    import numpy as np
+    import torch
+
+    for value in (1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)):
+        assert check(value, text("3")) == Outcome(reward=Given(score=1.0)), repr(value)
+    for value in (None, "1", [1.0], math.nan, np.nan, torch.ones(2), 10**400, object()):
+        assert check(value, text("3")).reward is None, repr(value)
+
+
+def test_a_batch_needs_one_value_for_each_and_none_is_no_opinion() -> None:
+    texts = (text("a"), text("b"))
+    assert check_batch([1.0, None], texts) == (Outcome(reward=Given(score=1.0)), NO_OPINION)
+    for wrong in ([1.0], 1.0, "ab", {"a": 1, "b": 2}):
+        assert all(outcome.reason for outcome in check_batch(wrong, texts))
+
+
+def test_verls_dict_has_a_score_and_components() -> None:
+    outcome = check_verl({"score": 0.5, "acc": True, "pred": "7"}, text("3"))
+    assert outcome.reward == Given(score=0.5, components={"acc": 1.0})
+    assert "without `score`" in check_verl({"acc": 1}, text("3")).reason
+    assert "not a finite number" in check_verl({"score": None}, text("3")).reason
+
+
+# --- several -------------------------------------------------------------------------------------------------
+
+
+async def length(trajectory: ScoredText) -> Given:
+    return Given(score=float(len(trajectory.completion)), components={"half": 0.5}, explanation="so long")
+
+
+async def per_token(trajectory: ScoredText) -> Given:
+    return Given(tokens=tuple(range(trajectory.num_tokens)), turns=(10.0,))
+
+
+def no_opinion(completions: list[str], **kwargs: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+def scorer(function: Callable[..., Any], **more: Any) -> FunctionScorer:
+    return FunctionScorer(function=f"{__file__}:{function.__name__}", **more)
+
+
+def test_several_scores_are_weighted_summed_and_logged_by_name() -> None:
+    async def story() -> None:
+        config = Reward(
+            scorers={
+                "length": scorer(length, weight=2.0, where="actor"),
+                "token": scorer(per_token, weight=0.5, where="actor"),
+                "silent": scorer(no_opinion),
+            }
+        )
+        async with started(config) as rewards:
+            found = await rewards.score(Prompt(text="", columns={}), text("abc"))
+        assert found.total == 2.0 * 3 + 0.5 * (0 + 1 + 2 + 10)
+        assert (found.tokens, found.turns) == ((0.0, 0.5, 1.0), (5.0,))
+        assert found.components == {"length": 3.0, "length/half": 0.5, "token": 13.0}
+        assert found.explanation == "length: so long"
+
+    asyncio.run(story())
+
+
+def test_a_scorer_is_selected_by_data_source_and_every_source_needs_one() -> None:
+    async def story() -> None:
+        config = Reward(
+            scorers={
+                "math": scorer(length, sources=("gsm8k",), where="actor"),
+                "chat": scorer(per_token, sources=("hh",), where="actor"),
+            }
+        )
+        rewards = Rewards(config, lambda _: None)
+        with pytest.raises(TaskError, match="data source 'code'"):
+            await rewards.start({"gsm8k", "code"})
+        await rewards.start({"gsm8k", "hh"})
+        assert (await rewards.score(Prompt(text="", columns={}, source="gsm8k"), text("ab"))).total == 2.0
+        assert (await rewards.score(Prompt(text="", columns={}, source="hh"), text("ab"))).total == 11.0
+
+    asyncio.run(story())
+
+
+def test_one_failing_scorer_fails_the_trajectory_and_is_named() -> None:
+    async def story() -> None:
+        config = Reward(
+            scorers={"good": scorer(length, where="actor"), "bad": FunctionScorer(function=f"{FAULTY}:awaiting")}
+        )
+        async with started(config) as rewards:
+            with pytest.raises(RewardFailed, match="bad: ValueError: no such answer"):
+                await total(rewards, "raises")
+
+    asyncio.run(story())
+
+
+def test_one_function_or_several_scorers(math_config: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match="either `function` or"):
+        Reward(function="a:b", scorers={"x": FunctionScorer(function="a:b")})
+    with pytest.raises(ConfigError, match=r"either `function` or .*, if no \[environment\]"):
+        math_config("reward.function=")
+    with pytest.raises(ValueError, match="`timeout_s` belongs into those tables"):
+        Reward(timeout_s=1.0, scorers={"x": FunctionScorer(function="a:b")})
+    with pytest.raises(ValueError, match=r"reward.scorers.x has no `function`"):
+        Reward(scorers={"x": FunctionScorer()})
+
+
+# --- bounds --------------------------------------------------------------------------------------------------
+
+
+def guarded(limits: Limits, call: Callable[[int], Awaitable[Outcome]], said: list[str]) -> guards.Guard:
+    numbers = iter(range(10_000))
+
+    async def one_call(text: ScoredText, columns: dict[str, Any]) -> Outcome:
+        return await call(next(numbers))
+
+    return guards.Guard("judge", limits, one_call, said.append)
+
+
+BUSY = Outcome(reason="busy", retryable=True)
+FINE = Outcome(reward=Given(score=1.0))
+
+
+def test_retryable_failures_are_tried_again_and_others_are_not() -> None:
+    async def story() -> None:
+        config = faulty("Flaky", arguments={"every": 3}, attempts=3, backoff_s=0.01)
+        async with started(config) as rewards:
+            assert [await total(rewards, "") for _ in range(2)] == [3.0, 6.0]
+            (report,) = rewards.report()
+            assert (report.calls, report.failed, report.retries) == (2, 0, 4)
+        async with started(faulty("Flaky", arguments={"every": 3}, attempts=2, backoff_s=0.01)) as rewards:
+            with pytest.raises(RewardFailed, match="Retryable: the judge is busy"):
+                await total(rewards, "")
+        async with started(faulty("awaiting")) as rewards:
+            with pytest.raises(RewardFailed):
+                await total(rewards, "raises")
+            assert rewards.report()[0].retries == 0
+
+    asyncio.run(story())
+
+
+def test_no_more_calls_are_in_flight_than_the_bound() -> None:
+    async def story() -> None:
+        running, most = 0, 0
+
+        async def call(number: int) -> Outcome:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.005)
+            running -= 1
+            return FINE
+
+        guard = guarded(Limits(concurrency=7), call, [])
+        await asyncio.gather(*(guard.score(text(""), {}) for _ in range(50)))
+        assert most == 7
+
+    asyncio.run(story())
+
+
+def test_calls_begin_no_oftener_than_the_rate() -> None:
+    async def story() -> None:
+        begun: list[float] = []
+
+        async def call(number: int) -> Outcome:
+            begun.append(time.perf_counter())
+            return FINE
+
+        guard = guarded(Limits(calls_per_s=100), call, [])
+        await asyncio.gather(*(guard.score(text(""), {}) for _ in range(20)))
+        assert begun[-1] - begun[0] > 0.18
+
+    asyncio.run(story())
+
+
+def test_the_breaker_lets_one_call_at_a_time_try_until_one_succeeds() -> None:
+    async def story() -> None:
+        said: list[str] = []
+        down_until = time.perf_counter() + 0.5
+        tries = 0
+
+        async def call(number: int) -> Outcome:
+            nonlocal tries
+            tries += 1
+            await asyncio.sleep(0.001)
+            return BUSY if time.perf_counter() < down_until else FINE
+
+        guard = guarded(
+            Limits(attempts=50, backoff_s=0.001, breaker_failures=5, breaker_s=0.1, concurrency=5), call, said
+        )
+        outcomes = await asyncio.gather(*(guard.score(text(""), {}) for _ in range(40)))
+        assert all(outcome.reward for outcome in outcomes)
+        # 40 calls, about 10 before the breaker opened, and a try every 0.1 s while it was open.
+        assert tries < 40 + 10 + 10
+        assert "calls wait: busy" in said[0]
+
+    asyncio.run(story())
+
+
+def test_only_a_success_closes_the_breaker_and_begins_the_count_anew() -> None:
+    async def story() -> None:
+        said: list[str] = []
+        late = Outcome(reason="no score after 1 s")
+        outcomes = [BUSY, late, BUSY, FINE, BUSY, BUSY, late, BUSY, late, FINE, BUSY]
+
+        async def call(number: int) -> Outcome:
+            return outcomes[number]
+
+        guard = guarded(Limits(attempts=1, breaker_failures=3, breaker_s=0.01), call, said)
+        waiting: list[bool] = []
+        for _ in outcomes:
+            await guard.score(text(""), {})
+            waiting.append(not guard._closed.is_set())
+        assert waiting == [False] * 7 + [True, True, False, False]
+        assert [line for line in said if "calls wait" in line] == [
+            "judge: 3 calls failed and none succeeded; calls wait: busy"
+        ]
+
+    asyncio.run(story())

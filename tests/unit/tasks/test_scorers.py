@@ -1,0 +1,343 @@
+"""The built-in scorers: right answers however they are written, forms, lengths, programs."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from streamppo.config import reward as config_reward
+from streamppo.errors import TaskError
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.scorers import answers, maths, shape
+from streamppo.tasks.scorers.code import CodeTests, program_of
+from streamppo.tasks.scorers.launcher import FILE_BYTES
+from streamppo.tasks.scorers.sandbox import LAUNCHER, Local
+from streamppo.types import Prompt, Reward, ScoredText
+
+
+def text(completion: str, finish: str = "stop", num_tokens: int = 1) -> ScoredText:
+    return ScoredText(prompt="", completion=completion, finish=finish, num_tokens=num_tokens)  # pyright: ignore
+
+
+# --- mathematics ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "found"),
+    [
+        (r"so \boxed{42}", "42"),
+        (r"\boxed{1} and then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{never closed", None),
+        ("nothing", None),
+    ],
+)
+def test_the_last_box_is_found_with_its_braces_balanced(completion: str, found: str | None) -> None:
+    assert answers.boxed(completion) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("72", "72.0"),
+        ("1,234", "1234"),
+        ("$3.50", "3.5"),
+        (r"\frac{3}{4}", "0.75"),
+        (r"\dfrac34", "3/4"),
+        (r"-\frac{1}{2}", "-0.5"),
+        (r"50\%", "50"),
+        (r"90^\circ", "90"),
+        (r"\text{Evelyn}", "evelyn"),
+        ("x + 1", "x+1"),
+        ("5 inches", "5"),
+        (r"\left( 1, 2 \right)", "(1,2)"),
+        # numbers
+        ("1,234,567.50", "1234567.5"),
+        (r"10,\!000", "10000"),
+        (r"10\,000", "10 000"),
+        ("1{,}000", "1000"),
+        ("1e-05", "0.00001"),
+        ("+.5", "0.5"),
+        (str(2**200), f"{2**200}.0"),
+        (r"2\frac{1}{2}", "2.5"),
+        (r"-2\frac12", r"-\frac{5}{2}"),
+        ("2 1/2", r"2 \dfrac{1}{2}"),
+        (r"11\frac{1}{2} \text{ inches}", "11.5"),
+        # fractions as LaTeX and as people type them
+        (r"\frac{2 \pi r}{3}", r"2\pi r / 3"),
+        (r"\frac{x+1}{2}", "(x + 1)/2"),
+        (r"\frac{1}{2x}", "1/(2x)"),
+        (r"\frac{1}{x^2}", "1/x^{2}"),
+        (r"\frac{-x}{2}", r"-\frac{x}{2}"),
+        (r"x\ge\frac12", r"x \ge 1/2"),
+        (r"(\frac12, \frac{-1}{3})", "(1/2,-1/3)"),
+        (r"\dfrac{\sqrt{3}}{2}", r"\sqrt3/2"),
+        (r"\frac{\frac{1}{2}}{x}", "1/2/x"),
+        (r"x^\frac{1}{2}", "x^{1/2}"),
+        (r"\sin\frac{x}{2}", r"\sin(x/2)"),
+        (r"\frac{a}{b}^2", r"\left(\frac{a}{b}\right)^2"),
+        # lists, matrices, names
+        ("100,200", "100, 200"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"x = \frac{1}{2}", "0.5"),
+    ],
+)
+def test_one_answer_in_two_spellings_is_equal(given: str, wanted: str) -> None:
+    assert answers.equal(given, wanted)
+    assert answers.equal(wanted, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("72", "73"),
+        ("x+1", "x-1"),
+        ("", "0"),
+        ("1/0", "0"),
+        ("0.33", "1/3"),
+        # lists are not numbers
+        ("12", "1,2"),
+        ("123", "1,2,3"),
+        ("1234", "1, 234"),
+        ("12345", "12,345,"),
+        ("12", "1 2"),
+        # mixed numbers
+        ("10.5", r"2\frac{1}{2}"),
+        ("21/2", "2 1/2"),
+        ("-1.5", r"-2\frac12"),
+        # where a fraction begins and ends
+        (r"x+\frac12", r"\frac{x+1}{2}"),
+        (r"-\frac{x+1}{2}", r"\frac{-x+1}{2}"),
+        (r"\frac{1}{2}x", r"\frac{1}{2x}"),
+        (r"\frac{1}{x}+1", r"\frac{1}{x+1}"),
+        (r"\frac{1}{2}3", r"\frac{1}{23}"),
+        (r"x^2\frac{1}{2}", r"\frac{x^21}{2}"),
+        (r"2\frac{-1}{3}", r"2-\frac{1}{3}"),
+        (r"2^\frac{n}{2}", r"\frac{2^n}{2}"),
+        (r"\sqrt\frac{1}{2}", r"\frac{\sqrt1}{2}"),
+        (r"\sin\frac{x}{2}", r"\frac{\sin x}{2}"),
+        (r"\sin^2\frac{x}{2}", r"\frac{\sin^2 x}{2}"),
+        (r"\frac{a}{b}^2", r"\frac{a}{b^2}"),
+        (r"\frac{1}{\frac{2}{x}}", r"\frac{\frac{1}{2}}{x}"),
+    ],
+)
+def test_different_answers_are_not(given: str, wanted: str) -> None:
+    assert not answers.equal(given, wanted)
+    assert not answers.equal(wanted, given)
+
+
+@pytest.mark.parametrize("huge", ["1e1000000", "1e-1000000", "9" * 5000, "1/1e1000000"])
+def test_a_number_that_would_take_long_to_compute_is_none(huge: str) -> None:
+    assert answers.number(huge) is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("48/2 = 24, and 48+24 = 72\n#### 72", 1),
+        ("The answer is 72.", 1),
+        (r"thus \boxed{72}", 1),
+        ("#### $72.00", 1),
+        ("72 or 73", 0),
+        ("#### 71, no: 72", 0),
+        ("seventy-two", 0),
+    ],
+)
+def test_gsm8k_takes_the_marked_answer_or_the_last_number(completion: str, score: int) -> None:
+    assert asyncio.run(maths.gsm8k(text(completion), "Natalia sold 48/2 = 24.\n#### 72")) == score
+    assert asyncio.run(maths.gsm8k(text(completion), "72")) == score
+
+
+def test_math_counts_the_box_alone() -> None:
+    assert asyncio.run(maths.math(text(r"\boxed{\frac{1}{2}}"), r"We get $\boxed{0.5}$.")) == 1
+    assert asyncio.run(maths.math(text("0.5"), "0.5")) == 0
+    assert asyncio.run(maths.numeric(text("about 0.5"), 0.5)) == 1
+
+
+def test_math_verify_knows_symbolic_equality_away_from_the_main_thread() -> None:
+    pytest.importorskip("math_verify")
+    from concurrent.futures import ThreadPoolExecutor
+
+    from streamppo.tasks.scorers.mathverify import MathVerify
+
+    with ThreadPoolExecutor(1) as other:
+        scores = [
+            other.submit(MathVerify(), text(completion), answer).result()
+            for completion, answer in (
+                (r"\boxed{\frac{x}{2}}", "0.5x"),
+                (r"so $\{1,2\}$", r"\{2,1\}"),
+                (r"\boxed{3}", "4"),
+            )
+        ]
+    assert scores == [1.0, 1.0, 0.0]
+
+
+# --- form ----------------------------------------------------------------------------------------------------
+
+
+def test_patterns_match_whole_completions_over_lines() -> None:
+    wanted = shape.Pattern(r"<a>.*</a>")
+    assert (wanted(text("<a>1\n2</a>")), wanted(text("x<a></a>"))) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>a</think>\n<answer>b</answer>", 1),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a</think><answer>b</answer> and more", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+        ("<think>a<answer>b</answer>", 0),
+    ],
+)
+def test_think_and_answer_stand_once_and_in_order(completion: str, score: int) -> None:
+    assert asyncio.run(shape.think_answer(text(completion))) == score
+
+
+def test_overlong_is_dapos_equation() -> None:
+    overlong = shape.Overlong(max_tokens=100, margin=20)
+    lengths = {1: 0.0, 80: 0.0, 85: -0.25, 90: -0.5, 100: -1.0, 120: -1.0}
+    assert {n: asyncio.run(overlong(text("", num_tokens=n))) for n in lengths} == lengths
+    assert asyncio.run(overlong(text("", "length", 1))) == -1.0
+    with pytest.raises(ValueError, match="margin"):
+        shape.Overlong(max_tokens=10, margin=20)
+
+
+# --- programs ------------------------------------------------------------------------------------------------
+
+ADD = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+
+
+def run_tests(completion: str, tests: Any, **how: Any) -> Reward:
+    return CodeTests(**how)(text(completion), tests)
+
+
+def test_the_score_is_the_share_of_tests_that_pass() -> None:
+    found = run_tests(ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"])
+    assert (found.score, found.components) == (0.5, {"passed": 0.5})
+    assert found.explanation.startswith("test 2: exit code 1:") and "AssertionError" in found.explanation
+    assert run_tests(ADD, '["assert add(1, 2) == 3", "assert 0"]', all_or_nothing=True).score == 0.0
+
+
+def test_standard_input_and_output_are_compared() -> None:
+    echo = "print(int(input()) * 2)"
+    found = run_tests(echo, [{"input": "4", "output": "8\n"}, {"input": "4", "output": "9"}])
+    assert found.score == 0.5
+    assert "printed '8\\n' instead of '9'" in found.explanation
+
+
+@pytest.mark.parametrize("leave", ["import os; os._exit(0)", "raise SystemExit", "import sys; sys.exit(0)"])
+def test_a_program_that_leaves_before_its_test_has_not_passed(leave: str) -> None:
+    assert run_tests(leave, ["assert add(1, 2) == 3"]).explanation == "test 1: it ended before its test"
+
+
+def test_a_program_that_runs_on_is_killed_with_all_that_it_has_started() -> None:
+    program = "import subprocess\nsubprocess.Popen(['sleep', '987'])\nwhile True: pass"
+    begin = time.perf_counter()
+    assert run_tests(program, [""], test_timeout_s=0.5).explanation == "test 1: no end after 0.5 s"
+    assert time.perf_counter() - begin < 30.0
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "987"]]
+
+
+def test_a_child_that_holds_the_output_open_does_not_hold_the_reward() -> None:
+    program = "import subprocess\nsubprocess.Popen(['sleep', '986'])"
+    begin = time.perf_counter()
+    assert run_tests(program, [""], test_timeout_s=30.0).score == 1.0
+    assert time.perf_counter() - begin < 25.0
+
+
+def test_a_program_outlives_no_kill_of_the_process_that_runs_it() -> None:
+    run = "from streamppo.tasks.scorers.sandbox import Local; Local().run('import time; time.sleep(985)', '', 600.0)"
+    runner = subprocess.Popen([sys.executable, "-c", run])
+    try:
+        program = within_a_minute(lambda: asleep(runner.pid))
+    finally:
+        runner.kill()
+        runner.wait()
+    assert within_a_minute(lambda: not program.is_running() or program.status() == psutil.STATUS_ZOMBIE)
+
+
+def within_a_minute(look: Callable[[], Any]) -> Any:
+    """What `look` finds in the end."""
+    end = time.monotonic() + 60.0
+    while not (found := look()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def asleep(parent: int) -> psutil.Process | None:
+    """The program that this process runs, once it has given up what it may not have."""
+    for child in psutil.Process(parent).children():
+        if str(LAUNCHER) in child.cmdline() and child.rlimit(psutil.RLIMIT_FSIZE)[0] == FILE_BYTES:
+            return child
+    return None
+
+
+def test_programs_that_hang_score_0_however_many_wait_for_a_process() -> None:
+    config = config_reward.Reward(
+        function="streamppo.tasks.scorers.code:CodeTests",
+        arguments={"test_timeout_s": 0.5, "all_timeout_s": 1.0},
+        timeout_s=4.0,
+        processes=1,
+    )
+    prompt = Prompt(text="", columns={"tests": ["assert True"] * 14})
+
+    async def story() -> list[Reward]:
+        rewards = Rewards(config, print)
+        await rewards.start({""})
+        try:
+            return await asyncio.gather(*(rewards.score(prompt, text("while True: pass")) for _ in range(6)))
+        finally:
+            await rewards.close()
+
+    found = asyncio.run(story())
+    assert [reward.score for reward in found] == [0.0] * 6
+    assert found[0].explanation.endswith("test 14: not run: the tests before it took 1 s")
+
+
+def test_memory_and_output_are_bounded() -> None:
+    assert "MemoryError" in run_tests("x = bytearray(2**30)", [""]).explanation
+    ran = Local().run("print('x' * 2 * 10**7)", "", 30.0)
+    assert "File too large" in ran.stderr
+    assert len(ran.stdout) == FILE_BYTES
+
+
+def test_a_program_may_print_much_before_its_test() -> None:
+    assert run_tests("print('x' * 10**6)", ["", {"input": "", "output": "x" * 10**6}], test_timeout_s=30.0).score == 1.0
+
+
+def test_there_is_no_network_where_the_kernel_allows_it() -> None:
+    connect = "socket.create_connection(('127.0.0.1', 9), 1)"
+    program = f"import socket\ntry:\n    {connect}\nexcept OSError as e:\n    print(e.errno)"
+    ran = Local(require_no_network=True).run(program, "", 10.0)
+    if "no network namespace" in ran.stderr:
+        pytest.skip("this kernel allows no network namespace")
+    assert ran.stdout == "101\n", "the loopback interface answers: this is the machine's own network"
+
+
+def test_rows_without_usable_tests_are_errors() -> None:
+    for wrong in ([], "{}", [1]):
+        with pytest.raises(TaskError):
+            run_tests(ADD, wrong)
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("```python\na\n```\n```\nb\n```", "b\n"),
+        ("```python3\na\n```", "a\n"),
+        ("```Python\r\na\r\n```", "a\r\n"),
+        ('``` py title="a.py"\na```', "a"),
+        ("```python\na\n```\nIt prints\n```text\nb\n```\nand ends.\n", "a\n"),
+        ("```bash\na\n```", "```bash\na\n```"),
+        ("print(1)", "print(1)"),
+    ],
+)
+def test_the_last_block_of_python_is_the_program(completion: str, program: str) -> None:
+    assert program_of(completion) == program

@@ -1,0 +1,111 @@
+"""Prompts are a function of seed and number; files become prompts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from streamppo.config.task import ArithmeticTask, DataTask
+from streamppo.errors import TaskError
+from streamppo.tasks import task
+from streamppo.tasks.library import arithmetic
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
+from streamppo.types import Prompt
+
+# --- prompts -------------------------------------------------------------------------------------------------
+
+
+def test_every_problem_is_either_trained_on_or_held_out_and_has_the_right_answer() -> None:
+    built = task.build(ArithmeticTask(first=(0, 99), second=(0, 9), held_out=0.2), seed=3)
+    training, held_out = built.training, built.held_out(1000)
+    texts = [prompt.text for prompt in (*training, *held_out)]
+    assert len(texts) == len(set(texts)) == 1000
+    assert 150 < len(held_out) < 250
+    mirrored = {"+".join(reversed(prompt.text[:-1].split("+"))) + "=" for prompt in training}
+    assert not mirrored & {prompt.text for prompt in held_out}
+    for prompt in training:
+        a, b = prompt.text.removesuffix("=").split("+")
+        assert prompt.columns["answer"] == str(int(a) + int(b))
+
+
+def test_a_prompt_depends_on_seed_and_number_alone() -> None:
+    config = ArithmeticTask(first=(0, 9), second=(0, 9))
+    first, again, other = task.build(config, 1), task.build(config, 1), task.build(config, 2)
+    numbers = [0, 500, 3, 89, 90, 91]
+    assert [first.prompt(n) for n in numbers] == [again.prompt(n) for n in sorted(numbers, key=numbers.index)]
+    assert [first.prompt(n) for n in range(50)] != [other.prompt(n) for n in range(50)]
+
+
+def test_every_epoch_visits_every_training_prompt_once_in_another_order() -> None:
+    built = task.build(ArithmeticTask(first=(0, 9), second=(0, 9)), 1)
+    count = len(built.training)
+    epochs = [[built.prompt(epoch * count + n).text for n in range(count)] for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(prompt.text for prompt in built.training)
+    assert epochs[0] != epochs[1]
+
+
+ROWS = [{"prompt": f"p{n}", "answer": f"a{n}", "level": n} for n in range(40)]
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> DataTask:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return DataTask(data=str(path), held_out=0.25)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_files_give_prompts_with_all_their_columns_and_a_held_out_share(tmp_path: Path, name: str) -> None:
+    built = task.build(write(tmp_path / name, ROWS), 1)
+    training, held_out = built.training, built.held_out(100)
+    assert (len(training), len(held_out)) == (30, 10)
+    everything = sorted((*training, *held_out), key=lambda prompt: int(prompt.text[1:]))
+    assert [prompt.columns for prompt in everything] == [{"answer": r["answer"], "level": r["level"]} for r in ROWS]
+
+
+def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "1", "solution": "2"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "3", "solution": "4"}\n')
+    config = DataTask(
+        data=str(tmp_path / "train.jsonl"),
+        evaluation=str(tmp_path / "test.jsonl"),
+        prompt="question",
+        answer="solution",
+    )
+    built = task.build(config, 1)
+    assert built.prompt(7).text == "1"
+    assert built.held_out(10)[0].columns == {"answer": "4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"prompt": "x"}\n', r"row 1: no column 'answer'; columns are prompt"),
+        ("a.jsonl", '{"prompt": "x", "answer": "y"}\n{"pro', "line 2: not JSON"),
+        ("a.jsonl", "[1]\n", "must be an object"),
+        ("a.jsonl", '{"prompt": "", "answer": "y"}\n', "not empty, not"),
+        ("a.jsonl", "", "no rows"),
+        ("a.csv", "prompt,answer\n", "use .jsonl or .parquet"),
+        ("a.parquet", "no parquet", "not a parquet file"),
+    ],
+)
+def test_an_unusable_file_is_named_with_its_row(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TaskError, match=message):
+        task.build(DataTask(data=str(tmp_path / name)), 1)
+
+
+# --- tokens --------------------------------------------------------------------------------------------------
+
+
+def test_the_character_tokenizer_reads_back_what_it_wrote(tmp_path: Path) -> None:
+    character_tokenizer(arithmetic.ALPHABET).save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode(Prompt(text="12+345=", columns={}))
+    assert len(ids) == 7
+    assert tokenizer.decode(ids) == "12+345="
+    assert tokenizer.decode(np.append(ids[:2], tokenizer.eos_id)) == "12"

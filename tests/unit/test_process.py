@@ -1,0 +1,80 @@
+"""Garbage collection: processes may look for cycles rarely because trajectories make none."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamppo import process as garbage
+from streamppo.commands import reward_test as trial
+from streamppo.config.sections import Config
+from streamppo.learner import tiny
+from streamppo.rollout import build
+from streamppo.rollout.episode import Player
+from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Crossing, Identity, Trajectory
+
+COUNT = 100
+
+
+@pytest.fixture
+def by_hand() -> Iterator[None]:
+    """No automatic passes, and everything as it was afterwards."""
+    thresholds = gc.get_threshold()
+    gc.disable()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+    gc.enable()
+
+
+async def _unreachable(config: Config, model: str) -> int:
+    """Objects in cycles after `COUNT` trajectories have been sampled and scored in a process."""
+    tokenizer = Tokenizer(model)
+    task = tasks.build(config.task, config.seed, tokenizer)
+    engine = await trial._engine(config, model)
+    player = Player(engine, tokenizer, config.environment)
+    rewards = Rewards(config.reward, print)
+    await rewards.start(task.sources())
+
+    async def one(number: int) -> None:
+        prompt = task.prompt(number)
+        episode = await player.play(prompt, build.sampling(config))
+        await rewards.score(prompt, episode.text(prompt, tokenizer))
+
+    try:
+        await one(0)
+        gc.collect()
+        await asyncio.gather(*map(one, range(1, COUNT + 1)))
+        return gc.collect()
+    finally:
+        await engine.stop()
+        await rewards.close()
+
+
+def test_a_trajectory_leaves_no_cycle_behind(math_config: Callable[..., Config], tmp_path: Path, by_hand: None) -> None:
+    config = math_config("model.warm_start.max_steps=1", "reward.where=process")
+    tiny.make(config, tmp_path)
+    assert asyncio.run(_unreachable(config, str(tmp_path))) < COUNT
+
+
+def test_what_was_loaded_before_is_never_walked_again(by_hand: None) -> None:
+    loaded = [[number] for number in range(1000)]
+    garbage.collect_rarely()
+    assert gc.get_freeze_count() > len(loaded) and gc.get_threshold()[0] == garbage.MORE_OBJECTS
+    assert not any(one is loaded for one in gc.get_objects())
+
+
+def test_what_crosses_a_process_is_not_walked_at_all() -> None:
+    identity = Identity(task="test", prompt=1, sample=0)
+    assert not gc.is_tracked(identity)
+    assert not any(kind.__struct_config__.gc for kind in _kinds(Crossing)) and Trajectory in _kinds(Crossing)
+
+
+def _kinds(kind: type[msgspec.Struct]) -> set[type[msgspec.Struct]]:
+    return {kind}.union(*map(_kinds, kind.__subclasses__()))
