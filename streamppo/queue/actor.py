@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import msgspec
 
-from streamppo import process as garbage
+from streamppo import process
 from streamppo.config.change import kept, learning
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
@@ -66,7 +66,7 @@ class QueueActor(Lessons):
         self._engine_versions: dict[str, int] = {}
         self._heard: dict[str, float] = {}
         self._life = uuid4().hex
-        garbage.collect_rarely()
+        process.collect_rarely()
 
     # --- the driver's side -----------------------------------------------------------------------------------
 

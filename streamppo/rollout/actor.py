@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from ray.exceptions import ObjectLostError
 
-from streamppo import process as garbage
+from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, WeightsError
 from streamppo.rollout import build
@@ -86,7 +86,7 @@ class RolloutActor:
         )
         self.player = Player(self.engine, self.tokenizer, self.config.environment)
         self._digest = push.digest
-        garbage.collect_rarely()
+        process.collect_rarely()
         self._started.set()
         return push.version
 

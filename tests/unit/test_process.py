@@ -1,14 +1,15 @@
-"""Garbage collection: processes may look for cycles rarely because trajectories make none."""
+"""Processes may look for cycles rarely because trajectories make none; log lines go to standard output."""
 
 import asyncio
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from streamppo import process as garbage
+from streamppo import process
 from streamppo.commands import reward_test as trial
 from streamppo.config.sections import Config
 from streamppo.learner import tiny
@@ -65,8 +66,8 @@ def test_a_trajectory_leaves_no_cycle_behind(math_config: Callable[..., Config],
 
 def test_what_was_loaded_before_is_never_walked_again(by_hand: None) -> None:
     loaded = [[number] for number in range(1000)]
-    garbage.collect_rarely()
-    assert gc.get_freeze_count() > len(loaded) and gc.get_threshold()[0] == garbage.MORE_OBJECTS
+    process.collect_rarely()
+    assert gc.get_freeze_count() > len(loaded) and gc.get_threshold()[0] == process.MORE_OBJECTS
     assert not any(one is loaded for one in gc.get_objects())
 
 
@@ -78,3 +79,17 @@ def test_what_crosses_a_process_is_not_walked_at_all() -> None:
 
 def _kinds(kind: type[msgspec.Struct]) -> set[type[msgspec.Struct]]:
     return {kind}.union(*map(_kinds, kind.__subclasses__()))
+
+
+def test_log_lines_go_to_standard_output_once_behind_who_says_them(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = logging.getLogger("streamppo")
+    before = list(ours.handlers), ours.level, ours.propagate
+    ours.handlers = []
+    try:
+        process.log_to_stdout("rollout-3")
+        process.log_to_stdout("rollout-3")
+        logging.getLogger("streamppo.rollout.actor").info("%d prompts are too long", 7)
+        logging.getLogger("streamppo.rollout.actor").debug("not shown")
+    finally:
+        ours.handlers, ours.level, ours.propagate = before
+    assert capsys.readouterr().out == "rollout-3: 7 prompts are too long\n"

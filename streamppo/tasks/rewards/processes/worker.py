@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from streamppo import process as garbage
+from streamppo import process
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import too_late
@@ -50,7 +50,7 @@ def main(fd: int) -> None:
     except TaskError as error:
         return send(channel, Ready(error=str(error)))
     _die_with_parent(0)
-    garbage.collect_rarely()
+    process.collect_rarely()
     send(channel, Ready())
     processes: set[int] = set()
     try:
