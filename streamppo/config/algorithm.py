@@ -1,5 +1,6 @@
 """The `[algorithm]` part of the configuration: one struct for each choice. Equations are in docs/algorithms.md."""
 
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
@@ -36,10 +37,10 @@ class VTrace(Kind, frozen=True, tag="vtrace"):
     bootstrap_truncated: bool = True
     """The value after the last token of a truncated completion: the critic's, or 0."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """An empty product is 1, and a cumulative trace begins with it."""
         if self.trace == "cumulative" and self.c_bar < 1:
-            raise ValueError(f"c_bar ({self.c_bar}) must be at least 1 with trace = 'cumulative'")
+            yield f"c_bar ({self.c_bar}) must be at least 1 with trace = 'cumulative'"
 
 
 class SequenceLevel(Kind, frozen=True, tag="sequence"):
@@ -85,11 +86,6 @@ GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, ReinforcePlusPlusBaseline)
 """Estimators that need the whole group of a prompt in one batch."""
 
 
-def _check_band(lo: float, hi: float) -> None:
-    if not lo < hi:
-        raise ValueError(f"lo ({lo}) must be below hi ({hi})")
-
-
 class NoCorrection(Kind, frozen=True, tag="off"):
     """No weight for off-policy data: a biased gradient when lag > 0."""
 
@@ -113,9 +109,10 @@ class Mask(Kind, frozen=True, tag="mask"):
     hi: PositiveFloat = 5.0
     """The largest ratio that is kept."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """A band has two ends."""
-        _check_band(self.lo, self.hi)
+        if not self.lo < self.hi:
+            yield f"lo ({self.lo}) must be below hi ({self.hi})"
 
 
 class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
@@ -130,9 +127,10 @@ class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
     cap: PositiveFloat = 2.0
     """The largest weight of a token."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """A band has two ends."""
-        _check_band(self.lo, self.hi)
+        if not self.lo < self.hi:
+            yield f"lo ({self.lo}) must be below hi ({self.hi})"
 
 
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
@@ -152,10 +150,10 @@ class Clip(Kind, frozen=True, tag="clip"):
     dual: NonNegative = 0.0
     """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """A bound of 1 or less would bind where nothing has moved."""
         if 0 < self.dual <= 1:
-            raise ValueError(f"dual ({self.dual}) must be above 1, or 0 for off")
+            yield f"dual ({self.dual}) must be above 1, or 0 for off"
 
 
 class Cispo(Kind, frozen=True, tag="cispo"):
@@ -246,11 +244,11 @@ class Critic(Section, frozen=True):
     pretrain: str = ""
     """The folder of a run whose archived batches teach the critic before the first update; empty is off."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """What one step trains together has one schedule."""
         for name in ("epochs", "minibatches", "max_grad_norm"):
             if self.model == "head" and getattr(self, name):
-                raise ValueError(
+                yield (
                     f"{name} ({getattr(self, name)}) is for a critic with a transformer of its own: a value head "
                     f'learns in the policy\'s steps, and passes of its own would move the policy (model = "policy")'
                 )
@@ -278,12 +276,12 @@ class Kl(Section, frozen=True):
     offload: bool = False
     """The reference model waits in CPU memory and visits the GPU for its pass, layer by layer."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """KL in two places, or a controller of nothing, are mistakes."""
         if self.reward_beta and self.loss_beta and not self.allow_both:
-            raise ValueError("KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true")
+            yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
         if self.target and not self.reward_beta:
-            raise ValueError(f"target ({self.target}) steers reward_beta, which is 0")
+            yield f"target ({self.target}) steers reward_beta, which is 0"
 
     @property
     def on(self) -> bool:
@@ -340,14 +338,14 @@ class Algorithm(Section, frozen=True):
             return f"advantage {self.advantage.__struct_config__.tag!r}"
         return "whiten.over = 'group'" if self.whiten.over == "group" else None
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""
         kind = self.advantage.__struct_config__.tag
         if self.zero_variance != "keep" and not isinstance(self.advantage, GROUP_BASED):
-            raise ValueError("zero_variance is about groups: it needs an advantage that compares them")
+            yield "zero_variance is about groups: it needs an advantage that compares them"
         if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):
-            raise ValueError(
+            yield (
                 f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
             )
         if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
-            raise ValueError(f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}")
+            yield f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}"

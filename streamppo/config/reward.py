@@ -32,10 +32,10 @@ class Limits(Section, frozen=True):
     """Seconds between those tries."""
 
 
-class Function(Limits, frozen=True):
+class FunctionScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="function"):
     """A function or class of the user's."""
 
-    function: str = ""
+    function: str
     """`package.module:name` or `path/file.py:name` of a function, or of a class whose instances are called."""
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict[str, Argument])
     """Keyword arguments of the class's constructor, or of every call of the function."""
@@ -47,10 +47,6 @@ class Function(Limits, frozen=True):
     """Memory that one process may allocate beyond what importing the function took (Linux)."""
     batch_size: Positive = 16
     """Trajectories that a batched function gets at once, at most."""
-
-
-class FunctionScorer(Function, frozen=True, tag_field="kind", tag="function"):
-    """One of several: a function."""
 
 
 class ModelScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="model"):
@@ -103,39 +99,16 @@ class JudgeScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="judg
 Scorer = FunctionScorer | ModelScorer | ServiceScorer | JudgeScorer
 
 
-class Reward(Function, frozen=True):
-    """One function, or several scorers by name."""
+class Reward(Section, frozen=True):
+    """The scorers of a run. `[reward] function = ...` in a file is short for `[reward.scorers.reward]`."""
 
     scorers: dict[str, Scorer] = msgspec.field(default_factory=dict[str, Scorer])
-    """Several scorers, `[reward.scorers.NAME]`; their scores are logged as reward_NAME."""
+    """Scorers by name; the scores of several are logged as reward_NAME."""
     combine: Literal["sum", "model_first"] = "sum"
     """The weighted sum of all scores; or, where a model or judge scores a trajectory, of its scores alone."""
     correct_at: float = 1.0
     """Evaluation counts a completion as correct when its reward reaches this."""
 
-    def __post_init__(self) -> None:
-        """One function or several scorers, not both."""
-        if self.function and self.scorers:
-            raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables")
-        changed = [
-            field.name
-            for field in msgspec.structs.fields(FunctionScorer)
-            if getattr(self, field.name) != getattr(FunctionScorer(), field.name)
-        ]
-        if self.scorers and changed:
-            raise ValueError(f"with `[reward.scorers.NAME]` tables, `{changed[0]}` belongs into those tables")
-        if empty := [
-            name for name, scorer in self.scorers.items() if isinstance(scorer, FunctionScorer) and not scorer.function
-        ]:
-            raise ValueError(f"reward.scorers.{empty[0]} has no `function`")
-
-    def named(self) -> dict[str, Scorer]:
-        """The scorers by name; a single function is called "reward". None, if an environment gives all rewards."""
-        if not self.function:
-            return self.scorers
-        fields = [field.name for field in msgspec.structs.fields(FunctionScorer)]
-        return {"reward": FunctionScorer(**{name: getattr(self, name) for name in fields})}
-
     def models(self) -> dict[str, ModelScorer]:
-        """Those of the scorers that are reward models."""
+        """The reward models among the scorers."""
         return {name: scorer for name, scorer in self.scorers.items() if isinstance(scorer, ModelScorer)}

@@ -5,6 +5,7 @@ object is built. Reading files and overrides is file.py; the mathematics is in a
 rewards in reward.py, engines in engine.py.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -61,12 +62,12 @@ class Model(Section, frozen=True):
     warm_start: WarmStart = WarmStart()
     """Warm start of builtin:tiny."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """What flash-attn computes in; every head of builtin:tiny is equally wide, and its rotations turn pairs."""
         if self.attention in FLASH and self.dtype != "bfloat16":
-            raise ValueError(f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"')
+            yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
         if self.path == BUILTIN and self.hidden_size % (2 * self.heads):
-            raise ValueError(f"hidden_size ({self.hidden_size}) must be an even multiple of heads ({self.heads})")
+            yield f"hidden_size ({self.hidden_size}) must be an even multiple of heads ({self.heads})"
 
 
 # --- rollout -------------------------------------------------------------------------------------------------
@@ -96,16 +97,13 @@ class Rollout(Section, frozen=True):
     gpus: NonNegative = 0
     """GPUs of one actor."""
 
-    def __post_init__(self) -> None:
-        """What SGLang's log-probs can be."""
-        if isinstance(self.engine, SGLangEngine) and (self.top_p < 1 or self.top_k > 0):
-            raise ValueError(
-                f"top_p ({self.top_p:g}) must be 1 and top_k ({self.top_k}) 0 with SGLang: its log-probs are those "
-                "before top-p and top-k, so that they would not be of the distribution that was sampled from"
-            )
+    def contradictions(self) -> Iterator[str]:
+        """Sampling that the engine is not capable of."""
+        if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
+            yield refused
 
 
-# --- replay --------------------------------------------------------------------------------------------------
+# --- queue ---------------------------------------------------------------------------------------------------
 
 
 class Queue(Section, frozen=True):
@@ -234,16 +232,16 @@ class Config(Section, frozen=True):
     """The policy."""
     task: Task
     """Where prompts come from."""
-    reward: Reward
-    """Where scores come from."""
     queue: Queue
     """What waits between rollout and learner."""
     algorithm: Algorithm
     """The mathematics of one update."""
     learner: Learner
     """The ranks that train."""
+    reward: Reward = Reward()
+    """Where scores come from; with an environment, which gives rewards of its own, there may be none."""
     environment: Environment | None = None
-    """Several turns, if there is one; its rewards are added to those of [reward], which may then be empty."""
+    """Several turns, if there is one; its rewards are added to those of [reward]."""
     seed: Count = 1
     """Everything random is derived from it."""
     rollout: Rollout = Rollout()
@@ -259,7 +257,7 @@ class Config(Section, frozen=True):
     watchdog: Watchdog = Watchdog()
     """Bounds on waiting."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """Rules between fields. `ValueError` becomes a ConfigError that names the file."""
         queue, learner, algorithm = self.queue, self.learner, self.algorithm
         sizes = {
@@ -269,28 +267,24 @@ class Config(Section, frozen=True):
         }
         for name, size in sizes.items():
             if queue.batch_size % size:
-                raise ValueError(f"queue.batch_size ({queue.batch_size}) must be a multiple of {name} ({size})")
+                yield f"queue.batch_size ({queue.batch_size}) must be a multiple of {name} ({size})"
         if algorithm.compares_samples and queue.samples_per_prompt < 2:
-            raise ValueError(
+            yield (
                 f"{algorithm.compares_samples} compares the samples of a prompt: "
                 f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             )
         if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
-            raise ValueError(
+            yield (
                 "algorithm.proximal = 'loglinear' approximates what is exact and free where an update is one step: "
                 "learner.epochs (1) times learner.minibatches (1)"
             )
-        if wrong := _gpus(self):
-            raise ValueError(wrong)
-        if self.environment is None and not self.reward.named():
-            raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
-        if isinstance(self.rollout.engine, SGLangEngine) and self.rollout.engine.url and self.rollout.actors > 1:
-            raise ValueError(
-                f"rollout.actors ({self.rollout.actors}) must be 1 with rollout.engine.url: every actor updates the "
-                "engine that it uses"
-            )
+        if self.environment is None and not self.reward.scorers:
+            yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
+        if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
+            yield refused
+        yield from _gpus(self)
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
+            yield f"name ({self.name!r}) must be usable as the name of a folder"
 
 
 def longest_completion(config: Config) -> int:
@@ -298,38 +292,26 @@ def longest_completion(config: Config) -> int:
     return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
 
 
-def start_s(config: Config) -> float:
-    """Seconds that an engine may take to start; 0 for one that has no bound, because it starts at once."""
-    engine = config.rollout.engine
-    return engine.start_s if isinstance(engine, SGLangEngine) else 0.0
-
-
 def shares_gpus(config: Config) -> bool:
     """Whether ranks and rollout actors have GPUs between them: both ask for less than one."""
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
 
 
-def _gpus(config: Config) -> str:
-    """What cannot be about the GPUs that are asked for; nothing if all can."""
-    learner, rollout, engine = config.learner, config.rollout, config.rollout.engine
+def _gpus(config: Config) -> Iterator[str]:
+    """A sentence for everything that cannot be about the GPUs that are asked for."""
+    learner, rollout = config.learner, config.rollout
     together = learner.gpus + rollout.gpus * -(-rollout.actors // learner.ranks)
     if learner.gpus > 1:
-        return f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
+        yield f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
     if config.model.attention in FLASH and not learner.gpus:
-        return f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
-    if rollout.gpus > 1 and (isinstance(engine, EmbeddedEngine) or rollout.gpus % 1):
-        most = "1 with the embedded engine" if isinstance(engine, EmbeddedEngine) else "below 1 or a whole number"
-        return f"rollout.gpus ({rollout.gpus:g}) must be {most}"
-    if isinstance(engine, SGLangEngine) and engine.url and rollout.gpus and engine.transport != "group":
-        return f"rollout.gpus ({rollout.gpus:g}) must be 0: the server at rollout.engine.url has GPUs of its own"
+        yield f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
     if shares_gpus(config) and together > 1:
-        return (
+        yield (
             f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
             f"and its share of the {rollout.actors} rollout actors have one between them"
         )
     if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
-        return f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
-    return ""
+        yield f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
 
 
 def model_path(config: Config, run: Path) -> str:

@@ -1,5 +1,6 @@
 """The `[task]` part of the configuration: where prompts come from. docs/rewards.md has examples."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -23,7 +24,7 @@ class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
 class Source(Section, frozen=True):
     """One data set, and how its rows become prompts. Columns may be dotted: `reward_model.ground_truth`."""
 
-    data: str = ""
+    data: str
     """A jsonl or parquet file, a folder of them, a folder by `save_to_disk`, or a hub name (extra `data`)."""
     subset: str = ""
     """The configuration of a hub data set that has several."""
@@ -53,26 +54,16 @@ class Source(Section, frozen=True):
     """Share of the training prompts, relative to the other sources."""
 
 
-class DataTask(Source, frozen=True, tag_field="kind", tag="data"):
-    """Rows of a data set, or of several."""
+class DataTask(Kind, frozen=True, tag="data"):
+    """Rows of a data set, or of several. `[task] data = ...` in a file is short for `[task.sources.data]`."""
 
     sources: dict[str, Source] = msgspec.field(default_factory=dict[str, Source])
-    """Several data sets by name, mixed by weight; rewards are selected by these names, or a row's data_source."""
+    """Data sets by name, mixed by weight; rewards are selected by these names, or a row's data_source."""
 
-    def __post_init__(self) -> None:
-        """One data set or several, not both."""
-        if bool(self.data) == bool(self.sources):
-            raise ValueError("a data task has either `data` or `[task.sources.NAME]` tables")
-        if self.sources and any(
-            getattr(self, field.name) != getattr(Source(), field.name) for field in msgspec.structs.fields(Source)
-        ):
-            raise ValueError("with `[task.sources.NAME]` tables, the fields of a source belong into those tables")
-        if missing := [name for name, source in self.sources.items() if not source.data]:
-            raise ValueError(f"task.sources.{missing[0]} has no `data`")
-
-    def named(self) -> dict[str, Source]:
-        """Every data set by name: those of `sources`, or this one as "data"."""
-        return self.sources or {"data": self}
+    def contradictions(self) -> Iterator[str]:
+        """Prompts come from somewhere."""
+        if not self.sources:
+            yield "a data task needs `data`, or `[task.sources.NAME]` tables with one each"
 
 
 class GymTask(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):

@@ -287,7 +287,7 @@ CALCULATOR = (
     "environment.name=streamppo.tasks.library.calculator:Calculator",
     "environment.max_turns=3",
     "environment.max_tokens=24",
-    "reward.function=",
+    "reward={}",
 )
 
 

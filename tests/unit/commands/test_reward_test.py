@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_case import one_source
 from conftest import MATH, SUPPORT
 
 from streamppo.cli import main
@@ -76,14 +77,14 @@ def given(folder: Path, source: DataTask, *rows: dict[str, Any]) -> list[tuple[P
     made.save_pretrained(folder / "tokenizer")
     tokenizer = Tokenizer(folder / "tokenizer")
     built = task.build(source, 1, tokenizer)
-    return list(trial._given(jsonl(folder, *rows), built, source, tokenizer))
+    return list(trial._given(jsonl(folder, *rows), built, source.sources["data"], tokenizer))
 
 
 @pytest.fixture
 def chats(tmp_path: Path) -> DataTask:
     """A data set of one chat."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "answer": "two"}\n')
-    return DataTask(data=str(tmp_path / "rows.jsonl"), held_out=0.0, system="brief")
+    return one_source(data=str(tmp_path / "rows.jsonl"), held_out=0.0, system="brief")
 
 
 def test_a_given_completion_of_a_chat_is_scored_as_one(tmp_path: Path, chats: DataTask) -> None:

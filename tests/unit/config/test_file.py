@@ -101,7 +101,7 @@ def test_an_unknown_field_inside_a_chosen_kind_knows_the_fields_of_that_kind() -
 def test_an_error_in_a_table_of_tables_names_the_table() -> None:
     with pytest.raises(ConfigError, match=r"override task.sources.easy.wieght: .*did you mean 'weight'"):
         configfile.load(MATH, ["task.kind=data", "task.sources.hard.data=x", "task.sources.easy.wieght=2"])
-    with pytest.raises(ConfigError, match=r"override task.sources.easy.weight: Expected `float` > 0.0"):
+    with pytest.raises(ConfigError, match=r"override task.sources.easy.weight: must be a number above 0, not -2"):
         configfile.load(MATH, ["task.kind=data", "task.sources.hard.data=x", "task.sources.easy.weight=-2"])
 
 
@@ -119,7 +119,7 @@ def test_an_unknown_kind_lists_the_known_ones() -> None:
         ("learner.minibatches=7", "multiple of learner.minibatches"),
         ("name=a/b", "name of a folder"),
         ("algorithm.advantage.gamma=1.5", "algorithm.advantage.gamma"),
-        ("seed=-1", "override seed: Expected `int` >= 0"),
+        ("seed=-1", "override seed: must be a whole number of at least 0, not -1"),
         ('rollout.engine={kind="sglang", mem_fraction=0.3}', r"^override rollout.engine.mem_fraction: .* did you mean"),
         ("learner.lr", "not of the form"),
         ("name.x=1", "'name' is a value"),
@@ -254,8 +254,8 @@ def test_every_field_has_a_sentence_under_it() -> None:
 def test_dry_run_prints_the_resolved_tree_and_flags_may_stand_between_overrides() -> None:
     command = [sys.executable, "-m", "streamppo", "run", str(MATH), "--dry-run", "learner.lr=0.5", "name=x"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "learner.lr = 0.5\n" in done.stdout
-    assert 'name = "x"\n' in done.stdout
+    resolved = tomllib.loads(done.stdout)
+    assert (resolved["learner"]["lr"], resolved["name"]) == (0.5, "x")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", str(MATH), "--dry-run"], ["run", str(MATH), "x=1"]])
