@@ -6,26 +6,34 @@ from typing import Literal, TypeAlias
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
 
 
-class Gae(Kind, frozen=True, tag="gae"):
-    """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
+class Discounted(Kind, frozen=True):
+    """Estimators that discount rewards over the tokens of a response."""
 
     gamma: Fraction = 1.0
     """Discount per token."""
+
+
+class Bootstrapped(Discounted, frozen=True):
+    """Estimators that continue a truncated completion with a value."""
+
+    bootstrap_truncated: bool = True
+    """The value after the last token of a truncated completion: the critic's, or 0."""
+
+
+class Gae(Bootstrapped, frozen=True, tag="gae"):
+    """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
+
     lam: Fraction = 0.95
     """Lambda of the actor's advantages; 0 is one-step TD, 1 is Monte Carlo."""
     adaptive_alpha: NonNegative = 0.0
     """Above 0, lambda is 1 - 1 / (alpha * length) instead (VAPO, arXiv:2504.05118)."""
     critic_lam: Fraction = 1.0
     """Lambda of the critic's targets."""
-    bootstrap_truncated: bool = True
-    """The value after the last token of a truncated completion: the critic's, or 0."""
 
 
-class VTrace(Kind, frozen=True, tag="vtrace"):
+class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
     """V-trace (arXiv:1802.01561): the proximal policy's values from tokens of an older one."""
 
-    gamma: Fraction = 1.0
-    """Discount per token."""
     lam: Fraction = 1.0
     """Lambda of the trace."""
     rho_bar: PositiveFloat = 1.0
@@ -34,8 +42,6 @@ class VTrace(Kind, frozen=True, tag="vtrace"):
     """Bound on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
     """Whether every factor of the trace is clipped, as published, or their product."""
-    bootstrap_truncated: bool = True
-    """The value after the last token of a truncated completion: the critic's, or 0."""
 
     def contradictions(self) -> Iterator[str]:
         """An empty product is 1, and a cumulative trace begins with it."""
@@ -66,11 +72,8 @@ class MaxRl(Kind, frozen=True, tag="maxrl"):
     """(score - mean) / mean of the group, for scores that are not negative."""
 
 
-class ReinforcePlusPlus(Kind, frozen=True, tag="reinforce_plus_plus"):
+class ReinforcePlusPlus(Discounted, frozen=True, tag="reinforce_plus_plus"):
     """Return-to-go, whitened over the batch (arXiv:2501.03262)."""
-
-    gamma: Fraction = 1.0
-    """Discount per token."""
 
 
 class ReinforcePlusPlusBaseline(Kind, frozen=True, tag="reinforce_plus_plus_baseline"):
@@ -90,38 +93,37 @@ class NoCorrection(Kind, frozen=True, tag="off"):
     """No weight for off-policy data: a biased gradient when lag > 0."""
 
 
-class Truncate(Kind, frozen=True, tag="truncate"):
-    """min(proximal / behavior, cap): decoupled PPO (arXiv:2505.24298), TIS."""
+class Leveled(Kind, frozen=True):
+    """Corrections of one ratio for each token, each response, or its geometric mean."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """What the ratio is taken over."""
+    """The ratio is that of a token, of the whole response, or the geometric mean over it."""
+
+
+class Truncate(Leveled, frozen=True, tag="truncate"):
+    """min(proximal / behavior, cap): decoupled PPO (arXiv:2505.24298), TIS."""
+
     cap: PositiveFloat = 2.0
     """The largest weight."""
 
 
-class Mask(Kind, frozen=True, tag="mask"):
-    """proximal / behavior where it lies in lo..hi, 0 elsewhere (IcePop, arXiv:2510.18855)."""
+class Mask(Leveled, frozen=True, tag="mask"):
+    """proximal / behavior where it lies in the band, 0 elsewhere (IcePop, arXiv:2510.18855)."""
 
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """What the ratio is taken over."""
-    lo: NonNegative = 0.5
-    """The smallest ratio that is kept."""
-    hi: PositiveFloat = 5.0
-    """The largest ratio that is kept."""
+    band: tuple[NonNegative, PositiveFloat] = (0.5, 5.0)
+    """The smallest and the largest ratio that are kept."""
 
     def contradictions(self) -> Iterator[str]:
         """A band has two ends."""
-        if not self.lo < self.hi:
-            yield f"lo ({self.lo}) must be below hi ({self.hi})"
+        if not self.band[0] < self.band[1]:
+            yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
 
 
 class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
     """MIS: token weights truncated, and responses that are outliers as a whole dropped."""
 
-    lo: NonNegative
-    """The smallest ratio of a response that is kept."""
-    hi: PositiveFloat
-    """The largest ratio of a response that is kept."""
+    band: tuple[NonNegative, PositiveFloat]
+    """The smallest and the largest ratio of a response that are kept."""
     level: Literal["sequence", "geometric"] = "geometric"
     """The product over the response, or its geometric mean."""
     cap: PositiveFloat = 2.0
@@ -129,8 +131,8 @@ class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
 
     def contradictions(self) -> Iterator[str]:
         """A band has two ends."""
-        if not self.lo < self.hi:
-            yield f"lo ({self.lo}) must be below hi ({self.hi})"
+        if not self.band[0] < self.band[1]:
+            yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
 
 
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
@@ -140,13 +142,16 @@ class SecondMoment(Kind, frozen=True, tag="second_moment"):
     """The second moment that is left."""
 
 
-class Clip(Kind, frozen=True, tag="clip"):
+class Ranged(Kind, frozen=True):
+    """Surrogates whose ratio is kept in a range."""
+
+    range: tuple[Fraction, NonNegative] = (0.2, 0.2)
+    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
+
+
+class Clip(Ranged, frozen=True, tag="clip"):
     """PPO's clipped surrogate (arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476)."""
 
-    low: Fraction = 0.2
-    """The ratio is clipped below at 1 - low."""
-    high: NonNegative = 0.2
-    """The ratio is clipped above at 1 + high."""
     dual: NonNegative = 0.0
     """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
 
@@ -159,28 +164,19 @@ class Clip(Kind, frozen=True, tag="clip"):
 class Cispo(Kind, frozen=True, tag="cispo"):
     """The clipped ratio as a constant weight of log-probs (arXiv:2506.13585)."""
 
-    low: Fraction = 1.0
-    """The weight is clipped below at 1 - low."""
-    high: NonNegative = 4.0
-    """The weight is clipped above at 1 + high."""
+    range: tuple[Fraction, NonNegative] = (1.0, 4.0)
+    """The weight is clipped below at 1 - the first, and above at 1 + the second."""
 
 
 class Gspo(Kind, frozen=True, tag="gspo"):
     """The clipped surrogate of the geometric mean of a response's ratios (arXiv:2507.18071)."""
 
-    low: Fraction = 3e-4
-    """The ratio is clipped below at 1 - low."""
-    high: NonNegative = 4e-4
-    """The ratio is clipped above at 1 + high."""
+    range: tuple[Fraction, NonNegative] = (3e-4, 4e-4)
+    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
 
 
-class SequenceClip(Kind, frozen=True, tag="sequence_clip"):
+class SequenceClip(Ranged, frozen=True, tag="sequence_clip"):
     """The clipped surrogate of the product of a response's ratios."""
-
-    low: Fraction = 0.2
-    """The ratio is clipped below at 1 - low."""
-    high: NonNegative = 0.2
-    """The ratio is clipped above at 1 + high."""
 
 
 class Reinforce(Kind, frozen=True, tag="reinforce"):
@@ -201,10 +197,8 @@ class DppoTv(Kind, frozen=True, tag="dppo_tv"):
 class Sapo(Kind, frozen=True, tag="sapo"):
     """A soft gate in place of clipping (arXiv:2511.20347)."""
 
-    tau_positive: PositiveFloat = 1.0
-    """Steepness for positive advantages."""
-    tau_negative: PositiveFloat = 1.05
-    """Steepness for negative advantages."""
+    tau: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
+    """Steepness for positive and for negative advantages."""
 
 
 class Whiten(Section, frozen=True):
@@ -227,10 +221,8 @@ class Critic(Section, frozen=True):
     """Weight of the critic's loss; beside the policy's where both are one step."""
     clip: NonNegative = 0.2
     """The value may move this far from its proximal value before the gradient stops; 0 is unclipped."""
-    loss: Literal["mse", "huber"] = "mse"
-    """Shape of the loss."""
-    huber_delta: PositiveFloat = 1.0
-    """Where Huber's loss becomes linear."""
+    huber: NonNegative = 0.0
+    """Above 0, the loss is Huber's, which becomes linear at this error; 0 is the squared error."""
     lr: NonNegative = 0.0
     """The critic's own learning rate; 0 takes the policy's."""
     epochs: Count = 0
@@ -244,8 +236,13 @@ class Critic(Section, frozen=True):
     pretrain: str = ""
     """The folder of a run whose archived batches teach the critic before the first update; empty is off."""
 
+    @property
+    def loss(self) -> Literal["mse", "huber"]:
+        """Shape of the loss."""
+        return "huber" if self.huber else "mse"
+
     def contradictions(self) -> Iterator[str]:
-        """What one step trains together has one schedule."""
+        """One step has one schedule for all that it trains together."""
         for name in ("epochs", "minibatches", "max_grad_norm"):
             if self.model == "head" and getattr(self, name):
                 yield (
@@ -266,7 +263,7 @@ class Kl(Section, frozen=True):
     loss_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator in the loss."""
     straight_through: bool = False
-    """Whether the loss's gradient is k2's whatever the estimator."""
+    """The loss's gradient is that of k2, and its value that of the estimator."""
     target: NonNegative = 0.0
     """Above 0, reward_beta is steered to this many nats per response (arXiv:1909.08593)."""
     horizon: Positive = 10_000

@@ -7,7 +7,7 @@ import msgspec
 
 from streamppo.config.sections import Config
 
-KEPT = ("model", "weights.bucket_bytes", "algorithm.critic.model", "learner.ranks")
+KEPT = ("model", "learner.bucket_bytes", "algorithm.critic.model", "learner.ranks")
 """Fields and sections that a run keeps from its beginning to its end."""
 FREE = ("model.float32_head", "model.gradient_checkpointing")
 """Fields of these sections that may change all the same."""

@@ -32,7 +32,14 @@ class Limits(Section, frozen=True):
     """Seconds between those tries."""
 
 
-class FunctionScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="function"):
+class Batched(Limits, frozen=True):
+    """Scorers that take several trajectories at once."""
+
+    batch_size: Positive = 16
+    """Trajectories in one call of a batched function, or in one forward of a model, at most."""
+
+
+class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="function"):
     """A function or class of the user's."""
 
     function: str
@@ -45,19 +52,15 @@ class FunctionScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="f
     """Processes for a sync function; an async one has one process, with all its calls in flight."""
     memory_mib: Positive = 512
     """Memory that one process may allocate beyond what importing the function took (Linux)."""
-    batch_size: Positive = 16
-    """Trajectories that a batched function gets at once, at most."""
 
 
-class ModelScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="model"):
+class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="model"):
     """A Hugging Face sequence classification model, in a Ray actor of its own that all rollout actors share."""
 
     path: str
     """A local folder or hub name."""
     label: Count = 0
     """Which of its outputs is the score."""
-    batch_size: Positive = 16
-    """Trajectories in one forward."""
     max_tokens: Positive = 4096
     """A longer text fails its trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -68,20 +71,22 @@ class ModelScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="mode
     """GPUs."""
 
 
-class ServiceScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="service"):
-    """A scorer behind HTTP: gets prompt, completion and columns as JSON, answers {"score": number}."""
+class Remote(Limits, frozen=True, kw_only=True):
+    """Scorers behind HTTP."""
 
     url: str
-    """Where to POST to."""
+    """Where a service is POSTed to; for a judge the address up to /chat/completions: http://localhost:8000/v1."""
     key_env: str = ""
     """The environment variable that holds a bearer token."""
 
 
-class JudgeScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="judge"):
+class ServiceScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="service"):
+    """A scorer behind HTTP: gets prompt, completion and columns as JSON, answers {"score": number}."""
+
+
+class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judge"):
     """A language model behind an OpenAI-compatible /chat/completions, asked for a number."""
 
-    url: str
-    """The address up to /chat/completions, such as http://localhost:8000/v1."""
     model: str
     """The model's name there."""
     question: str
@@ -92,8 +97,6 @@ class JudgeScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="judg
     """The number is divided by this."""
     max_tokens: Positive = 1024
     """Tokens of its answer at most."""
-    key_env: str = ""
-    """The environment variable that holds a bearer token."""
 
 
 Scorer = FunctionScorer | ModelScorer | ServiceScorer | JudgeScorer

@@ -19,25 +19,30 @@ from streamppo.config.task import Environment, Task
 
 BUILTIN = "builtin:tiny"
 """The model.path of a model that the run makes itself."""
+HEAD_WIDTH = 8
+"""Width of an attention head of builtin:tiny."""
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention that reads rows end to end, without padding."""
 
 # --- the model -----------------------------------------------------------------------------------------------
 
 
-class WarmStart(Section, frozen=True):
-    """Supervised steps that teach `builtin:tiny` the format and a weak answer before reinforcement begins."""
+class Tiny(Section, frozen=True):
+    """The model "builtin:tiny": its size, and the supervised steps that teach it the format and a weak answer."""
 
+    hidden_size: Positive = 64
+    """Width; every attention head has 8 of it."""
+    layers: Positive = 2
+    """Layers."""
     max_steps: Count = 200
-    """Steps at most."""
+    """Supervised steps before reinforcement begins, at most."""
     target_accuracy: Fraction = 0.22
-    """Stops at the first check in which greedy answers to training problems reach this."""
-    check_every: Positive = 2
-    """Steps between two checks."""
-    batch_size: Positive = 256
-    """Problems in one step."""
-    lr: PositiveFloat = 5e-3
-    """AdamW's learning rate in the warm start."""
+    """They end at the first check in which greedy answers to training problems reach this."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Heads are equally wide."""
+        if self.hidden_size % HEAD_WIDTH:
+            yield f"hidden_size ({self.hidden_size}) must be a multiple of {HEAD_WIDTH}, the width of a head"
 
 
 class Model(Section, frozen=True):
@@ -53,27 +58,28 @@ class Model(Section, frozen=True):
     """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    hidden_size: Positive = 64
-    """Width of builtin:tiny."""
-    layers: Positive = 2
-    """Layers of builtin:tiny."""
-    heads: Positive = 8
-    """Attention heads of builtin:tiny."""
-    warm_start: WarmStart = WarmStart()
-    """Warm start of builtin:tiny."""
+    tiny: Tiny = Tiny()
+    """The model behind "builtin:tiny"."""
 
     def contradictions(self) -> Iterator[str]:
-        """What flash-attn computes in; every head of builtin:tiny is equally wide, and its rotations turn pairs."""
+        """Flash-attn computes in 16 bits."""
         if self.attention in FLASH and self.dtype != "bfloat16":
             yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
-        if self.path == BUILTIN and self.hidden_size % (2 * self.heads):
-            yield f"hidden_size ({self.hidden_size}) must be an even multiple of heads ({self.heads})"
 
 
 # --- rollout -------------------------------------------------------------------------------------------------
 
 
-class Rollout(Section, frozen=True):
+class Machine(Section, frozen=True):
+    """What one rank or one rollout actor computes on."""
+
+    threads: Positive = 1
+    """CPU threads of one."""
+    gpus: NonNegative = 0
+    """GPUs of one; a part of one where rank and actor share it."""
+
+
+class Rollout(Machine, frozen=True):
     """The actors that generate."""
 
     engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
@@ -92,10 +98,6 @@ class Rollout(Section, frozen=True):
     """Nucleus sampling in training; below 1 the learner cannot match the sampled distribution exactly."""
     top_k: Count = 0
     """Top-k sampling in training; above 0 the learner cannot match the sampled distribution exactly."""
-    threads: Positive = 1
-    """CPU threads of one engine."""
-    gpus: NonNegative = 0
-    """GPUs of one actor."""
 
     def contradictions(self) -> Iterator[str]:
         """Sampling that the engine is not capable of."""
@@ -126,7 +128,7 @@ class Queue(Section, frozen=True):
 # --- learner -------------------------------------------------------------------------------------------------
 
 
-class Learner(Section, frozen=True):
+class Learner(Machine, frozen=True, kw_only=True):
     """The ranks that train."""
 
     lr: PositiveFloat
@@ -155,17 +157,8 @@ class Learner(Section, frozen=True):
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
     """Tokens of one forward and backward on one rank, padding included; flash-attn has none."""
-    threads: Positive = 1
-    """CPU threads of one rank."""
-    gpus: NonNegative = 0
-    """GPUs of one rank."""
-
-
-class Weights(Section, frozen=True):
-    """Pushes from learner to engines."""
-
     bucket_bytes: Positive = 256 * 1024 * 1024
-    """Parameters travel in flat buckets of about this size."""
+    """New weights travel to the engines in flat buckets of about this size."""
 
 
 # --- around --------------------------------------------------------------------------------------------------
@@ -246,8 +239,6 @@ class Config(Section, frozen=True):
     """Everything random is derived from it."""
     rollout: Rollout = Rollout()
     """The actors that generate."""
-    weights: Weights = Weights()
-    """Pushes from learner to engines."""
     evaluation: Evaluation = Evaluation()
     """Held-out accuracy."""
     checkpoint: Checkpoint = Checkpoint()

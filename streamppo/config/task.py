@@ -8,8 +8,8 @@ import msgspec
 from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Seconds, Section
 
 
-class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
-    """Procedural addition: "12+34=" asks for "46"."""
+class Addition(Kind, frozen=True):
+    """Sums of two numbers."""
 
     first: tuple[Count, Count] = (10, 99)
     """Smallest and largest first number."""
@@ -17,11 +17,23 @@ class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
     """Smallest and largest second number."""
     held_out: Fraction = 0.1
     """Share of the problems kept for evaluation and never trained on."""
+
+
+class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
+    """Procedural addition: "12+34=" asks for "46"."""
+
     ramp_prompts: Count = 0
     """A curriculum: prompts over which the easiest tenth of the problems grows to all of them; 0 is off."""
 
 
-class Source(Section, frozen=True):
+class HeldOut(Section, frozen=True):
+    """Rows that are divided into training and evaluation."""
+
+    held_out: Fraction = 0.05
+    """Share kept for evaluation and never trained on; of a data set, if no evaluation data are named."""
+
+
+class Source(HeldOut, frozen=True, kw_only=True):
     """One data set, and how its rows become prompts. Columns may be dotted: `reward_model.ground_truth`."""
 
     data: str
@@ -34,8 +46,6 @@ class Source(Section, frozen=True):
     """Where held-out prompts come from, if not from `data`."""
     evaluation_split: str | None = None
     """The split that is evaluated on, of a folder or a hub name."""
-    held_out: Fraction = 0.05
-    """Share of the training rows held out when neither `evaluation` nor `evaluation_split` is given."""
     prompt: str = "prompt"
     """Column of the prompt: a string, or a list of messages with role and content."""
     answer: str = "answer"
@@ -66,7 +76,7 @@ class DataTask(Kind, frozen=True, tag="data"):
             yield "a data task needs `data`, or `[task.sources.NAME]` tables with one each"
 
 
-class GymTask(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
+class GymTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="reasoning_gym"):
     """A procedural data set of reasoning-gym (extra `gym`); its scorer is `streamppo.tasks.library.gym:score`."""
 
     dataset: str
@@ -75,21 +85,12 @@ class GymTask(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
     """Its parameters, such as max_digits."""
     size: Positive = 10_000
     """Problems to make."""
-    held_out: Fraction = 0.05
-    """Share of the problems kept for evaluation and never trained on."""
     suffix: str = ""
     """Put after every question."""
 
 
-class CalculatorTask(Kind, frozen=True, tag="calculator"):
+class CalculatorTask(Addition, frozen=True, tag="calculator"):
     """Addition with a calculator at hand, for the environment `streamppo.tasks.library.calculator:Calculator`."""
-
-    first: tuple[Count, Count] = (10, 99)
-    """Smallest and largest first number."""
-    second: tuple[Count, Count] = (10, 99)
-    """Smallest and largest second number."""
-    held_out: Fraction = 0.1
-    """Share of the problems kept for evaluation and never trained on."""
 
 
 class VerifiersTask(Kind, frozen=True, kw_only=True, tag="verifiers"):

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-from config_case import one_function
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
 from streamppo.errors import RewardFailed, TaskError
@@ -40,6 +39,10 @@ async def started(config: Reward, said: list[str] | None = None) -> AsyncIterato
         yield rewards
     finally:
         await rewards.close()
+
+
+def one_function(**fields: Any) -> Reward:
+    return Reward(scorers={"reward": FunctionScorer(**fields)})
 
 
 def faulty(name: str, **more: Any) -> Reward:
