@@ -41,7 +41,7 @@ class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
     c_bar: PositiveFloat = 1.0
     """Bound on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
-    """Whether every factor of the trace is clipped, as published, or their product."""
+    """Clipping of every factor of the trace, as published ("step"), or of their product."""
 
     def contradictions(self) -> Iterator[str]:
         """An empty product is 1, and a cumulative trace begins with it."""
@@ -57,7 +57,7 @@ class Grpo(Kind, frozen=True, tag="grpo"):
     """(score - mean) / std of the group (arXiv:2402.03300)."""
 
     unbiased: bool = True
-    """The variance is divided by n - 1."""
+    """Divide the variance by n - 1, else by n."""
 
 
 class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
@@ -191,7 +191,7 @@ class DppoTv(Kind, frozen=True, tag="dppo_tv"):
     """-advantage * ratio, without tokens whose probability has moved too far in the advantage's direction."""
 
     delta: PositiveFloat = 0.15
-    """How far a probability may move."""
+    """The largest move of a probability."""
 
 
 class Sapo(Kind, frozen=True, tag="sapo"):
@@ -207,9 +207,9 @@ class Whiten(Section, frozen=True):
     over: Literal["auto", "off", "batch", "group"] = "auto"
     """The batch of all ranks, each group, or not at all; auto is batch with a critic, off without one."""
     shift_mean: bool = True
-    """Whether the mean is subtracted."""
+    """Subtract the mean."""
     unbiased: bool = False
-    """Whether the variance is divided by n - 1."""
+    """Divide the variance by n - 1, else by n."""
 
 
 class Critic(Section, frozen=True):
@@ -282,7 +282,7 @@ class Kl(Section, frozen=True):
 
     @property
     def on(self) -> bool:
-        """Whether a reference model is needed."""
+        """True if a reference model is needed."""
         return self.reward_beta > 0 or self.loss_beta > 0
 
 
@@ -290,9 +290,9 @@ class Algorithm(Section, frozen=True):
     """The mathematics of one update."""
 
     correction: NoCorrection | Truncate | Mask | TruncateAndMask | SecondMoment
-    """How the age of the data is corrected for; no default, so that nobody corrects nothing unawares."""
+    """Correction for the age of the data; it has no default, so that leaving it off is a decision."""
     advantage: Advantage = Gae()
-    """How advantages are estimated."""
+    """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
     whiten: Whiten = Whiten()
@@ -302,7 +302,7 @@ class Algorithm(Section, frozen=True):
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """Proximal log-probs: from a forward pass, or between behavior and current by age (A-3PO, arXiv:2512.06547)."""
     aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
-    """How per-token losses become one number; "constant" divides by rollout.max_tokens."""
+    """Average that makes one number of the losses of all tokens; "constant" divides by rollout.max_tokens."""
     critic: Critic = Critic()
     """The critic, for the estimators that need one."""
     entropy: float = 0.0
@@ -314,12 +314,12 @@ class Algorithm(Section, frozen=True):
 
     @property
     def has_critic(self) -> bool:
-        """Whether values are used, and so trained."""
+        """True if values are used, and so trained."""
         return isinstance(self.advantage, CRITIC_BASED)
 
     @property
     def needs_proximal_first(self) -> str | None:
-        """Why the proximal log-probs of the whole batch must be known before its first step, if they must."""
+        """Reason that the proximal log-probs of the whole batch must be known before its first step; None if not."""
         if self.has_critic and self.critic.model == "head":
             return "the value head, whose values come from the same pass"
         if isinstance(self.advantage, VTrace):
@@ -330,7 +330,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def compares_samples(self) -> str | None:
-        """What looks at all samples of a prompt side by side, so that a batch needs them; None if nothing does."""
+        """The choice that compares all samples of a prompt, so that a batch needs all of them; None if none does."""
         if isinstance(self.advantage, GROUP_BASED):
             return f"advantage {self.advantage.__struct_config__.tag!r}"
         return "whiten.over = 'group'" if self.whiten.over == "group" else None

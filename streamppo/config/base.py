@@ -1,4 +1,4 @@
-"""What every table of the configuration is made of."""
+"""The base of every table of the configuration, and its kinds of numbers."""
 
 from collections.abc import Iterator
 from typing import Annotated, TypeAlias

@@ -1,4 +1,4 @@
-"""Say in plain words which values a field takes, and what was found instead."""
+"""Say in plain words which values a field takes, and name the one that was found."""
 
 from collections.abc import Sequence
 

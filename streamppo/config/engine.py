@@ -16,7 +16,7 @@ Fit = Callable[[float], int]
 
 
 class EngineKind(Kind, frozen=True):
-    """What every engine has."""
+    """Fields of every engine."""
 
     kv: Literal["keep", "recompute"] = "keep"
     """The cache of running completions is kept over a weight swap, or made again with the new weights."""
@@ -31,11 +31,11 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         return 0.0
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """Why it cannot sample so; empty, because it can."""
+        """Reason that it cannot sample so: none."""
         return ""
 
     def refuses_places(self, actors: int, gpus: float) -> str:
-        """Why `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
+        """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
 
     def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
@@ -51,7 +51,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     api_key_env: str = "SGLANG_API_KEY"
     """The environment variable that holds the key of the server at `url`."""
     transport: Literal["tensor", "group", "disk"] = "tensor"
-    """How an actor hands weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
+    """Way of the weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
     folder: str = ""
     """With transport = "disk": a folder that the actor and SGLang can both reach."""
     attention_backend: str = ""
@@ -61,7 +61,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     max_total_tokens: Count = 0
     """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
     prefix_cache: bool = True
-    """Prompts share the cache of what they begin with, within one version."""
+    """Prompts share the cache of a common beginning, within one version."""
     start_s: Seconds = 900.0
     """An engine that has not started after so long has failed."""
 
@@ -77,7 +77,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
             )
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
-        """Why it cannot sample so; empty if it can."""
+        """Reason that it cannot sample so; empty if it can."""
         if top_p == 1 and top_k == 0:
             return ""
         return (
@@ -86,7 +86,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         )
 
     def refuses_places(self, actors: int, gpus: float) -> str:
-        """Why `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
+        """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
         if gpus > 1 and gpus % 1:
             return f"rollout.gpus ({gpus:g}) must be below 1 or a whole number"
         if self.url and gpus and self.transport != "group":

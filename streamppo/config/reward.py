@@ -1,4 +1,4 @@
-"""The `[reward]` part of the configuration: where scores come from. docs/rewards.md has examples."""
+"""The `[reward]` part of the configuration: the source of scores. docs/rewards.md has examples."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ Argument = str | int | float | bool
 
 
 class Limits(Section, frozen=True):
-    """What every scorer has: its share of the reward, and bounds on its calls."""
+    """Fields of every scorer: its share of the reward, and bounds on its calls."""
 
     weight: float = 1.0
     """The score is multiplied by this."""
@@ -29,7 +29,7 @@ class Limits(Section, frozen=True):
     breaker_failures: Positive = 16
     """After so many retryable failures without a success, calls wait while one at a time tries again."""
     breaker_s: Seconds = 5.0
-    """Seconds between those tries."""
+    """Seconds between two of these single tries."""
 
 
 class Batched(Limits, frozen=True):
@@ -51,7 +51,7 @@ class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="
     processes: Positive = 2
     """Processes for a sync function; an async one has one process, with all its calls in flight."""
     memory_mib: Positive = 512
-    """Memory that one process may allocate beyond what importing the function took (Linux)."""
+    """Memory that one process may allocate after it has imported the function (Linux)."""
 
 
 class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="model"):
@@ -60,7 +60,7 @@ class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="mod
     path: str
     """A local folder or hub name."""
     label: Count = 0
-    """Which of its outputs is the score."""
+    """Number of the output that is the score."""
     max_tokens: Positive = 4096
     """A longer text fails its trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -75,7 +75,7 @@ class Remote(Limits, frozen=True, kw_only=True):
     """Scorers behind HTTP."""
 
     url: str
-    """Where a service is POSTed to; for a judge the address up to /chat/completions: http://localhost:8000/v1."""
+    """Address of the service, which gets a POST; for a judge the address up to /chat/completions: http://localhost:8000/v1."""
     key_env: str = ""
     """The environment variable that holds a bearer token."""
 
@@ -90,9 +90,9 @@ class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judg
     model: str
     """The model's name there."""
     question: str
-    """What it is asked; {prompt}, {completion} and the names of columns in braces are filled in."""
+    """The question; {prompt}, {completion} and the names of columns in braces are filled in."""
     pattern: str = r"(-?\d+(?:\.\d+)?)\s*$"
-    """Where the number stands in its answer, as a regular expression with one group."""
+    """Place of the number in its answer: a regular expression with one group."""
     scale: PositiveFloat = 1.0
     """The number is divided by this."""
     max_tokens: Positive = 1024

@@ -1,7 +1,7 @@
 """The one configuration tree. Frozen; unknown fields are errors; required means that it has no default.
 
-A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` where the
-object is built. Reading files and overrides is file.py; the mathematics is in algorithm.py, data in task.py,
+A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` selects the
+function that builds the object. file.py reads files and overrides; the mathematics is in algorithm.py, data in task.py,
 rewards in reward.py, engines in engine.py.
 """
 
@@ -71,19 +71,19 @@ class Model(Section, frozen=True):
 
 
 class Machine(Section, frozen=True):
-    """What one rank or one rollout actor computes on."""
+    """Hardware of one rank or one rollout actor."""
 
     threads: Positive = 1
-    """CPU threads of one."""
+    """CPU threads."""
     gpus: NonNegative = 0
-    """GPUs of one; a part of one where rank and actor share it."""
+    """GPUs; less than 1 where rank and actor share one."""
 
 
 class Rollout(Machine, frozen=True):
     """The actors that generate."""
 
     engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
-    """What samples the tokens."""
+    """The engine that samples the tokens."""
     actors: Positive = 1
     """Rollout actors; `streamppo scale` changes the number while the run goes on."""
     in_flight: Positive = 64
@@ -109,7 +109,7 @@ class Rollout(Machine, frozen=True):
 
 
 class Queue(Section, frozen=True):
-    """What waits between rollout and learner."""
+    """The trajectories that wait between rollout and learner."""
 
     batch_size: Positive
     """Trajectories of one update."""
@@ -138,9 +138,9 @@ class Learner(Machine, frozen=True, kw_only=True):
     warmup_updates: Count = 0
     """Updates over which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls until the last update."""
+    """Fall of the learning rate until the last update."""
     final_lr_share: Fraction = 0.0
-    """Where the decay ends, as a share of lr."""
+    """The learning rate at the end of the decay, as a share of lr."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's moments."""
     weight_decay: NonNegative = 0.0
@@ -148,7 +148,7 @@ class Learner(Machine, frozen=True, kw_only=True):
     max_grad_norm: PositiveFloat = 1.0
     """The gradient's global norm is clipped to this."""
     norm: Literal["2-norm", "max-norm"] = "2-norm"
-    """Which norm that is: the length of the gradient, or its largest entry."""
+    """The norm that is meant: the length of the gradient, or its largest entry."""
     max_bad_steps: Positive = 3
     """Optimizer steps in a row whose gradient is not finite are skipped; after so many the run stops."""
     epochs: Positive = 1
@@ -189,7 +189,7 @@ LOCAL = "local"
 
 
 class Cluster(Section, frozen=True):
-    """Where Ray runs."""
+    """The Ray that the run uses."""
 
     address: str = LOCAL
     """ "local" starts Ray in this process's machine; anything else joins that cluster."""
@@ -224,15 +224,15 @@ class Config(Section, frozen=True):
     model: Model
     """The policy."""
     task: Task
-    """Where prompts come from."""
+    """The source of prompts."""
     queue: Queue
-    """What waits between rollout and learner."""
+    """The trajectories that wait between rollout and learner."""
     algorithm: Algorithm
     """The mathematics of one update."""
     learner: Learner
     """The ranks that train."""
     reward: Reward = Reward()
-    """Where scores come from; with an environment, which gives rewards of its own, there may be none."""
+    """The source of scores; with an environment, which gives rewards of its own, there may be none."""
     environment: Environment | None = None
     """Several turns, if there is one; its rewards are added to those of [reward]."""
     seed: Count = 1
@@ -244,7 +244,7 @@ class Config(Section, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     """State on disk."""
     cluster: Cluster = Cluster()
-    """Where Ray runs."""
+    """The Ray that the run uses."""
     watchdog: Watchdog = Watchdog()
     """Bounds on waiting."""
 
@@ -266,8 +266,8 @@ class Config(Section, frozen=True):
             )
         if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
             yield (
-                "algorithm.proximal = 'loglinear' approximates what is exact and free where an update is one step: "
-                "learner.epochs (1) times learner.minibatches (1)"
+                "algorithm.proximal = 'loglinear' approximates log-probs that are exact and free where "
+                "an update is one step: learner.epochs (1) times learner.minibatches (1)"
             )
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
@@ -284,7 +284,7 @@ def longest_completion(config: Config) -> int:
 
 
 def shares_gpus(config: Config) -> bool:
-    """Whether ranks and rollout actors have GPUs between them: both ask for less than one."""
+    """True if ranks and rollout actors have GPUs between them: both ask for less than one."""
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
 
 
@@ -306,5 +306,5 @@ def _gpus(config: Config) -> Iterator[str]:
 
 
 def model_path(config: Config, run: Path) -> str:
-    """Where the run's first model and its tokenizer are."""
+    """Folder or hub name of the run's first model and its tokenizer."""
     return str(run / "model") if config.model.path == BUILTIN else config.model.path

@@ -1,4 +1,4 @@
-"""The `[task]` part of the configuration: where prompts come from. docs/rewards.md has examples."""
+"""The `[task]` part of the configuration: the source of prompts. docs/rewards.md has examples."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -43,7 +43,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     split: str = "train"
     """The split that is trained on; a single file is its own split."""
     evaluation: str | None = None
-    """Where held-out prompts come from, if not from `data`."""
+    """Data set of the held-out prompts, if not `data`."""
     evaluation_split: str | None = None
     """The split that is evaluated on, of a folder or a hub name."""
     prompt: str = "prompt"
@@ -53,13 +53,13 @@ class Source(HeldOut, frozen=True, kw_only=True):
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Further names for rewards: `name = "column"`. All columns reach them under their own names in any case."""
     chat: bool = False
-    """Whether a prompt that is a string becomes a user message of the chat template."""
+    """Make a user message of the chat template out of a prompt that is a string."""
     system: str = ""
     """System message put first; it makes messages of prompts that are strings."""
     max_prompt_tokens: Positive = 1024
     """Prompts longer than this are too long."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """What happens to those: the run stops, the row is left out, or the prompt keeps its last tokens; counted."""
+    """Treatment of such prompts: the run stops, the row is left out, or its last tokens are kept; each is counted."""
     weight: PositiveFloat = 1.0
     """Share of the training prompts, relative to the other sources."""
 
@@ -104,7 +104,7 @@ Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
 
 
 class Environment(Section, frozen=True, kw_only=True):
-    """Several turns: what the policy says is answered by an environment, until it is done."""
+    """Several turns: an environment answers each turn of the policy, until it is done."""
 
     name: str
     """`package.module:Class` or `path/file.py:Class`; one instance for each trajectory."""
