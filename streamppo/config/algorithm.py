@@ -36,17 +36,15 @@ class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
 
     lam: Fraction = 1.0
     """Lambda of the trace."""
-    rho_bar: PositiveFloat = 1.0
-    """Bound on the weight of one TD error."""
-    c_bar: PositiveFloat = 1.0
-    """Bound on the trace."""
+    clip: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
+    """rho_bar, the bound on the weight of one TD error, and c_bar, the bound on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
     """Clipping of every factor of the trace, as published ("step"), or of their product."""
 
     def contradictions(self) -> Iterator[str]:
         """An empty product is 1, and a cumulative trace begins with it."""
-        if self.trace == "cumulative" and self.c_bar < 1:
-            yield f"c_bar ({self.c_bar}) must be at least 1 with trace = 'cumulative'"
+        if self.trace == "cumulative" and self.clip[1] < 1:
+            yield f"c_bar, the second of clip ({self.clip[1]}), must be at least 1 with trace = 'cumulative'"
 
 
 class SequenceLevel(Kind, frozen=True, tag="sequence"):

@@ -27,5 +27,12 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("\n".join(broken))
 
 
+class Timed(Section, frozen=True):
+    """Base of tables about calls of other people's code."""
+
+    timeout_s: Seconds = 30.0
+    """A call that takes longer fails its trajectory: of a scorer, or an environment's reset, step or close."""
+
+
 class Kind(Section, frozen=True, tag_field="kind"):
     """Base of every table that is one choice of several; its tag is given by each subclass."""

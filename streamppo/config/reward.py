@@ -4,20 +4,18 @@ from typing import Literal
 
 import msgspec
 
-from streamppo.config.base import Count, NonNegative, Positive, PositiveFloat, Seconds, Section
+from streamppo.config.base import Count, NonNegative, Positive, PositiveFloat, Seconds, Section, Timed
 
 Argument = str | int | float | bool
 
 
-class Limits(Section, frozen=True):
+class Limits(Timed, frozen=True):
     """Fields of every scorer: its share of the reward, and bounds on its calls."""
 
     weight: float = 1.0
     """The score is multiplied by this."""
     sources: tuple[str, ...] = ()
     """The data sources whose prompts it scores; none named is all."""
-    timeout_s: Seconds = 30.0
-    """A call that takes longer fails its trajectory."""
     concurrency: Positive = 256
     """Calls in flight in one rollout actor."""
     attempts: Positive = 3

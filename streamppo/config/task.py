@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Seconds, Section
+from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Section, Timed
 
 
 class Addition(Kind, frozen=True):
@@ -103,7 +103,7 @@ class VerifiersTask(Kind, frozen=True, kw_only=True, tag="verifiers"):
 Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
 
 
-class Environment(Section, frozen=True, kw_only=True):
+class Environment(Timed, frozen=True, kw_only=True):
     """Several turns: an environment answers each turn of the policy, until it is done."""
 
     name: str
@@ -114,5 +114,3 @@ class Environment(Section, frozen=True, kw_only=True):
     """Turns of the policy at most."""
     max_tokens: Positive = 4096
     """Tokens of all turns and observations together at most; rollout.max_tokens bounds one turn."""
-    timeout_s: Seconds = 30.0
-    """A reset, step or close that takes longer fails its trajectory."""

@@ -158,7 +158,7 @@ def _vtrace(choice: choices.VTrace, batch: Packed, proximal: Scored, rewards_BT:
         log_rho_BT,
         gamma=choice.gamma,
         lam=choice.lam,
-        clip=vtrace.TraceClip(choice.rho_bar, choice.c_bar, choice.trace),
+        clip=vtrace.TraceClip(*choice.clip, choice.trace),
     )
 
 

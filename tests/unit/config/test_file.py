@@ -149,7 +149,10 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ),
         (["algorithm.correction={kind='truncate_and_mask', band=[2.0, 1.0]}"], "band must rise: 2.0 is not below 1.0"),
         (["algorithm.policy_loss.dual=0.5"], r"dual \(0.5\) must be above 1"),
-        (["algorithm.advantage.kind=vtrace", "algorithm.advantage.c_bar=0.5"], r"c_bar \(0.5\) must be at least 1"),
+        (
+            ["algorithm.advantage.kind=vtrace", "algorithm.advantage.clip=[1, 0.5]"],
+            r"second of clip \(0.5\), must be at least 1",
+        ),
         ([*LOGLINEAR], "by the value head"),
         ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
         ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
