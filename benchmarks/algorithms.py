@@ -32,7 +32,7 @@ CHOICES: dict[str, list[str]] = {
     },
     "correction off": ["algorithm.correction.kind=off"],
     "correction mask": ["algorithm.correction.kind=mask"],
-    "correction truncate_and_mask": ["algorithm.correction={kind='truncate_and_mask', lo=0.5, hi=2.0}"],
+    "correction truncate_and_mask": ["algorithm.correction={kind='truncate_and_mask', band=[0.5, 2.0]}"],
     "correction second_moment": ["algorithm.correction.kind=second_moment"],
     **{
         f"advantage {kind}": [f"algorithm.advantage.kind={kind}"]

@@ -172,7 +172,7 @@ def _places_of_data(config: Config) -> list[str]:
         return []
     return [
         place
-        for source in config.task.named().values()
+        for source in config.task.sources.values()
         for place in (source.data, source.evaluation)
         if place is not None
     ]
@@ -197,7 +197,7 @@ def _prompts(task: Task, tokenizer: Tokenizer | None) -> str:
 
 
 def _rewards(config: Config, task: Task | None) -> Findings:
-    for name, scorer in config.reward.named().items():
+    for name, scorer in config.reward.scorers.items():
         try:
             yield from _scorer(f"reward {name}", scorer, task)
         except TaskError as error:
@@ -304,7 +304,7 @@ def _memory(config: Config, hf_config: Any, gpu: Gpu) -> Findings:
 def _longest(config: Config) -> int:
     """Tokens of the longest row that there may be, as far as the configuration bounds it."""
     bounds = (
-        [source.max_prompt_tokens for source in config.task.named().values()]
+        [source.max_prompt_tokens for source in config.task.sources.values()]
         if isinstance(config.task, DataTask)
         else [0]
     )

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
 from streamppo.learner.policy import HEAD_CHUNK, SHARD_LAYERS_ABOVE
@@ -188,15 +187,16 @@ def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMem
     On a GPU SGLang keeps `mem_fraction_static` of what is free for weights and cache. Everywhere else the cache holds
     `context` tokens for every slot from the start.
     """
-    chosen, gpus = config.rollout.engine, max(1, int(config.rollout.gpus))
-    weights, tokens = model.parameters * model.element // gpus, config.rollout.slots * context
-    if isinstance(chosen, SGLangEngine):
-        if chosen.url:
-            return None
-        tokens = chosen.max_total_tokens or tokens
-        if config.rollout.gpus:
-            fill = int(max(0.0, chosen.mem_fraction_static * free - weights) * gpus / model.cache_per_token)
-            tokens = min(fill, chosen.max_total_tokens or fill)
+    gpus = max(1, int(config.rollout.gpus))
+    weights = model.parameters * model.element // gpus
+
+    def fit(share: float) -> int:
+        return int(max(0.0, share * free - weights) * gpus / model.cache_per_token)
+
+    asked = config.rollout.slots * context
+    tokens = config.rollout.engine.cache_tokens(asked, fit if config.rollout.gpus else None)
+    if tokens is None:
+        return None
     return EngineMemory(weights, tokens * model.cache_per_token // gpus, tokens)
 
 

@@ -15,7 +15,7 @@ import transformers
 from msgspec import structs
 
 from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
-from streamppo.config.task import Source
+from streamppo.config.task import DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
 from streamppo.rollout import build
@@ -72,8 +72,7 @@ async def _try(
     await rewards.start(task.sources())
     try:
         if completions is not None:
-            source = config.task if isinstance(config.task, Source) else Source()
-            given = list(_given(completions, task, source, tokenizer))
+            given = list(_given(completions, task, _written_as(config), tokenizer))
             return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
         engine = await _engine(config, path)
         try:
@@ -114,6 +113,12 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> Tried:
     except TaskError as error:
         reward, reason = None, str(error)
     return Tried(text.completion, reward, reason, time.perf_counter() - begin)
+
+
+def _written_as(config: Config) -> Source:
+    """The only source of the task, if there is one; else the usual names of columns."""
+    sources = list(config.task.sources.values()) if isinstance(config.task, DataTask) else []
+    return sources[0] if len(sources) == 1 else Source(data="")
 
 
 def _given(file: Path, task: Task, source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Prompt, ScoredText]]:

@@ -1,45 +1,50 @@
 """The `[algorithm]` part of the configuration: one struct for each choice. Equations are in docs/algorithms.md."""
 
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
 
 
-class Gae(Kind, frozen=True, tag="gae"):
-    """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
+class Discounted(Kind, frozen=True):
+    """Estimators that discount rewards over the tokens of a response."""
 
     gamma: Fraction = 1.0
     """Discount per token."""
+
+
+class Bootstrapped(Discounted, frozen=True):
+    """Estimators that continue a truncated completion with a value."""
+
+    bootstrap_truncated: bool = True
+    """The value after the last token of a truncated completion: the critic's, or 0."""
+
+
+class Gae(Bootstrapped, frozen=True, tag="gae"):
+    """Generalized advantage estimation (arXiv:1506.02438): one critic value per token."""
+
     lam: Fraction = 0.95
     """Lambda of the actor's advantages; 0 is one-step TD, 1 is Monte Carlo."""
     adaptive_alpha: NonNegative = 0.0
     """Above 0, lambda is 1 - 1 / (alpha * length) instead (VAPO, arXiv:2504.05118)."""
     critic_lam: Fraction = 1.0
     """Lambda of the critic's targets."""
-    bootstrap_truncated: bool = True
-    """The value after the last token of a truncated completion: the critic's, or 0."""
 
 
-class VTrace(Kind, frozen=True, tag="vtrace"):
+class VTrace(Bootstrapped, frozen=True, tag="vtrace"):
     """V-trace (arXiv:1802.01561): the proximal policy's values from tokens of an older one."""
 
-    gamma: Fraction = 1.0
-    """Discount per token."""
     lam: Fraction = 1.0
     """Lambda of the trace."""
-    rho_bar: PositiveFloat = 1.0
-    """Bound on the weight of one TD error."""
-    c_bar: PositiveFloat = 1.0
-    """Bound on the trace."""
+    clip: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
+    """rho_bar, the bound on the weight of one TD error, and c_bar, the bound on the trace."""
     trace: Literal["step", "cumulative"] = "cumulative"
-    """Whether every factor of the trace is clipped, as published, or their product."""
-    bootstrap_truncated: bool = True
-    """The value after the last token of a truncated completion: the critic's, or 0."""
+    """Clipping of every factor of the trace, as published ("step"), or of their product."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """An empty product is 1, and a cumulative trace begins with it."""
-        if self.trace == "cumulative" and self.c_bar < 1:
-            raise ValueError(f"c_bar ({self.c_bar}) must be at least 1 with trace = 'cumulative'")
+        if self.trace == "cumulative" and self.clip[1] < 1:
+            yield f"c_bar, the second of clip ({self.clip[1]}), must be at least 1 with trace = 'cumulative'"
 
 
 class SequenceLevel(Kind, frozen=True, tag="sequence"):
@@ -50,7 +55,7 @@ class Grpo(Kind, frozen=True, tag="grpo"):
     """(score - mean) / std of the group (arXiv:2402.03300)."""
 
     unbiased: bool = True
-    """The variance is divided by n - 1."""
+    """Divide the variance by n - 1, else by n."""
 
 
 class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
@@ -65,11 +70,8 @@ class MaxRl(Kind, frozen=True, tag="maxrl"):
     """(score - mean) / mean of the group, for scores that are not negative."""
 
 
-class ReinforcePlusPlus(Kind, frozen=True, tag="reinforce_plus_plus"):
+class ReinforcePlusPlus(Discounted, frozen=True, tag="reinforce_plus_plus"):
     """Return-to-go, whitened over the batch (arXiv:2501.03262)."""
-
-    gamma: Fraction = 1.0
-    """Discount per token."""
 
 
 class ReinforcePlusPlusBaseline(Kind, frozen=True, tag="reinforce_plus_plus_baseline"):
@@ -85,54 +87,50 @@ GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, ReinforcePlusPlusBaseline)
 """Estimators that need the whole group of a prompt in one batch."""
 
 
-def _check_band(lo: float, hi: float) -> None:
-    if not lo < hi:
-        raise ValueError(f"lo ({lo}) must be below hi ({hi})")
-
-
 class NoCorrection(Kind, frozen=True, tag="off"):
     """No weight for off-policy data: a biased gradient when lag > 0."""
 
 
-class Truncate(Kind, frozen=True, tag="truncate"):
-    """min(proximal / behavior, cap): decoupled PPO (arXiv:2505.24298), TIS."""
+class Leveled(Kind, frozen=True):
+    """Corrections of one ratio for each token, each response, or its geometric mean."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """What the ratio is taken over."""
+    """The ratio is that of a token, of the whole response, or the geometric mean over it."""
+
+
+class Truncate(Leveled, frozen=True, tag="truncate"):
+    """min(proximal / behavior, cap): decoupled PPO (arXiv:2505.24298), TIS."""
+
     cap: PositiveFloat = 2.0
     """The largest weight."""
 
 
-class Mask(Kind, frozen=True, tag="mask"):
-    """proximal / behavior where it lies in lo..hi, 0 elsewhere (IcePop, arXiv:2510.18855)."""
+class Mask(Leveled, frozen=True, tag="mask"):
+    """proximal / behavior where it lies in the band, 0 elsewhere (IcePop, arXiv:2510.18855)."""
 
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """What the ratio is taken over."""
-    lo: NonNegative = 0.5
-    """The smallest ratio that is kept."""
-    hi: PositiveFloat = 5.0
-    """The largest ratio that is kept."""
+    band: tuple[NonNegative, PositiveFloat] = (0.5, 5.0)
+    """The smallest and the largest ratio that are kept."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """A band has two ends."""
-        _check_band(self.lo, self.hi)
+        if not self.band[0] < self.band[1]:
+            yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
 
 
 class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
     """MIS: token weights truncated, and responses that are outliers as a whole dropped."""
 
-    lo: NonNegative
-    """The smallest ratio of a response that is kept."""
-    hi: PositiveFloat
-    """The largest ratio of a response that is kept."""
+    band: tuple[NonNegative, PositiveFloat]
+    """The smallest and the largest ratio of a response that are kept."""
     level: Literal["sequence", "geometric"] = "geometric"
     """The product over the response, or its geometric mean."""
     cap: PositiveFloat = 2.0
     """The largest weight of a token."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """A band has two ends."""
-        _check_band(self.lo, self.hi)
+        if not self.band[0] < self.band[1]:
+            yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
 
 
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
@@ -142,47 +140,41 @@ class SecondMoment(Kind, frozen=True, tag="second_moment"):
     """The second moment that is left."""
 
 
-class Clip(Kind, frozen=True, tag="clip"):
+class Ranged(Kind, frozen=True):
+    """Surrogates whose ratio is kept in a range."""
+
+    range: tuple[Fraction, NonNegative] = (0.2, 0.2)
+    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
+
+
+class Clip(Ranged, frozen=True, tag="clip"):
     """PPO's clipped surrogate (arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476)."""
 
-    low: Fraction = 0.2
-    """The ratio is clipped below at 1 - low."""
-    high: NonNegative = 0.2
-    """The ratio is clipped above at 1 + high."""
     dual: NonNegative = 0.0
     """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """A bound of 1 or less would bind where nothing has moved."""
         if 0 < self.dual <= 1:
-            raise ValueError(f"dual ({self.dual}) must be above 1, or 0 for off")
+            yield f"dual ({self.dual}) must be above 1, or 0 for off"
 
 
 class Cispo(Kind, frozen=True, tag="cispo"):
     """The clipped ratio as a constant weight of log-probs (arXiv:2506.13585)."""
 
-    low: Fraction = 1.0
-    """The weight is clipped below at 1 - low."""
-    high: NonNegative = 4.0
-    """The weight is clipped above at 1 + high."""
+    range: tuple[Fraction, NonNegative] = (1.0, 4.0)
+    """The weight is clipped below at 1 - the first, and above at 1 + the second."""
 
 
 class Gspo(Kind, frozen=True, tag="gspo"):
     """The clipped surrogate of the geometric mean of a response's ratios (arXiv:2507.18071)."""
 
-    low: Fraction = 3e-4
-    """The ratio is clipped below at 1 - low."""
-    high: NonNegative = 4e-4
-    """The ratio is clipped above at 1 + high."""
+    range: tuple[Fraction, NonNegative] = (3e-4, 4e-4)
+    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
 
 
-class SequenceClip(Kind, frozen=True, tag="sequence_clip"):
+class SequenceClip(Ranged, frozen=True, tag="sequence_clip"):
     """The clipped surrogate of the product of a response's ratios."""
-
-    low: Fraction = 0.2
-    """The ratio is clipped below at 1 - low."""
-    high: NonNegative = 0.2
-    """The ratio is clipped above at 1 + high."""
 
 
 class Reinforce(Kind, frozen=True, tag="reinforce"):
@@ -197,16 +189,14 @@ class DppoTv(Kind, frozen=True, tag="dppo_tv"):
     """-advantage * ratio, without tokens whose probability has moved too far in the advantage's direction."""
 
     delta: PositiveFloat = 0.15
-    """How far a probability may move."""
+    """The largest move of a probability."""
 
 
 class Sapo(Kind, frozen=True, tag="sapo"):
     """A soft gate in place of clipping (arXiv:2511.20347)."""
 
-    tau_positive: PositiveFloat = 1.0
-    """Steepness for positive advantages."""
-    tau_negative: PositiveFloat = 1.05
-    """Steepness for negative advantages."""
+    tau: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
+    """Steepness for positive and for negative advantages."""
 
 
 class Whiten(Section, frozen=True):
@@ -215,9 +205,9 @@ class Whiten(Section, frozen=True):
     over: Literal["auto", "off", "batch", "group"] = "auto"
     """The batch of all ranks, each group, or not at all; auto is batch with a critic, off without one."""
     shift_mean: bool = True
-    """Whether the mean is subtracted."""
+    """Subtract the mean."""
     unbiased: bool = False
-    """Whether the variance is divided by n - 1."""
+    """Divide the variance by n - 1, else by n."""
 
 
 class Critic(Section, frozen=True):
@@ -229,10 +219,8 @@ class Critic(Section, frozen=True):
     """Weight of the critic's loss; beside the policy's where both are one step."""
     clip: NonNegative = 0.2
     """The value may move this far from its proximal value before the gradient stops; 0 is unclipped."""
-    loss: Literal["mse", "huber"] = "mse"
-    """Shape of the loss."""
-    huber_delta: PositiveFloat = 1.0
-    """Where Huber's loss becomes linear."""
+    huber: NonNegative = 0.0
+    """Above 0, the loss is Huber's, which becomes linear at this error; 0 is the squared error."""
     lr: NonNegative = 0.0
     """The critic's own learning rate; 0 takes the policy's."""
     epochs: Count = 0
@@ -246,11 +234,16 @@ class Critic(Section, frozen=True):
     pretrain: str = ""
     """The folder of a run whose archived batches teach the critic before the first update; empty is off."""
 
-    def __post_init__(self) -> None:
-        """What one step trains together has one schedule."""
+    @property
+    def loss(self) -> Literal["mse", "huber"]:
+        """Shape of the loss."""
+        return "huber" if self.huber else "mse"
+
+    def contradictions(self) -> Iterator[str]:
+        """One step has one schedule for all that it trains together."""
         for name in ("epochs", "minibatches", "max_grad_norm"):
             if self.model == "head" and getattr(self, name):
-                raise ValueError(
+                yield (
                     f"{name} ({getattr(self, name)}) is for a critic with a transformer of its own: a value head "
                     f'learns in the policy\'s steps, and passes of its own would move the policy (model = "policy")'
                 )
@@ -268,7 +261,7 @@ class Kl(Section, frozen=True):
     loss_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator in the loss."""
     straight_through: bool = False
-    """Whether the loss's gradient is k2's whatever the estimator."""
+    """The loss's gradient is that of k2, and its value that of the estimator."""
     target: NonNegative = 0.0
     """Above 0, reward_beta is steered to this many nats per response (arXiv:1909.08593)."""
     horizon: Positive = 10_000
@@ -278,16 +271,16 @@ class Kl(Section, frozen=True):
     offload: bool = False
     """The reference model waits in CPU memory and visits the GPU for its pass, layer by layer."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """KL in two places, or a controller of nothing, are mistakes."""
         if self.reward_beta and self.loss_beta and not self.allow_both:
-            raise ValueError("KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true")
+            yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
         if self.target and not self.reward_beta:
-            raise ValueError(f"target ({self.target}) steers reward_beta, which is 0")
+            yield f"target ({self.target}) steers reward_beta, which is 0"
 
     @property
     def on(self) -> bool:
-        """Whether a reference model is needed."""
+        """True if a reference model is needed."""
         return self.reward_beta > 0 or self.loss_beta > 0
 
 
@@ -295,9 +288,9 @@ class Algorithm(Section, frozen=True):
     """The mathematics of one update."""
 
     correction: NoCorrection | Truncate | Mask | TruncateAndMask | SecondMoment
-    """How the age of the data is corrected for; no default, so that nobody corrects nothing unawares."""
+    """Correction for the age of the data; it has no default, so that leaving it off is a decision."""
     advantage: Advantage = Gae()
-    """How advantages are estimated."""
+    """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
     whiten: Whiten = Whiten()
@@ -307,7 +300,7 @@ class Algorithm(Section, frozen=True):
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """Proximal log-probs: from a forward pass, or between behavior and current by age (A-3PO, arXiv:2512.06547)."""
     aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
-    """How per-token losses become one number; "constant" divides by rollout.max_tokens."""
+    """Average that makes one number of the losses of all tokens; "constant" divides by rollout.max_tokens."""
     critic: Critic = Critic()
     """The critic, for the estimators that need one."""
     entropy: float = 0.0
@@ -319,12 +312,12 @@ class Algorithm(Section, frozen=True):
 
     @property
     def has_critic(self) -> bool:
-        """Whether values are used, and so trained."""
+        """True if values are used, and so trained."""
         return isinstance(self.advantage, CRITIC_BASED)
 
     @property
     def needs_proximal_first(self) -> str | None:
-        """Why the proximal log-probs of the whole batch must be known before its first step, if they must."""
+        """Reason that the proximal log-probs of the whole batch must be known before its first step; None if not."""
         if self.has_critic and self.critic.model == "head":
             return "the value head, whose values come from the same pass"
         if isinstance(self.advantage, VTrace):
@@ -335,19 +328,19 @@ class Algorithm(Section, frozen=True):
 
     @property
     def compares_samples(self) -> str | None:
-        """What looks at all samples of a prompt side by side, so that a batch needs them; None if nothing does."""
+        """The choice that compares all samples of a prompt, so that a batch needs all of them; None if none does."""
         if isinstance(self.advantage, GROUP_BASED):
             return f"advantage {self.advantage.__struct_config__.tag!r}"
         return "whiten.over = 'group'" if self.whiten.over == "group" else None
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""
         kind = self.advantage.__struct_config__.tag
         if self.zero_variance != "keep" and not isinstance(self.advantage, GROUP_BASED):
-            raise ValueError("zero_variance is about groups: it needs an advantage that compares them")
+            yield "zero_variance is about groups: it needs an advantage that compares them"
         if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):
-            raise ValueError(
+            yield (
                 f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
             )
         if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
-            raise ValueError(f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}")
+            yield f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}"

@@ -1,5 +1,6 @@
-"""What every table of the configuration is made of."""
+"""The base of every table of the configuration, and its kinds of numbers."""
 
+from collections.abc import Iterator
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -15,6 +16,22 @@ PositiveFloat: TypeAlias = Annotated[float, Meta(gt=0)]
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every table of the file."""
+
+    def contradictions(self) -> Iterator[str]:
+        """A sentence for every rule between the fields that is broken."""
+        return iter(())
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` with a line for every rule that is broken."""
+        if broken := list(self.contradictions()):
+            raise ValueError("\n".join(broken))
+
+
+class Timed(Section, frozen=True):
+    """Base of tables about calls of other people's code."""
+
+    timeout_s: Seconds = 30.0
+    """A call that takes longer fails its trajectory: of a scorer, or an environment's reset, step or close."""
 
 
 class Kind(Section, frozen=True, tag_field="kind"):

@@ -1,40 +1,49 @@
-"""What a change of the configuration between a run and its resume means."""
+"""Compare the configuration of a run with the one that it is resumed with, field by field."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import cast
 
 import msgspec
 
-from streamppo.config.reward import Reward
-from streamppo.config.sections import Checkpoint, Cluster, Config, Evaluation, Queue, Rollout, Watchdog
+from streamppo.config.sections import Config
 
-FREE = ("float32_head", "gradient_checkpointing")
-"""What may change of [model]."""
+KEPT = ("model", "learner.bucket_bytes", "algorithm.critic.model", "learner.ranks")
+"""Fields and sections that a run keeps from its beginning to its end."""
+FREE = ("model.float32_head", "model.gradient_checkpointing")
+"""Fields of these sections that may change all the same."""
+NOT_LEARNING = ("name", "reward", "environment", "rollout", "queue", "evaluation", "checkpoint", "cluster", "watchdog")
+"""Fields and sections that the result of an update on a given batch does not depend on."""
+LEARNING = ("rollout.max_tokens", "rollout.temperature", "queue.batch_size", "queue.max_lag", "queue.too_old")
+"""Fields of these sections that it depends on all the same."""
 
 
-def kept(config: Config) -> dict[str, Any]:
-    """What a run has from its beginning to its end, by name: no update on its way can begin to use another one."""
-    model = msgspec.structs.asdict(config.model)
-    return {f"model.{name}": value for name, value in model.items() if name not in FREE} | {
-        "weights.bucket_bytes": config.weights.bucket_bytes,
-        "algorithm.critic.model": config.algorithm.critic.model,
-        "learner.ranks": config.learner.ranks,
-        "learner.gpus > 0": config.learner.gpus > 0,
+def kept(config: Config) -> dict[str, object]:
+    """Values that a run keeps, by dotted name: no update on its way can begin to use another one."""
+    values = {name: value for name, value in fields(config).items() if _in(name, KEPT) and not _in(name, FREE)}
+    return values | {"learner.gpus > 0": config.learner.gpus > 0}
+
+
+def learning(config: Config) -> dict[str, object]:
+    """Values that the result of an update on a given batch depends on, by dotted name."""
+    values = {
+        name: value for name, value in fields(config).items() if not _in(name, NOT_LEARNING) or _in(name, LEARNING)
     }
+    # A part of a GPU computes what a whole one does.
+    return values | {"learner.gpus": config.learner.gpus > 0}
 
 
-def learning(config: Config) -> Config:
-    """`config` with everything blanked that the result of an update on a given batch does not depend on."""
-    return msgspec.structs.replace(
-        config,
-        name="-",
-        reward=Reward(function="-"),
-        environment=None,
-        # A part of a GPU computes what a whole one does.
-        learner=msgspec.structs.replace(config.learner, gpus=float(config.learner.gpus > 0)),
-        rollout=Rollout(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
-        queue=Queue(batch_size=config.queue.batch_size, max_lag=config.queue.max_lag, too_old=config.queue.too_old),
-        evaluation=Evaluation(),
-        checkpoint=Checkpoint(),
-        cluster=Cluster(),
-        watchdog=Watchdog(),
-    )
+def fields(config: Config) -> dict[str, object]:
+    """Every value of `config` by its dotted name; the kind of a choice is a value too."""
+    return dict(_leaves("", msgspec.to_builtins(config)))
+
+
+def _leaves(prefix: str, tree: dict[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(f"{prefix}{name}.", cast("dict[str, object]", value))
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _in(name: str, places: tuple[str, ...]) -> bool:
+    return any(f"{name}.".startswith(f"{place}.") for place in places)

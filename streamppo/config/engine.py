@@ -1,31 +1,57 @@
-"""The engines that a configuration may choose, and the rules of each."""
+"""The engines that a configuration may choose, and the rules of each.
+
+Other rooms ask an engine here, and never which of them it is.
+"""
 
 import re
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from streamppo.config.base import Count, Kind, Seconds
 
+Fit = Callable[[float], int]
+"""(share of a GPU's free memory) -> tokens of the cache that fit into it beside the weights."""
 
-class EmbeddedEngine(Kind, frozen=True, tag="embedded"):
-    """Our own torch engine: any device, small models."""
+
+class EngineKind(Kind, frozen=True):
+    """Fields of every engine."""
 
     kv: Literal["keep", "recompute"] = "keep"
-    """What a weight swap does with the cache of running completions."""
+    """The cache of running completions is kept over a weight swap, or made again with the new weights."""
 
 
-class SGLangEngine(Kind, frozen=True, tag="sglang"):
+class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
+    """Our own torch engine: any device, small models."""
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that it may take to start: it starts at once, without a bound of its own."""
+        return 0.0
+
+    def refuses_sampling(self, top_p: float, top_k: int) -> str:
+        """Reason that it cannot sample so: none."""
+        return ""
+
+    def refuses_places(self, actors: int, gpus: float) -> str:
+        """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
+        return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
+
+    def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
+        """Tokens that its cache holds: `asked`, which are all slots at their full length."""
+        return asked
+
+
+class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a server that runs already."""
 
     url: str = ""
     """A running server or router, such as "http://10.0.0.7:30000"; without one every actor starts its own engine."""
     api_key_env: str = "SGLANG_API_KEY"
     """The environment variable that holds the key of the server at `url`."""
-    kv: Literal["keep", "recompute"] = "keep"
-    """What a weight swap does with the cache of running completions."""
     transport: Literal["tensor", "group", "disk"] = "tensor"
-    """How an actor hands weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
+    """Way of the weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
     folder: str = ""
     """With transport = "disk": a folder that the actor and SGLang can both reach."""
     attention_backend: str = ""
@@ -35,17 +61,48 @@ class SGLangEngine(Kind, frozen=True, tag="sglang"):
     max_total_tokens: Count = 0
     """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
     prefix_cache: bool = True
-    """Prompts share the cache of what they begin with, within one version."""
+    """Prompts share the cache of a common beginning, within one version."""
     start_s: Seconds = 900.0
     """An engine that has not started after so long has failed."""
 
-    def __post_init__(self) -> None:
-        """What belongs to one transport alone."""
+    def contradictions(self) -> Iterator[str]:
+        """Fields that belong to one transport alone."""
         if (self.transport == "disk") != bool(self.folder):
-            raise ValueError('folder is for transport = "disk", which needs it')
+            yield 'folder is for transport = "disk", which needs it'
         if self.url and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url ({self.url!r}) must begin with http:// or https://")
+            yield f"url ({self.url!r}) must begin with http:// or https://"
         if self.transport == "tensor" and self.url and not re.match(r"https?://(localhost|127\.|\[::1\])", self.url):
-            raise ValueError(
+            yield (
                 f"transport = 'tensor' is memory of one machine: with url ({self.url!r}) it must be 'group' or 'disk'"
             )
+
+    def refuses_sampling(self, top_p: float, top_k: int) -> str:
+        """Reason that it cannot sample so; empty if it can."""
+        if top_p == 1 and top_k == 0:
+            return ""
+        return (
+            f"top_p ({top_p:g}) must be 1 and top_k ({top_k}) 0 with SGLang: its log-probs are those before top-p and "
+            "top-k, so that they would not be of the distribution that was sampled from"
+        )
+
+    def refuses_places(self, actors: int, gpus: float) -> str:
+        """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
+        if gpus > 1 and gpus % 1:
+            return f"rollout.gpus ({gpus:g}) must be below 1 or a whole number"
+        if self.url and gpus and self.transport != "group":
+            return f"rollout.gpus ({gpus:g}) must be 0: the server at rollout.engine.url has GPUs of its own"
+        if self.url and actors > 1:
+            return f"rollout.actors ({actors}) must be 1 with rollout.engine.url: each actor updates the engine it uses"
+        return ""
+
+    def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
+        """Tokens that its cache holds, where `fit` is for a GPU and None for a CPU; None for a server elsewhere.
+
+        On a GPU it fills its share of the memory, else it holds `asked`, which are all slots at their full length.
+        """
+        if self.url:
+            return None
+        if fit is None:
+            return self.max_total_tokens or asked
+        filled = fit(self.mem_fraction_static)
+        return min(filled, self.max_total_tokens or filled)

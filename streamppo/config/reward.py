@@ -1,23 +1,21 @@
-"""The `[reward]` part of the configuration: where scores come from. docs/rewards.md has examples."""
+"""The `[reward]` part of the configuration: the source of scores. docs/rewards.md has examples."""
 
 from typing import Literal
 
 import msgspec
 
-from streamppo.config.base import Count, NonNegative, Positive, PositiveFloat, Seconds, Section
+from streamppo.config.base import Count, NonNegative, Positive, PositiveFloat, Seconds, Section, Timed
 
 Argument = str | int | float | bool
 
 
-class Limits(Section, frozen=True):
-    """What every scorer has: its share of the reward, and bounds on its calls."""
+class Limits(Timed, frozen=True):
+    """Fields of every scorer: its share of the reward, and bounds on its calls."""
 
     weight: float = 1.0
     """The score is multiplied by this."""
     sources: tuple[str, ...] = ()
     """The data sources whose prompts it scores; none named is all."""
-    timeout_s: Seconds = 30.0
-    """A call that takes longer fails its trajectory."""
     concurrency: Positive = 256
     """Calls in flight in one rollout actor."""
     attempts: Positive = 3
@@ -29,13 +27,20 @@ class Limits(Section, frozen=True):
     breaker_failures: Positive = 16
     """After so many retryable failures without a success, calls wait while one at a time tries again."""
     breaker_s: Seconds = 5.0
-    """Seconds between those tries."""
+    """Seconds between two of these single tries."""
 
 
-class Function(Limits, frozen=True):
+class Batched(Limits, frozen=True):
+    """Scorers that take several trajectories at once."""
+
+    batch_size: Positive = 16
+    """Trajectories in one call of a batched function, or in one forward of a model, at most."""
+
+
+class FunctionScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="function"):
     """A function or class of the user's."""
 
-    function: str = ""
+    function: str
     """`package.module:name` or `path/file.py:name` of a function, or of a class whose instances are called."""
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict[str, Argument])
     """Keyword arguments of the class's constructor, or of every call of the function."""
@@ -44,24 +49,16 @@ class Function(Limits, frozen=True):
     processes: Positive = 2
     """Processes for a sync function; an async one has one process, with all its calls in flight."""
     memory_mib: Positive = 512
-    """Memory that one process may allocate beyond what importing the function took (Linux)."""
-    batch_size: Positive = 16
-    """Trajectories that a batched function gets at once, at most."""
+    """Memory that one process may allocate after it has imported the function (Linux)."""
 
 
-class FunctionScorer(Function, frozen=True, tag_field="kind", tag="function"):
-    """One of several: a function."""
-
-
-class ModelScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="model"):
+class ModelScorer(Batched, frozen=True, kw_only=True, tag_field="kind", tag="model"):
     """A Hugging Face sequence classification model, in a Ray actor of its own that all rollout actors share."""
 
     path: str
     """A local folder or hub name."""
     label: Count = 0
-    """Which of its outputs is the score."""
-    batch_size: Positive = 16
-    """Trajectories in one forward."""
+    """Number of the output that is the score."""
     max_tokens: Positive = 4096
     """A longer text fails its trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -72,70 +69,47 @@ class ModelScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="mode
     """GPUs."""
 
 
-class ServiceScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="service"):
-    """A scorer behind HTTP: gets prompt, completion and columns as JSON, answers {"score": number}."""
+class Remote(Limits, frozen=True, kw_only=True):
+    """Scorers behind HTTP."""
 
     url: str
-    """Where to POST to."""
+    """Address of the service, which gets a POST; for a judge the address up to /chat/completions: http://localhost:8000/v1."""
     key_env: str = ""
     """The environment variable that holds a bearer token."""
 
 
-class JudgeScorer(Limits, frozen=True, kw_only=True, tag_field="kind", tag="judge"):
+class ServiceScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="service"):
+    """A scorer behind HTTP: gets prompt, completion and columns as JSON, answers {"score": number}."""
+
+
+class JudgeScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="judge"):
     """A language model behind an OpenAI-compatible /chat/completions, asked for a number."""
 
-    url: str
-    """The address up to /chat/completions, such as http://localhost:8000/v1."""
     model: str
     """The model's name there."""
     question: str
-    """What it is asked; {prompt}, {completion} and the names of columns in braces are filled in."""
+    """The question; {prompt}, {completion} and the names of columns in braces are filled in."""
     pattern: str = r"(-?\d+(?:\.\d+)?)\s*$"
-    """Where the number stands in its answer, as a regular expression with one group."""
+    """Place of the number in its answer: a regular expression with one group."""
     scale: PositiveFloat = 1.0
     """The number is divided by this."""
     max_tokens: Positive = 1024
     """Tokens of its answer at most."""
-    key_env: str = ""
-    """The environment variable that holds a bearer token."""
 
 
 Scorer = FunctionScorer | ModelScorer | ServiceScorer | JudgeScorer
 
 
-class Reward(Function, frozen=True):
-    """One function, or several scorers by name."""
+class Reward(Section, frozen=True):
+    """The scorers of a run. `[reward] function = ...` in a file is short for `[reward.scorers.reward]`."""
 
     scorers: dict[str, Scorer] = msgspec.field(default_factory=dict[str, Scorer])
-    """Several scorers, `[reward.scorers.NAME]`; their scores are logged as reward_NAME."""
+    """Scorers by name; the scores of several are logged as reward_NAME."""
     combine: Literal["sum", "model_first"] = "sum"
     """The weighted sum of all scores; or, where a model or judge scores a trajectory, of its scores alone."""
     correct_at: float = 1.0
     """Evaluation counts a completion as correct when its reward reaches this."""
 
-    def __post_init__(self) -> None:
-        """One function or several scorers, not both."""
-        if self.function and self.scorers:
-            raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables")
-        changed = [
-            field.name
-            for field in msgspec.structs.fields(FunctionScorer)
-            if getattr(self, field.name) != getattr(FunctionScorer(), field.name)
-        ]
-        if self.scorers and changed:
-            raise ValueError(f"with `[reward.scorers.NAME]` tables, `{changed[0]}` belongs into those tables")
-        if empty := [
-            name for name, scorer in self.scorers.items() if isinstance(scorer, FunctionScorer) and not scorer.function
-        ]:
-            raise ValueError(f"reward.scorers.{empty[0]} has no `function`")
-
-    def named(self) -> dict[str, Scorer]:
-        """The scorers by name; a single function is called "reward". None, if an environment gives all rewards."""
-        if not self.function:
-            return self.scorers
-        fields = [field.name for field in msgspec.structs.fields(FunctionScorer)]
-        return {"reward": FunctionScorer(**{name: getattr(self, name) for name in fields})}
-
     def models(self) -> dict[str, ModelScorer]:
-        """Those of the scorers that are reward models."""
+        """The reward models among the scorers."""
         return {name: scorer for name, scorer in self.scorers.items() if isinstance(scorer, ModelScorer)}

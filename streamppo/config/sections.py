@@ -1,10 +1,11 @@
 """The one configuration tree. Frozen; unknown fields are errors; required means that it has no default.
 
-A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` where the
-object is built. Reading files and overrides is file.py; the mathematics is in algorithm.py, data in task.py,
+A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` selects the
+function that builds the object. file.py reads files and overrides; the mathematics is in algorithm.py, data in task.py,
 rewards in reward.py, engines in engine.py.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,25 +19,30 @@ from streamppo.config.task import Environment, Task
 
 BUILTIN = "builtin:tiny"
 """The model.path of a model that the run makes itself."""
+HEAD_WIDTH = 8
+"""Width of an attention head of builtin:tiny."""
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention that reads rows end to end, without padding."""
 
 # --- the model -----------------------------------------------------------------------------------------------
 
 
-class WarmStart(Section, frozen=True):
-    """Supervised steps that teach `builtin:tiny` the format and a weak answer before reinforcement begins."""
+class Tiny(Section, frozen=True):
+    """The model "builtin:tiny": its size, and the supervised steps that teach it the format and a weak answer."""
 
+    hidden_size: Positive = 64
+    """Width; every attention head has 8 of it."""
+    layers: Positive = 2
+    """Layers."""
     max_steps: Count = 200
-    """Steps at most."""
+    """Supervised steps before reinforcement begins, at most."""
     target_accuracy: Fraction = 0.22
-    """Stops at the first check in which greedy answers to training problems reach this."""
-    check_every: Positive = 2
-    """Steps between two checks."""
-    batch_size: Positive = 256
-    """Problems in one step."""
-    lr: PositiveFloat = 5e-3
-    """AdamW's learning rate in the warm start."""
+    """They end at the first check in which greedy answers to training problems reach this."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Heads are equally wide."""
+        if self.hidden_size % HEAD_WIDTH:
+            yield f"hidden_size ({self.hidden_size}) must be a multiple of {HEAD_WIDTH}, the width of a head"
 
 
 class Model(Section, frozen=True):
@@ -52,31 +58,32 @@ class Model(Section, frozen=True):
     """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    hidden_size: Positive = 64
-    """Width of builtin:tiny."""
-    layers: Positive = 2
-    """Layers of builtin:tiny."""
-    heads: Positive = 8
-    """Attention heads of builtin:tiny."""
-    warm_start: WarmStart = WarmStart()
-    """Warm start of builtin:tiny."""
+    tiny: Tiny = Tiny()
+    """The model behind "builtin:tiny"."""
 
-    def __post_init__(self) -> None:
-        """What flash-attn computes in; every head of builtin:tiny is equally wide, and its rotations turn pairs."""
+    def contradictions(self) -> Iterator[str]:
+        """Flash-attn computes in 16 bits."""
         if self.attention in FLASH and self.dtype != "bfloat16":
-            raise ValueError(f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"')
-        if self.path == BUILTIN and self.hidden_size % (2 * self.heads):
-            raise ValueError(f"hidden_size ({self.hidden_size}) must be an even multiple of heads ({self.heads})")
+            yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
 
 
 # --- rollout -------------------------------------------------------------------------------------------------
 
 
-class Rollout(Section, frozen=True):
+class Machine(Section, frozen=True):
+    """Hardware of one rank or one rollout actor."""
+
+    threads: Positive = 1
+    """CPU threads."""
+    gpus: NonNegative = 0
+    """GPUs; less than 1 where rank and actor share one."""
+
+
+class Rollout(Machine, frozen=True):
     """The actors that generate."""
 
     engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
-    """What samples the tokens."""
+    """The engine that samples the tokens."""
     actors: Positive = 1
     """Rollout actors; `streamppo scale` changes the number while the run goes on."""
     in_flight: Positive = 64
@@ -91,25 +98,18 @@ class Rollout(Section, frozen=True):
     """Nucleus sampling in training; below 1 the learner cannot match the sampled distribution exactly."""
     top_k: Count = 0
     """Top-k sampling in training; above 0 the learner cannot match the sampled distribution exactly."""
-    threads: Positive = 1
-    """CPU threads of one engine."""
-    gpus: NonNegative = 0
-    """GPUs of one actor."""
 
-    def __post_init__(self) -> None:
-        """What SGLang's log-probs can be."""
-        if isinstance(self.engine, SGLangEngine) and (self.top_p < 1 or self.top_k > 0):
-            raise ValueError(
-                f"top_p ({self.top_p:g}) must be 1 and top_k ({self.top_k}) 0 with SGLang: its log-probs are those "
-                "before top-p and top-k, so that they would not be of the distribution that was sampled from"
-            )
+    def contradictions(self) -> Iterator[str]:
+        """Sampling that the engine is not capable of."""
+        if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
+            yield refused
 
 
-# --- replay --------------------------------------------------------------------------------------------------
+# --- queue ---------------------------------------------------------------------------------------------------
 
 
 class Queue(Section, frozen=True):
-    """What waits between rollout and learner."""
+    """The trajectories that wait between rollout and learner."""
 
     batch_size: Positive
     """Trajectories of one update."""
@@ -128,7 +128,7 @@ class Queue(Section, frozen=True):
 # --- learner -------------------------------------------------------------------------------------------------
 
 
-class Learner(Section, frozen=True):
+class Learner(Machine, frozen=True, kw_only=True):
     """The ranks that train."""
 
     lr: PositiveFloat
@@ -138,9 +138,9 @@ class Learner(Section, frozen=True):
     warmup_updates: Count = 0
     """Updates over which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls until the last update."""
+    """Fall of the learning rate until the last update."""
     final_lr_share: Fraction = 0.0
-    """Where the decay ends, as a share of lr."""
+    """The learning rate at the end of the decay, as a share of lr."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's moments."""
     weight_decay: NonNegative = 0.0
@@ -148,7 +148,7 @@ class Learner(Section, frozen=True):
     max_grad_norm: PositiveFloat = 1.0
     """The gradient's global norm is clipped to this."""
     norm: Literal["2-norm", "max-norm"] = "2-norm"
-    """Which norm that is: the length of the gradient, or its largest entry."""
+    """The norm that is meant: the length of the gradient, or its largest entry."""
     max_bad_steps: Positive = 3
     """Optimizer steps in a row whose gradient is not finite are skipped; after so many the run stops."""
     epochs: Positive = 1
@@ -157,17 +157,8 @@ class Learner(Section, frozen=True):
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
     """Tokens of one forward and backward on one rank, padding included; flash-attn has none."""
-    threads: Positive = 1
-    """CPU threads of one rank."""
-    gpus: NonNegative = 0
-    """GPUs of one rank."""
-
-
-class Weights(Section, frozen=True):
-    """Pushes from learner to engines."""
-
     bucket_bytes: Positive = 256 * 1024 * 1024
-    """Parameters travel in flat buckets of about this size."""
+    """New weights travel to the engines in flat buckets of about this size."""
 
 
 # --- around --------------------------------------------------------------------------------------------------
@@ -198,7 +189,7 @@ LOCAL = "local"
 
 
 class Cluster(Section, frozen=True):
-    """Where Ray runs."""
+    """The Ray that the run uses."""
 
     address: str = LOCAL
     """ "local" starts Ray in this process's machine; anything else joins that cluster."""
@@ -233,33 +224,31 @@ class Config(Section, frozen=True):
     model: Model
     """The policy."""
     task: Task
-    """Where prompts come from."""
-    reward: Reward
-    """Where scores come from."""
+    """The source of prompts."""
     queue: Queue
-    """What waits between rollout and learner."""
+    """The trajectories that wait between rollout and learner."""
     algorithm: Algorithm
     """The mathematics of one update."""
     learner: Learner
     """The ranks that train."""
+    reward: Reward = Reward()
+    """The source of scores; with an environment, which gives rewards of its own, there may be none."""
     environment: Environment | None = None
-    """Several turns, if there is one; its rewards are added to those of [reward], which may then be empty."""
+    """Several turns, if there is one; its rewards are added to those of [reward]."""
     seed: Count = 1
     """Everything random is derived from it."""
     rollout: Rollout = Rollout()
     """The actors that generate."""
-    weights: Weights = Weights()
-    """Pushes from learner to engines."""
     evaluation: Evaluation = Evaluation()
     """Held-out accuracy."""
     checkpoint: Checkpoint = Checkpoint()
     """State on disk."""
     cluster: Cluster = Cluster()
-    """Where Ray runs."""
+    """The Ray that the run uses."""
     watchdog: Watchdog = Watchdog()
     """Bounds on waiting."""
 
-    def __post_init__(self) -> None:
+    def contradictions(self) -> Iterator[str]:
         """Rules between fields. `ValueError` becomes a ConfigError that names the file."""
         queue, learner, algorithm = self.queue, self.learner, self.algorithm
         sizes = {
@@ -269,28 +258,24 @@ class Config(Section, frozen=True):
         }
         for name, size in sizes.items():
             if queue.batch_size % size:
-                raise ValueError(f"queue.batch_size ({queue.batch_size}) must be a multiple of {name} ({size})")
+                yield f"queue.batch_size ({queue.batch_size}) must be a multiple of {name} ({size})"
         if algorithm.compares_samples and queue.samples_per_prompt < 2:
-            raise ValueError(
+            yield (
                 f"{algorithm.compares_samples} compares the samples of a prompt: "
                 f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             )
         if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
-            raise ValueError(
-                "algorithm.proximal = 'loglinear' approximates what is exact and free where an update is one step: "
-                "learner.epochs (1) times learner.minibatches (1)"
+            yield (
+                "algorithm.proximal = 'loglinear' approximates log-probs that are exact and free where "
+                "an update is one step: learner.epochs (1) times learner.minibatches (1)"
             )
-        if wrong := _gpus(self):
-            raise ValueError(wrong)
-        if self.environment is None and not self.reward.named():
-            raise ValueError("a reward has either `function` or `[reward.scorers.NAME]` tables, if no [environment]")
-        if isinstance(self.rollout.engine, SGLangEngine) and self.rollout.engine.url and self.rollout.actors > 1:
-            raise ValueError(
-                f"rollout.actors ({self.rollout.actors}) must be 1 with rollout.engine.url: every actor updates the "
-                "engine that it uses"
-            )
+        if self.environment is None and not self.reward.scorers:
+            yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
+        if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
+            yield refused
+        yield from _gpus(self)
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name ({self.name!r}) must be usable as the name of a folder")
+            yield f"name ({self.name!r}) must be usable as the name of a folder"
 
 
 def longest_completion(config: Config) -> int:
@@ -298,40 +283,28 @@ def longest_completion(config: Config) -> int:
     return config.rollout.max_tokens if config.environment is None else config.environment.max_tokens
 
 
-def start_s(config: Config) -> float:
-    """Seconds that an engine may take to start; 0 for one that has no bound, because it starts at once."""
-    engine = config.rollout.engine
-    return engine.start_s if isinstance(engine, SGLangEngine) else 0.0
-
-
 def shares_gpus(config: Config) -> bool:
-    """Whether ranks and rollout actors have GPUs between them: both ask for less than one."""
+    """True if ranks and rollout actors have GPUs between them: both ask for less than one."""
     return 0 < config.learner.gpus < 1 and 0 < config.rollout.gpus < 1
 
 
-def _gpus(config: Config) -> str:
-    """What cannot be about the GPUs that are asked for; nothing if all can."""
-    learner, rollout, engine = config.learner, config.rollout, config.rollout.engine
+def _gpus(config: Config) -> Iterator[str]:
+    """A sentence for everything that cannot be about the GPUs that are asked for."""
+    learner, rollout = config.learner, config.rollout
     together = learner.gpus + rollout.gpus * -(-rollout.actors // learner.ranks)
     if learner.gpus > 1:
-        return f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
+        yield f"learner.gpus ({learner.gpus:g}) must be at most 1: a rank computes on one GPU; raise learner.ranks"
     if config.model.attention in FLASH and not learner.gpus:
-        return f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
-    if rollout.gpus > 1 and (isinstance(engine, EmbeddedEngine) or rollout.gpus % 1):
-        most = "1 with the embedded engine" if isinstance(engine, EmbeddedEngine) else "below 1 or a whole number"
-        return f"rollout.gpus ({rollout.gpus:g}) must be {most}"
-    if isinstance(engine, SGLangEngine) and engine.url and rollout.gpus and engine.transport != "group":
-        return f"rollout.gpus ({rollout.gpus:g}) must be 0: the server at rollout.engine.url has GPUs of its own"
+        yield f"model.attention = {config.model.attention!r} needs a GPU, and learner.gpus is 0"
     if shares_gpus(config) and together > 1:
-        return (
+        yield (
             f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
             f"and its share of the {rollout.actors} rollout actors have one between them"
         )
     if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
-        return f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
-    return ""
+        yield f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
 
 
 def model_path(config: Config, run: Path) -> str:
-    """Where the run's first model and its tokenizer are."""
+    """Folder or hub name of the run's first model and its tokenizer."""
     return str(run / "model") if config.model.path == BUILTIN else config.model.path

@@ -1,14 +1,15 @@
-"""The `[task]` part of the configuration: where prompts come from. docs/rewards.md has examples."""
+"""The `[task]` part of the configuration: the source of prompts. docs/rewards.md has examples."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
-from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Seconds, Section
+from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Section, Timed
 
 
-class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
-    """Procedural addition: "12+34=" asks for "46"."""
+class Addition(Kind, frozen=True):
+    """Sums of two numbers."""
 
     first: tuple[Count, Count] = (10, 99)
     """Smallest and largest first number."""
@@ -16,25 +17,35 @@ class ArithmeticTask(Kind, frozen=True, tag="arithmetic"):
     """Smallest and largest second number."""
     held_out: Fraction = 0.1
     """Share of the problems kept for evaluation and never trained on."""
+
+
+class ArithmeticTask(Addition, frozen=True, tag="arithmetic"):
+    """Procedural addition: "12+34=" asks for "46"."""
+
     ramp_prompts: Count = 0
     """A curriculum: prompts over which the easiest tenth of the problems grows to all of them; 0 is off."""
 
 
-class Source(Section, frozen=True):
+class HeldOut(Section, frozen=True):
+    """Rows that are divided into training and evaluation."""
+
+    held_out: Fraction = 0.05
+    """Share kept for evaluation and never trained on; of a data set, if no evaluation data are named."""
+
+
+class Source(HeldOut, frozen=True, kw_only=True):
     """One data set, and how its rows become prompts. Columns may be dotted: `reward_model.ground_truth`."""
 
-    data: str = ""
+    data: str
     """A jsonl or parquet file, a folder of them, a folder by `save_to_disk`, or a hub name (extra `data`)."""
     subset: str = ""
     """The configuration of a hub data set that has several."""
     split: str = "train"
     """The split that is trained on; a single file is its own split."""
     evaluation: str | None = None
-    """Where held-out prompts come from, if not from `data`."""
+    """Data set of the held-out prompts, if not `data`."""
     evaluation_split: str | None = None
     """The split that is evaluated on, of a folder or a hub name."""
-    held_out: Fraction = 0.05
-    """Share of the training rows held out when neither `evaluation` nor `evaluation_split` is given."""
     prompt: str = "prompt"
     """Column of the prompt: a string, or a list of messages with role and content."""
     answer: str = "answer"
@@ -42,40 +53,30 @@ class Source(Section, frozen=True):
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Further names for rewards: `name = "column"`. All columns reach them under their own names in any case."""
     chat: bool = False
-    """Whether a prompt that is a string becomes a user message of the chat template."""
+    """Make a user message of the chat template out of a prompt that is a string."""
     system: str = ""
     """System message put first; it makes messages of prompts that are strings."""
     max_prompt_tokens: Positive = 1024
     """Prompts longer than this are too long."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """What happens to those: the run stops, the row is left out, or the prompt keeps its last tokens; counted."""
+    """Treatment of such prompts: the run stops, the row is left out, or its last tokens are kept; each is counted."""
     weight: PositiveFloat = 1.0
     """Share of the training prompts, relative to the other sources."""
 
 
-class DataTask(Source, frozen=True, tag_field="kind", tag="data"):
-    """Rows of a data set, or of several."""
+class DataTask(Kind, frozen=True, tag="data"):
+    """Rows of a data set, or of several. `[task] data = ...` in a file is short for `[task.sources.data]`."""
 
     sources: dict[str, Source] = msgspec.field(default_factory=dict[str, Source])
-    """Several data sets by name, mixed by weight; rewards are selected by these names, or a row's data_source."""
+    """Data sets by name, mixed by weight; rewards are selected by these names, or a row's data_source."""
 
-    def __post_init__(self) -> None:
-        """One data set or several, not both."""
-        if bool(self.data) == bool(self.sources):
-            raise ValueError("a data task has either `data` or `[task.sources.NAME]` tables")
-        if self.sources and any(
-            getattr(self, field.name) != getattr(Source(), field.name) for field in msgspec.structs.fields(Source)
-        ):
-            raise ValueError("with `[task.sources.NAME]` tables, the fields of a source belong into those tables")
-        if missing := [name for name, source in self.sources.items() if not source.data]:
-            raise ValueError(f"task.sources.{missing[0]} has no `data`")
-
-    def named(self) -> dict[str, Source]:
-        """Every data set by name: those of `sources`, or this one as "data"."""
-        return self.sources or {"data": self}
+    def contradictions(self) -> Iterator[str]:
+        """Prompts come from somewhere."""
+        if not self.sources:
+            yield "a data task needs `data`, or `[task.sources.NAME]` tables with one each"
 
 
-class GymTask(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
+class GymTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="reasoning_gym"):
     """A procedural data set of reasoning-gym (extra `gym`); its scorer is `streamppo.tasks.library.gym:score`."""
 
     dataset: str
@@ -84,21 +85,12 @@ class GymTask(Kind, frozen=True, kw_only=True, tag="reasoning_gym"):
     """Its parameters, such as max_digits."""
     size: Positive = 10_000
     """Problems to make."""
-    held_out: Fraction = 0.05
-    """Share of the problems kept for evaluation and never trained on."""
     suffix: str = ""
     """Put after every question."""
 
 
-class CalculatorTask(Kind, frozen=True, tag="calculator"):
+class CalculatorTask(Addition, frozen=True, tag="calculator"):
     """Addition with a calculator at hand, for the environment `streamppo.tasks.library.calculator:Calculator`."""
-
-    first: tuple[Count, Count] = (10, 99)
-    """Smallest and largest first number."""
-    second: tuple[Count, Count] = (10, 99)
-    """Smallest and largest second number."""
-    held_out: Fraction = 0.1
-    """Share of the problems kept for evaluation and never trained on."""
 
 
 class VerifiersTask(Kind, frozen=True, kw_only=True, tag="verifiers"):
@@ -111,8 +103,8 @@ class VerifiersTask(Kind, frozen=True, kw_only=True, tag="verifiers"):
 Task = ArithmeticTask | DataTask | GymTask | CalculatorTask | VerifiersTask
 
 
-class Environment(Section, frozen=True, kw_only=True):
-    """Several turns: what the policy says is answered by an environment, until it is done."""
+class Environment(Timed, frozen=True, kw_only=True):
+    """Several turns: an environment answers each turn of the policy, until it is done."""
 
     name: str
     """`package.module:Class` or `path/file.py:Class`; one instance for each trajectory."""
@@ -122,5 +114,3 @@ class Environment(Section, frozen=True, kw_only=True):
     """Turns of the policy at most."""
     max_tokens: Positive = 4096
     """Tokens of all turns and observations together at most; rollout.max_tokens bounds one turn."""
-    timeout_s: Seconds = 30.0
-    """A reset, step or close that takes longer fails its trajectory."""

@@ -2,7 +2,7 @@
 
 RUN/driver.lock    locked by the driver as long as it lives; the kernel gives it up however the driver ends
 RUN/scale.json     how many rollout actors somebody wants
-RUN/scale.taken    the same, while the driver sees to it; gone when it has, and config.json has the number
+RUN/scale.taken    the same, while the driver sees to it; gone when it has, and config.toml has the number
 """
 
 import fcntl

@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from streamppo.config import file as configfile
-from streamppo.config.sections import BUILTIN, Config, model_path, start_s
+from streamppo.config.sections import BUILTIN, Config, model_path
 from streamppo.driver import lock as running
 from streamppo.driver.cluster import death, describe, init_ray
 from streamppo.driver.crew import Crew, Seat
@@ -219,7 +219,7 @@ class Stages:
         stall_s = self.config.watchdog.stall_s
         if self._flowing and not self._crew.at_work():
             # Engines start, which have a bound and a reason of their own.
-            stall_s += start_s(self.config)
+            stall_s += self.config.rollout.engine.start_s
         if time.monotonic() - self._progress < stall_s:
             return
         try:

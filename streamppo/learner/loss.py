@@ -110,7 +110,7 @@ class Loss:
             cut(self.targets.trained_BT),
             clip=config.clip or None,
             kind=config.loss,
-            huber_delta=config.huber_delta,
+            huber_delta=config.huber or 1.0,
         )
         losses = {"value_loss": average(critic.loss), "value_clip_fraction": average(critic.clipped.float())}
         self.sums.add_losses(losses)

@@ -158,7 +158,7 @@ def _vtrace(choice: choices.VTrace, batch: Packed, proximal: Scored, rewards_BT:
         log_rho_BT,
         gamma=choice.gamma,
         lam=choice.lam,
-        clip=vtrace.TraceClip(choice.rho_bar, choice.c_bar, choice.trace),
+        clip=vtrace.TraceClip(*choice.clip, choice.trace),
     )
 
 
@@ -191,9 +191,9 @@ def _correct(config: choices.Algorithm) -> Correct:
             return partial(weights, level="token", mode="off")
         case choices.Truncate(level=level, cap=cap):
             return partial(weights, level=level, mode="truncate", cap=cap)
-        case choices.Mask(level=level, lo=lo, hi=hi):
+        case choices.Mask(level=level, band=(lo, hi)):
             return partial(weights, level=level, mode="mask", lo=lo, hi=hi)
-        case choices.TruncateAndMask(level=level, cap=cap, lo=lo, hi=hi):
+        case choices.TruncateAndMask(level=level, cap=cap, band=(lo, hi)):
             return partial(corrections.truncate_and_mask, mask_level=level, cap=cap, lo=lo, hi=hi)
         case choices.SecondMoment(threshold=threshold):
             return partial(corrections.second_moment_mask, threshold=threshold)
@@ -201,13 +201,13 @@ def _correct(config: choices.Algorithm) -> Correct:
 
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
     match config.policy_loss:
-        case choices.Clip(low=low, high=high, dual=dual):
+        case choices.Clip(range=(low, high), dual=dual):
             return partial(policy_losses.clipped, clip_low=low, clip_high=high, dual_clip=dual or None)
-        case choices.Cispo(low=low, high=high):
+        case choices.Cispo(range=(low, high)):
             return partial(policy_losses.cispo, clip_low=low, clip_high=high)
-        case choices.Gspo(low=low, high=high):
+        case choices.Gspo(range=(low, high)):
             return partial(policy_losses.gspo, clip_low=low, clip_high=high)
-        case choices.SequenceClip(low=low, high=high):
+        case choices.SequenceClip(range=(low, high)):
             return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)
         case choices.Reinforce():
             return policy_losses.reinforce
@@ -215,5 +215,5 @@ def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
             return policy_losses.importance_weighted
         case choices.DppoTv(delta=delta):
             return partial(policy_losses.dppo_tv, delta=delta)
-        case choices.Sapo(tau_positive=positive, tau_negative=negative):
+        case choices.Sapo(tau=(positive, negative)):
             return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)

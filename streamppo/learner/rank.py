@@ -89,7 +89,7 @@ class Rank:
             self.updater.remember(state.beta, state.bad_steps)
         elif critic.pretrain:
             self._pretrain(critic.pretrain)
-        self.pusher = Pusher(self._publish, self.config.weights.bucket_bytes)
+        self.pusher = Pusher(self._publish, self.config.learner.bucket_bytes)
         cpu_group: Any = dist.new_group(backend="gloo")
         self.saver = checkpoint.Saver(cpu_group, self.config.checkpoint)
         if self.rank == 0:

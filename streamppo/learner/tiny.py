@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.config.sections import BUILTIN, Config, Model, WarmStart
+from streamppo.config.sections import BUILTIN, HEAD_WIDTH, Config, Model, Tiny
 from streamppo.errors import TaskError
 from streamppo.learner import pretrained
 from streamppo.tasks import task as tasks
@@ -29,6 +29,12 @@ QK_BIAS_STD = 1.0
 """Random biases of queries and keys give every head, through the rotary embedding, an attention to places at once."""
 CHECKED = 512
 """Training problems that a check of the warm start looks at."""
+CHECK_EVERY = 2
+"""Supervised steps between two checks."""
+BATCH_SIZE = 256
+"""Problems in one supervised step."""
+LR = 5e-3
+"""AdamW's learning rate in the supervised steps."""
 WARM_UP_STEPS = 10
 
 
@@ -43,7 +49,7 @@ def make(config: Config, folder: Path) -> None:
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
     problems = answered(tasks.build(config.task, config.seed))
-    _warm_up(model, tokenizer, problems, config.model.warm_start, config.seed)
+    _warm_up(model, tokenizer, problems, config.model.tiny, config.seed)
     pretrained.write(model, tokenizer, folder)
 
 
@@ -65,11 +71,11 @@ def settings(config: Model) -> Any:
     tokenizer = character_tokenizer(ALPHABET)
     return Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.hidden_size * 2,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
+        hidden_size=config.tiny.hidden_size,
+        intermediate_size=config.tiny.hidden_size * 2,
+        num_hidden_layers=config.tiny.layers,
+        num_attention_heads=config.tiny.hidden_size // HEAD_WIDTH,
+        num_key_value_heads=config.tiny.hidden_size // HEAD_WIDTH,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         initializer_range=INIT_STD,
@@ -79,21 +85,21 @@ def settings(config: Model) -> Any:
     )
 
 
-def _warm_up(model, tokenizer, problems: Sequence[Prompt], config: WarmStart, seed: int) -> None:
+def _warm_up(model, tokenizer, problems: Sequence[Prompt], config: Tiny, seed: int) -> None:
     """Cross-entropy on answers until a check of greedy answers reaches the target: by steps, never by the clock."""
     generator = np.random.default_rng((seed, 0x3A23))
     checked = _encode(tokenizer, problems[:CHECKED])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(config.max_steps):
-        if step % config.check_every == 0 and _accuracy(model, *checked) >= config.target_accuracy:
+        if step % CHECK_EVERY == 0 and _accuracy(model, *checked) >= config.target_accuracy:
             return
-        picks = generator.integers(len(problems), size=config.batch_size)
+        picks = generator.integers(len(problems), size=BATCH_SIZE)
         inputs_BL, labels_BL = _encode(tokenizer, [problems[i] for i in picks])
         logits_BLV = model(input_ids=inputs_BL).logits
         loss = torch.nn.functional.cross_entropy(
             logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=IGNORED
         )
-        optimizer.param_groups[0]["lr"] = config.lr * min(1.0, (step + 1) / WARM_UP_STEPS)
+        optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARM_UP_STEPS)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

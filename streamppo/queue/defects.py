@@ -52,7 +52,7 @@ def _config_file(model_path: str) -> Path:
 def _prompt_limit(config: Config) -> int | None:
     if config.environment is not None or not isinstance(config.task, DataTask):
         return None
-    return max(source.max_prompt_tokens for source in config.task.named().values())
+    return max(source.max_prompt_tokens for source in config.task.sources.values())
 
 
 def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:

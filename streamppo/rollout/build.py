@@ -88,7 +88,7 @@ def _link(config: Config, chosen: SGLangEngine, model_path: str, context: int, s
 
 def _carrier(config: Config, chosen: SGLangEngine, actor: str) -> push.Carrier:
     """How weights get to it."""
-    bucket_bytes = config.weights.bucket_bytes
+    bucket_bytes = config.learner.bucket_bytes
     match chosen.transport:
         case "tensor":
             return push.BySharedMemory(bucket_bytes, server=bool(chosen.url))

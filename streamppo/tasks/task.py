@@ -101,7 +101,7 @@ def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None, *, 
         case ArithmeticTask():
             return Task([_arithmetic(config, seed)], seed)
         case DataTask():
-            named = config.named()
+            named = config.sources
             streams = [_data(name, source, seed, tokenizer, len(named), limit) for name, source in named.items()]
             return Task(streams, seed)
         case GymTask(dataset=name):

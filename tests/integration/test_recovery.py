@@ -382,7 +382,7 @@ def test_a_critic_that_learned_from_an_earlier_run_is_replayed_with_what_it_lear
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
-    taught = (*SHORT, "model.warm_start.max_steps=200")
+    taught = (*SHORT, "model.tiny.max_steps=200")
     finished(first, *taught)
     output = finished(second, *taught, f"algorithm.critic.pretrain={first / 'math'}")
     assert "the critic has learned from 12 batches" in output

@@ -104,7 +104,7 @@ SHORT = (
     "evaluation.every=5",
     "queue.batch_size=64",
     "checkpoint.every=4",
-    "model.warm_start.max_steps=3",
+    "model.tiny.max_steps=3",
 )
 
 
@@ -287,7 +287,7 @@ CALCULATOR = (
     "environment.name=streamppo.tasks.library.calculator:Calculator",
     "environment.max_turns=3",
     "environment.max_tokens=24",
-    "reward.function=",
+    "reward={}",
 )
 
 
@@ -301,7 +301,7 @@ def test_the_policy_learns_to_use_a_tool(tmp_path: Path) -> None:
         "evaluation.prompts=64",
         "evaluation.every=0",
         "checkpoint.every=0",
-        "model.warm_start.target_accuracy=0.45",
+        "model.tiny.target_accuracy=0.45",
     )
     rows = updates(tmp_path)
     first, last = rows[0], rows[-5:]

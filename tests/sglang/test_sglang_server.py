@@ -134,7 +134,7 @@ def test_weights_also_come_by_a_process_group_and_by_files(
 ) -> None:
     more = [f"rollout.engine.folder={tmp_path / 'weights'}"] if transport == "disk" else []
     # Several parts, so that a version holds only when the last has come.
-    parts = "weights.bucket_bytes=50000"
+    parts = "learner.bucket_bytes=50000"
 
     async def use() -> None:
         engine = await opened(setting, f"rollout.engine.transport={transport}", parts, *more)

@@ -9,6 +9,7 @@ import pytest
 from conftest import REPOSITORY
 
 from streamppo.config import file as configfile
+from streamppo.config.reward import FunctionScorer
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -34,8 +35,9 @@ def test_the_throughput_commands_measure_the_lag_bound_and_the_reward_and_no_bou
             config = configfile.load(REPOSITORY / options.config, throughput.overrides(options, max_lag))
             admitted = (max_lag + 1) * config.queue.batch_size
             assert config.rollout.in_flight >= admitted
-            assert config.reward.concurrency >= admitted
-            assert config.reward.function == "benchmarks.latency:score"
+            scorer = config.reward.scorers["reward"]
+            assert isinstance(scorer, FunctionScorer) and scorer.function == "benchmarks.latency:score"
+            assert scorer.concurrency >= admitted
 
 
 def test_runs_of_one_lag_bound_differ_in_what_the_reward_takes_and_in_nothing_else(

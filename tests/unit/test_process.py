@@ -59,7 +59,7 @@ async def _unreachable(config: Config, model: str) -> int:
 
 
 def test_a_trajectory_leaves_no_cycle_behind(math_config: Callable[..., Config], tmp_path: Path, by_hand: None) -> None:
-    config = math_config("model.warm_start.max_steps=1", "reward.where=process")
+    config = math_config("model.tiny.max_steps=1", "reward.where=process")
     tiny.make(config, tmp_path)
     assert asyncio.run(_unreachable(config, str(tmp_path))) < COUNT
 

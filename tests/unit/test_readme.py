@@ -19,7 +19,9 @@ def entries(indent: int) -> dict[str, str]:
 
 def tracked(folder: str) -> set[str]:
     """The names right under a folder that git tracks."""
-    listed = subprocess.run(["git", "ls-files", "--", folder], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--", folder], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     paths = [line.removeprefix(f"{folder}/" if folder != "." else "") for line in listed.stdout.splitlines()]
     return {path.split("/")[0] for path in paths}
 

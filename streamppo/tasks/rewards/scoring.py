@@ -29,7 +29,7 @@ class Rewards:
         say: Callable[[str], None],
         models: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._scorers = config.named()
+        self._scorers = config.scorers
         self._selected: dict[str, list[str]] = {}
         self._several = len(self._scorers) > 1
         self._combine_as = config.combine

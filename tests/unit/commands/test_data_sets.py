@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_case import one_source
 
 from streamppo.cli import main
-from streamppo.config.task import DataTask, GymTask
+from streamppo.config.task import GymTask
 from streamppo.errors import TaskError
 from streamppo.tasks import task
 from streamppo.tasks.library import gym
@@ -18,7 +19,7 @@ def prepared(tmp_path: Path, name: str, split: str = "train", **how: Any) -> lis
     to = tmp_path / "out" / f"{name}.parquet"
     code = main(["data", name, "--from", str(tmp_path), "--to", str(to), "--split", split])
     assert code == 0
-    built = task.build(DataTask(data=str(to), held_out=0.0, **how), 1)
+    built = task.build(one_source(data=str(to), held_out=0.0, **how), 1)
     assert built.sources() == {name}
     return sorted(built.training, key=lambda prompt: prompt.text)
 

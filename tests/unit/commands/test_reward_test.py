@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_case import one_source
 from conftest import MATH, SUPPORT
 
 from streamppo.cli import main
@@ -22,7 +23,7 @@ FAULTY = SUPPORT / "faulty_rewards.py"
 
 
 def test_completions_sampled_from_the_model_are_scored_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reward-test", str(MATH), "--n", "5", "model.warm_start.max_steps=1"]) == 0
+    assert main(["reward-test", str(MATH), "--n", "5", "model.tiny.max_steps=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["#", "reward", "ms", "completion", "components,", "explanation", "or", "error"]
     assert [line.split()[0] for line in lines[1:6]] == list("01234")
@@ -35,7 +36,7 @@ def test_given_completions_are_scored_and_a_failure_is_shown_and_is_not_success(
 ) -> None:
     rows = [{"completion": "fine"}, {"completion": "raises"}, {"completion": "fine", "prompt": "1+1="}]
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = [f"reward.function={FAULTY}:sync", "model.warm_start.max_steps=1"]
+    overrides = [f"reward.function={FAULTY}:sync", "model.tiny.max_steps=1"]
     assert main(["reward-test", str(MATH), "--completions", str(tmp_path / "given.jsonl"), *overrides]) == 1
     out, log = capsys.readouterr()
     lines = out.splitlines()
@@ -46,7 +47,7 @@ def test_given_completions_are_scored_and_a_failure_is_shown_and_is_not_success(
 
 
 def test_a_reward_that_cannot_be_loaded_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reward-test", str(MATH), "reward.function=nowhere:score", "model.warm_start.max_steps=1"]) == 1
+    assert main(["reward-test", str(MATH), "reward.function=nowhere:score", "model.tiny.max_steps=1"]) == 1
     assert "importing nowhere failed" in capsys.readouterr().err
 
 
@@ -59,7 +60,7 @@ def test_a_given_completion_has_the_tokens_that_a_policy_would_have_sampled(
     )
     rows = [{"completion": "1"}, {"completion": "123"}, {"completion": "12", "finish": "length"}]
     given = jsonl(tmp_path, *rows)
-    overrides = [f"reward.function={tmp_path}/trl_style.py:share", "model.warm_start.max_steps=1"]
+    overrides = [f"reward.function={tmp_path}/trl_style.py:share", "model.tiny.max_steps=1"]
     assert main(["reward-test", str(MATH), "--completions", str(given), *overrides]) == 0
     # The end of a turn is a token too, unless the completion was cut off.
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:4]] == ["0.5", "0.25", "0.5"]
@@ -76,14 +77,14 @@ def given(folder: Path, source: DataTask, *rows: dict[str, Any]) -> list[tuple[P
     made.save_pretrained(folder / "tokenizer")
     tokenizer = Tokenizer(folder / "tokenizer")
     built = task.build(source, 1, tokenizer)
-    return list(trial._given(jsonl(folder, *rows), built, source, tokenizer))
+    return list(trial._given(jsonl(folder, *rows), built, source.sources["data"], tokenizer))
 
 
 @pytest.fixture
 def chats(tmp_path: Path) -> DataTask:
     """A data set of one chat."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "answer": "two"}\n')
-    return DataTask(data=str(tmp_path / "rows.jsonl"), held_out=0.0, system="brief")
+    return one_source(data=str(tmp_path / "rows.jsonl"), held_out=0.0, system="brief")
 
 
 def test_a_given_completion_of_a_chat_is_scored_as_one(tmp_path: Path, chats: DataTask) -> None:

@@ -101,7 +101,7 @@ def test_an_unknown_field_inside_a_chosen_kind_knows_the_fields_of_that_kind() -
 def test_an_error_in_a_table_of_tables_names_the_table() -> None:
     with pytest.raises(ConfigError, match=r"override task.sources.easy.wieght: .*did you mean 'weight'"):
         configfile.load(MATH, ["task.kind=data", "task.sources.hard.data=x", "task.sources.easy.wieght=2"])
-    with pytest.raises(ConfigError, match=r"override task.sources.easy.weight: Expected `float` > 0.0"):
+    with pytest.raises(ConfigError, match=r"override task.sources.easy.weight: must be a number above 0, not -2"):
         configfile.load(MATH, ["task.kind=data", "task.sources.hard.data=x", "task.sources.easy.weight=-2"])
 
 
@@ -119,7 +119,7 @@ def test_an_unknown_kind_lists_the_known_ones() -> None:
         ("learner.minibatches=7", "multiple of learner.minibatches"),
         ("name=a/b", "name of a folder"),
         ("algorithm.advantage.gamma=1.5", "algorithm.advantage.gamma"),
-        ("seed=-1", "override seed: Expected `int` >= 0"),
+        ("seed=-1", "override seed: must be a whole number of at least 0, not -1"),
         ('rollout.engine={kind="sglang", mem_fraction=0.3}', r"^override rollout.engine.mem_fraction: .* did you mean"),
         ("learner.lr", "not of the form"),
         ("name.x=1", "'name' is a value"),
@@ -142,12 +142,17 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([RLOO, "algorithm.critic.model=policy"], "advantage 'rloo' uses no critic"),
         ([RLOO, "algorithm.critic.warmup_updates=5"], "advantage 'rloo' uses no critic"),
         ([OWN_CRITIC, "algorithm.critic.minibatches=7"], r"\(512\) .* algorithm.critic.minibatches \(7\)"),
-        (["model.heads=7"], r"hidden_size \(64\) must be an even multiple of heads \(7\)"),
-        (["model.hidden_size=24"], r"hidden_size \(24\) must be an even multiple of heads \(8\)"),
-        (["algorithm.correction.kind=mask", "algorithm.correction.lo=6"], r"lo \(6.0\) must be below hi \(5.0\)"),
-        (["algorithm.correction={kind='truncate_and_mask', lo=2.0, hi=1.0}"], r"lo \(2.0\) must be below hi \(1.0\)"),
+        (["model.tiny.hidden_size=20"], r"hidden_size \(20\) must be a multiple of 8"),
+        (
+            ["algorithm.correction.kind=mask", "algorithm.correction.band=[6, 5]"],
+            "band must rise: 6.0 is not below 5.0",
+        ),
+        (["algorithm.correction={kind='truncate_and_mask', band=[2.0, 1.0]}"], "band must rise: 2.0 is not below 1.0"),
         (["algorithm.policy_loss.dual=0.5"], r"dual \(0.5\) must be above 1"),
-        (["algorithm.advantage.kind=vtrace", "algorithm.advantage.c_bar=0.5"], r"c_bar \(0.5\) must be at least 1"),
+        (
+            ["algorithm.advantage.kind=vtrace", "algorithm.advantage.clip=[1, 0.5]"],
+            r"second of clip \(0.5\), must be at least 1",
+        ),
         ([*LOGLINEAR], "by the value head"),
         ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
         ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
@@ -234,28 +239,11 @@ def test_the_tree_survives_its_own_encoding() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
 
 
-def test_every_field_has_a_sentence_under_it() -> None:
-    files = ("sections.py", "engine.py", "algorithm.py", "reward.py", "task.py")
-    folder = REPOSITORY / "streamppo" / "config"
-    lines = [line for name in files for line in (folder / name).read_text().splitlines()]
-    fields = [
-        n
-        for n, line in enumerate(lines)
-        if line.startswith("    ")
-        and line[4:5].isalpha()
-        and ": " in line
-        and "(" not in line.split(":")[0]
-        and not line.lstrip().startswith(("def", "if", "raise", "return"))
-    ]
-    assert len(fields) > 100
-    assert [lines[n] for n in fields if not lines[n + 1].lstrip().startswith('"""')] == []
-
-
 def test_dry_run_prints_the_resolved_tree_and_flags_may_stand_between_overrides() -> None:
     command = [sys.executable, "-m", "streamppo", "run", str(MATH), "--dry-run", "learner.lr=0.5", "name=x"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "learner.lr = 0.5\n" in done.stdout
-    assert 'name = "x"\n' in done.stdout
+    resolved = tomllib.loads(done.stdout)
+    assert (resolved["learner"]["lr"], resolved["name"]) == (0.5, "x")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", str(MATH), "--dry-run"], ["run", str(MATH), "x=1"]])

@@ -246,8 +246,8 @@ def test_another_configuration_is_refused_where_versions_must_be_redone(actor_of
     ("change", "sentence"),
     {
         "model.dtype=bfloat16": "a run keeps its model.dtype: it was 'float32', and cannot become 'bfloat16'",
-        "model.hidden_size=32": "a run keeps its model.hidden_size: it was 64, and cannot become 32",
-        "weights.bucket_bytes=1000": "a run keeps its weights.bucket_bytes",
+        "model.tiny.hidden_size=32": "a run keeps its model.tiny.hidden_size: it was 64, and cannot become 32",
+        "learner.bucket_bytes=1000": "a run keeps its learner.bucket_bytes",
         "algorithm.critic.model=scratch": "a run keeps its algorithm.critic.model: it was 'head'",
         "learner.ranks=2": "a run keeps its learner.ranks: it was 1, and cannot become 2",
     }.items(),

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from config_case import one_source
 from tokenizers.processors import TemplateProcessing
 
 from streamppo.config.task import ArithmeticTask, DataTask, Source
@@ -57,7 +58,7 @@ VERL = {
 
 def test_verls_five_columns_are_read_as_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), tmp_path / "train.parquet")
-    built = task.build(DataTask(data=str(tmp_path / "train.parquet"), held_out=0.0), 1, tokenizer)
+    built = task.build(one_source(data=str(tmp_path / "train.parquet"), held_out=0.0), 1, tokenizer)
     prompt = built.prompt(0)
     assert prompt.messages == (Message(role="user", content="what is 1+2"),)
     assert prompt.columns["answer"] == "3"
@@ -73,7 +74,7 @@ def test_a_string_becomes_a_chat_with_a_system_message_where_the_source_says_so(
 ) -> None:
     data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "hello", "answer": ""}])
     plain, chat, system = (
-        task.build(DataTask(data=data, held_out=0.0, **how), 1, tokenizer).prompt(0)
+        task.build(one_source(data=data, held_out=0.0, **how), 1, tokenizer).prompt(0)
         for how in ({}, {"chat": True}, {"system": "be brief"})
     )
     assert tokenizer.render(plain) == "hello"
@@ -85,7 +86,7 @@ def test_messages_need_a_tokenizer_with_a_template(tmp_path: Path) -> None:
     character_tokenizer("ab").save_pretrained(tmp_path)
     data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": ""}])
     with pytest.raises(TaskError, match="no chat template"):
-        task.build(DataTask(data=data, chat=True), 1, Tokenizer(tmp_path))
+        task.build(one_source(data=data, chat=True), 1, Tokenizer(tmp_path))
 
 
 def test_a_template_writes_its_own_special_tokens_and_a_plain_text_gets_the_tokenizers(tmp_path: Path) -> None:
@@ -100,26 +101,26 @@ def test_a_template_writes_its_own_special_tokens_and_a_plain_text_gets_the_toke
 
 def test_columns_are_mapped_also_from_one_level_down(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "rows.jsonl", [{"q": "x", "meta": {"gold": 4, "level": 2}}])
-    config = DataTask(data=data, held_out=0.0, prompt="q", answer="meta.gold", columns={"grade": "meta.level"})
+    config = one_source(data=data, held_out=0.0, prompt="q", answer="meta.gold", columns={"grade": "meta.level"})
     assert task.build(config, 1).prompt(0).columns == {"meta": {"gold": 4, "level": 2}, "answer": 4, "grade": 2}
     with pytest.raises(TaskError, match=r"row 1: no column 'meta\.silver'"):
-        task.build(DataTask(data=data, prompt="q", answer="meta.silver"), 1)
+        task.build(one_source(data=data, prompt="q", answer="meta.silver"), 1)
 
 
 def test_a_data_set_without_answers_says_so(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x", "level": 1}])
-    assert task.build(DataTask(data=data, answer="", held_out=0.0), 1).prompt(0).columns == {"level": 1}
+    assert task.build(one_source(data=data, answer="", held_out=0.0), 1).prompt(0).columns == {"level": 1}
 
 
 def test_a_folder_has_splits_as_files_or_as_folders(tmp_path: Path) -> None:
     jsonl(tmp_path / "data" / "train-00000-of-00002.jsonl", numbered("a", 2))
     jsonl(tmp_path / "data" / "train-00001-of-00002.jsonl", numbered("b", 2))
     jsonl(tmp_path / "test" / "0.jsonl", numbered("c", 3))
-    built = task.build(DataTask(data=str(tmp_path), evaluation_split="test"), 1)
+    built = task.build(one_source(data=str(tmp_path), evaluation_split="test"), 1)
     assert sorted(prompt.text for prompt in built.training) == ["a 0", "a 1", "b 0", "b 1"]
     assert [prompt.text for prompt in built.held_out(9)] == ["c 0", "c 1", "c 2"]
     with pytest.raises(TaskError, match=r"no file of the split 'validation'.*train-00000-of-00002.jsonl"):
-        task.build(DataTask(data=str(tmp_path), split="validation"), 1)
+        task.build(one_source(data=str(tmp_path), split="validation"), 1)
 
 
 def test_a_folder_by_save_to_disk_is_read_without_the_library(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_folder_by_save_to_disk_is_read_without_the_library(tmp_path: Path) ->
         saved(tmp_path / split, 3)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     for data in (tmp_path, tmp_path / "train"):
-        assert len(task.build(DataTask(data=str(data), held_out=0.0), 1).training) == 3
+        assert len(task.build(one_source(data=str(data), held_out=0.0), 1).training) == 3
 
 
 def saved(folder: Path, count: int) -> str:
@@ -144,15 +145,15 @@ def test_what_has_no_splits_is_not_evaluated_on_its_training_rows(tmp_path: Path
     file = jsonl(tmp_path / "rows.jsonl", numbered("a", 4))
     for data in (file, saved(tmp_path / "saved", 4)):
         with pytest.raises(TaskError, match=r"is its own split.*would evaluate on what is trained on"):
-            task.build(DataTask(data=data, evaluation_split="test"), 1)
+            task.build(one_source(data=data, evaluation_split="test"), 1)
     other = jsonl(tmp_path / "test.jsonl", numbered("b", 1))
-    built = task.build(DataTask(data=file, evaluation=other, evaluation_split="test"), 1)
+    built = task.build(one_source(data=file, evaluation=other, evaluation_split="test"), 1)
     assert [prompt.text for prompt in built.held_out(9)] == ["b 0"]
 
 
 def test_a_hub_name_without_the_extra_says_what_to_install() -> None:
     with pytest.raises(TaskError, match=r"nobody/nothing: (no such file or folder.*streamppo\[data\]|neither)"):
-        task.build(DataTask(data="nobody/nothing"), 1)
+        task.build(one_source(data="nobody/nothing"), 1)
 
 
 # --- lengths -------------------------------------------------------------------------------------------------
@@ -164,18 +165,18 @@ def long_rows(tmp_path: Path) -> str:
 
 def test_a_prompt_that_is_too_long_is_an_error_by_default(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(TaskError, match=r"row 5: a prompt of 33 tokens is longer than max_prompt_tokens \(10\)"):
-        task.build(DataTask(data=long_rows(tmp_path), max_prompt_tokens=10), 1, tokenizer)
+        task.build(one_source(data=long_rows(tmp_path), max_prompt_tokens=10), 1, tokenizer)
 
 
 def test_prompts_that_are_too_long_are_skipped_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    config = DataTask(data=long_rows(tmp_path), max_prompt_tokens=10, too_long="skip", held_out=0.0)
+    config = one_source(data=long_rows(tmp_path), max_prompt_tokens=10, too_long="skip", held_out=0.0)
     built = task.build(config, 1, tokenizer)
     assert len(built.training) == 4
     assert built.lengths() == {"data: skipped": 1}
 
 
 def test_prompts_that_are_too_long_keep_their_last_tokens_and_are_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    config = DataTask(data=long_rows(tmp_path), max_prompt_tokens=10, too_long="truncate", held_out=0.0)
+    config = one_source(data=long_rows(tmp_path), max_prompt_tokens=10, too_long="truncate", held_out=0.0)
     built = task.build(config, 1, tokenizer)
     assert {tokenizer.decode(tokenizer.encode(prompt)) for prompt in built.training} >= {"a 0", "xxxxxxxend"}
     assert built.lengths() == {"data: truncated": 1}
@@ -251,10 +252,5 @@ def test_difficulty_is_digits_and_carries() -> None:
 
 
 def test_a_data_task_has_one_data_set_or_several() -> None:
-    for wrong in ({}, {"data": "x", "sources": {"a": Source(data="y")}}):
-        with pytest.raises(ValueError, match="either `data` or"):
-            DataTask(**wrong)
-    with pytest.raises(ValueError, match="belong into those tables"):
-        DataTask(chat=True, sources={"a": Source(data="y")})
-    with pytest.raises(ValueError, match=r"task.sources.a has no `data`"):
-        DataTask(sources={"a": Source()})
+    with pytest.raises(ValueError, match=r"needs `data`, or `\[task.sources.NAME\]` tables"):
+        DataTask()

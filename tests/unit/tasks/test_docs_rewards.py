@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 import ray
+import tomli_w
 import torch
 from conftest import MATH, REPOSITORY, save_reward_model
 from http_service import serving
 from scripted import TEMPLATE, Scripted
 
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import RewardFailed
 from streamppo.rollout.engine import Sampling
@@ -41,14 +43,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def config(heading: str) -> Config:
+def config(heading: str, *overrides: str) -> Config:
     """configs/math.toml with the tables of the section in place of its own."""
     sections = dict(zip(HEADING.findall(PAGE), HEADING.split(PAGE)[2::2], strict=True))
     tree: dict[str, Any] = tomllib.loads(MATH.read_text())
     for kind, text in BLOCK.findall(sections[heading]):
         if kind == "toml":
             tree |= tomllib.loads(text)
-    return msgspec.convert(tree, Config)
+    Path("docs.toml").write_text(tomli_w.dumps(tree))
+    return configfile.load(Path("docs.toml"), overrides)
 
 
 def said(completion: str) -> ScoredText:
@@ -58,8 +61,8 @@ def said(completion: str) -> ScoredText:
     )
 
 
-async def scored(heading: str, *completions: str, **changes: Any) -> list[Reward | RewardFailed]:
-    rewards = Rewards(msgspec.structs.replace(config(heading).reward, **changes), print)
+async def scored(heading: str, *completions: str, overrides: tuple[str, ...] = ()) -> list[Reward | RewardFailed]:
+    rewards = Rewards(config(heading, *overrides).reward, print)
     await rewards.start({"arithmetic"})
     try:
         asked = (rewards.score(PROMPT, said(completion)) for completion in completions)
@@ -85,7 +88,9 @@ def test_an_async_function_asks_a_service_many_times_at_once(folder: Path, monke
         async with serving(answer, together=80) as url:
             monkeypatch.setenv("JUDGE", url)
             # The page's 5 s are enough unless the machine has other things to do.
-            found = await scored("An async function that asks a service", *["46", "47"] * 50, timeout_s=60.0)
+            found = await scored(
+                "An async function that asks a service", *["46", "47"] * 50, overrides=("reward.timeout_s=60",)
+            )
             assert [one.total for one in found if isinstance(one, Reward)] == [1.0, 0.0] * 50
             assert found[0].components == {"length": 2.0}  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -158,7 +163,7 @@ def test_a_tool_is_used_over_two_turns(folder: Path) -> None:
     made.save_pretrained(folder / "tokenizer")
     tokenizer = Tokenizer(folder / "tokenizer")
     chosen = config("Several turns and tools")
-    assert chosen.reward.named() == {}
+    assert chosen.reward.scorers == {}
     engine = Scripted(tokenizer, "calc 12+34", "46")
     episode = asyncio.run(Player(engine, tokenizer, chosen.environment).play(PROMPT, Sampling(32)))
     reward = episode.reward(Reward())

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
-from streamppo.config.sections import Config
-from streamppo.errors import ConfigError, RewardFailed, TaskError
+from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.scoring import Rewards
@@ -42,8 +41,12 @@ async def started(config: Reward, said: list[str] | None = None) -> AsyncIterato
         await rewards.close()
 
 
+def one_function(**fields: Any) -> Reward:
+    return Reward(scorers={"reward": FunctionScorer(**fields)})
+
+
 def faulty(name: str, **more: Any) -> Reward:
-    return Reward(function=f"{FAULTY}:{name}", timeout_s=TIMEOUT_S, memory_mib=256, processes=1, **more)
+    return one_function(function=f"{FAULTY}:{name}", timeout_s=TIMEOUT_S, memory_mib=256, processes=1, **more)
 
 
 async def total(rewards: Rewards, completion: str, **columns: Any) -> float:
@@ -187,11 +190,12 @@ def test_an_actor_that_is_killed_takes_its_reward_processes_with_it() -> None:
     """Also one that never looks at its socket, because it is stuck in a call, and what that call has started."""
     program = (
         "import asyncio\n"
-        "from streamppo.config.reward import Reward\n"
+        "from streamppo.config.reward import FunctionScorer, Reward\n"
         "from streamppo.tasks.rewards.scoring import Rewards\n"
         "from streamppo.types import Prompt, ScoredText\n"
         "async def main():\n"
-        f"    rewards = Rewards(Reward(function={f'{FAULTY}:sync'!r}, processes=1), lambda _: None)\n"
+        f"    scorer = FunctionScorer(function={f'{FAULTY}:sync'!r}, processes=1)\n"
+        "    rewards = Rewards(Reward(scorers={'reward': scorer}), lambda _: None)\n"
         "    await rewards.start(set())\n"
         "    text = ScoredText(prompt='', completion='spawns', finish='stop', num_tokens=1)\n"
         "    print('started', flush=True)\n"
@@ -240,7 +244,7 @@ def test_calls_that_wait_go_together_in_batches_up_to_the_bound() -> None:
 
 def test_sync_rewards_run_side_by_side_in_their_processes(tmp_path: Path) -> None:
     async def story() -> None:
-        config = Reward(function=f"{FAULTY}:meeting", timeout_s=60.0, processes=4)
+        config = one_function(function=f"{FAULTY}:meeting", timeout_s=60.0, processes=4)
         async with started(config) as rewards:
             assert await asyncio.gather(*(total(rewards, str(tmp_path)) for _ in range(4))) == [1.0] * 4
 
@@ -264,7 +268,7 @@ def test_sync_rewards_run_side_by_side_in_their_processes(tmp_path: Path) -> Non
 )
 def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> None:
     async def story() -> None:
-        async with started(Reward(function=name)):
+        async with started(one_function(function=name)):
             pass
 
     with pytest.raises(TaskError, match=message):
@@ -283,7 +287,7 @@ def test_a_sync_reward_is_refused_in_the_actor() -> None:
 def test_the_builtin_reward_stays_in_the_actor_and_wants_the_exact_answer_and_its_end() -> None:
     async def story() -> None:
         said: list[str] = []
-        async with started(Reward(function="streamppo.tasks.library.arithmetic:score"), said) as rewards:
+        async with started(one_function(function="streamppo.tasks.library.arithmetic:score"), said) as rewards:
             assert processes() == []
             prompt = Prompt(text="1+2=", columns={"answer": "3", "level": 1})
             for given, expected in ((text("3"), 1), (text("33"), 0), (text("3", "length"), 0), (text(""), 0)):
@@ -418,20 +422,6 @@ def test_one_failing_scorer_fails_the_trajectory_and_is_named() -> None:
                 await total(rewards, "raises")
 
     asyncio.run(story())
-
-
-def test_one_function_or_several_scorers(math_config: Callable[..., Config]) -> None:
-    with pytest.raises(ValueError, match="either `function` or"):
-        Reward(function="a:b", scorers={"x": FunctionScorer(function="a:b")})
-    with pytest.raises(ConfigError, match=r"either `function` or .*, if no \[environment\]"):
-        math_config("reward.function=")
-    with pytest.raises(ValueError, match="`timeout_s` belongs into those tables"):
-        Reward(timeout_s=1.0, scorers={"x": FunctionScorer(function="a:b")})
-    with pytest.raises(ValueError, match=r"reward.scorers.x has no `function`"):
-        Reward(scorers={"x": FunctionScorer()})
-
-
-# --- bounds --------------------------------------------------------------------------------------------------
 
 
 def guarded(limits: Limits, call: Callable[[int], Awaitable[Outcome]], said: list[str]) -> guards.Guard:

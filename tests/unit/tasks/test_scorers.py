@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+from config_case import one_function
 
-from streamppo.config import reward as config_reward
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.scorers import answers, maths, shape
@@ -280,7 +280,7 @@ def asleep(parent: int) -> psutil.Process | None:
 
 
 def test_programs_that_hang_score_0_however_many_wait_for_a_process() -> None:
-    config = config_reward.Reward(
+    config = one_function(
         function="streamppo.tasks.scorers.code:CodeTests",
         arguments={"test_timeout_s": 0.5, "all_timeout_s": 1.0},
         timeout_s=4.0,

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from config_case import one_source
 
 from streamppo.config.task import ArithmeticTask, DataTask
 from streamppo.errors import TaskError
@@ -55,7 +56,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> DataTask:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return DataTask(data=str(path), held_out=0.25)
+    return one_source(data=str(path), held_out=0.25)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
@@ -70,7 +71,7 @@ def test_files_give_prompts_with_all_their_columns_and_a_held_out_share(tmp_path
 def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "1", "solution": "2"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "3", "solution": "4"}\n')
-    config = DataTask(
+    config = one_source(
         data=str(tmp_path / "train.jsonl"),
         evaluation=str(tmp_path / "test.jsonl"),
         prompt="question",
@@ -96,7 +97,7 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
 def test_an_unusable_file_is_named_with_its_row(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(TaskError, match=message):
-        task.build(DataTask(data=str(tmp_path / name)), 1)
+        task.build(one_source(data=str(tmp_path / name)), 1)
 
 
 # --- tokens --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
-from streamppo.config.reward import Function
+from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.processes.template import Template
@@ -79,7 +79,7 @@ class Process:
 class Pool:
     """`start` first. `call` may be called from any number of coroutines."""
 
-    def __init__(self, config: Function, is_async: bool) -> None:
+    def __init__(self, config: FunctionScorer, is_async: bool) -> None:
         self.respawns = 0
         self._config = config
         self._is_async = is_async

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-from streamppo.config.reward import Function
+from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards.processes.wire import Done, Order, Ready, Setup, frame, receive_async
 
@@ -16,7 +16,7 @@ LOAD_S = 300.0
 class Template:
     """One order at a time. Raises `TaskError` if the reward cannot be loaded, or the process has died."""
 
-    def __init__(self, config: Function) -> None:
+    def __init__(self, config: FunctionScorer) -> None:
         self._config = config
         self._orders = asyncio.Lock()
 

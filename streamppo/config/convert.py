@@ -1,0 +1,178 @@
+"""Make a `Config` of a tree of plain values, or a list of all mistakes that are in the tree.
+
+Each value is held against the type of its field. Rules between fields are asked only where the fields are right.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+from msgspec import NODEFAULT, inspect
+
+from streamppo.config.describe import expected, listed, shown
+from streamppo.config.overrides import Tree
+from streamppo.config.sections import Config
+
+
+class Mistake(NamedTuple):
+    """A sentence about the field or section with the dotted name `name`; `at` is the name under which it is set.
+
+    `broad` says that it is about several fields below `at`.
+    """
+
+    name: str
+    text: str
+    at: str
+    broad: bool = False
+
+
+WRONG = object()
+"""Stands for a value that has a mistake."""
+BITS = 63
+"""Whole numbers travel in 64 bits."""
+
+
+def convert(tree: Tree) -> tuple[Config | None, list[Mistake]]:
+    """The configuration that `tree` says, or None and every mistake in it, in the order of the sections."""
+    reader = _Reader()
+    made = reader.value(inspect.type_info(Config), tree, "")
+    return (made if isinstance(made, Config) else None), reader.mistakes
+
+
+class _Reader:
+    """Makes values of a type out of plain ones, and collects the mistakes."""
+
+    def __init__(self) -> None:
+        self.mistakes: list[Mistake] = []
+
+    def value(self, node: inspect.Type, value: object, name: str, default: object = NODEFAULT) -> object:
+        """The value of type `node`, or `WRONG`; `default` is that of its field."""
+        match node:
+            case inspect.StructType():
+                return self._struct(node, value, name)
+            case inspect.UnionType():
+                return self._union(node, value, name, default)
+            case inspect.DictType():
+                return self._dict(node, value, name)
+            case inspect.TupleType():
+                return self._items(node, node.item_types, value, name)
+            case inspect.VarTupleType():
+                return self._items(node, [node.item_type] * len(_items(value) or ()), value, name)
+            case _:
+                made = _scalar(node, value)
+                return self._unlike(node, value, name) if made is WRONG else made
+
+    def _add(self, name: str, text: str, at: str | None = None, *, broad: bool = False) -> object:
+        self.mistakes.append(Mistake(name, text, name if at is None else at, broad))
+        return WRONG
+
+    def _unlike(self, node: inspect.Type, value: object, name: str) -> object:
+        return self._add(name, f"must be {expected(node)}, not {shown(value)}")
+
+    # --- tables ----------------------------------------------------------------------------------------------
+
+    def _struct(self, node: inspect.StructType, value: object, name: str) -> object:
+        if not isinstance(value, dict):
+            return self._unlike(node, value, name)
+        tree = cast(Tree, value)
+        known = [field.encode_name for field in node.fields]
+        present = {key: part for key, part in tree.items() if key != node.tag_field}
+        before = len(self.mistakes)
+        for key in present.keys() - set(known):
+            self._add(_join(name, key), f"unknown field {key!r}{nearest(key, known)}")
+        parts: dict[str, object] = {}
+        for field in node.fields:
+            at = _join(name, field.encode_name)
+            if field.encode_name in present:
+                parts[field.name] = self.value(field.type, present[field.encode_name], at, field.default)
+            elif field.required:
+                self._add(name, f"missing required field `{field.encode_name}`", _join(name, "kind"))
+        return WRONG if len(self.mistakes) > before else self._made(node, parts, name)
+
+    def _made(self, node: inspect.StructType, parts: dict[str, object], name: str) -> object:
+        try:
+            return node.cls(**parts)
+        except ValueError as error:
+            for sentence in str(error).splitlines():
+                self._add(name, sentence, broad=True)
+            return WRONG
+
+    def _dict(self, node: inspect.DictType, value: object, name: str) -> object:
+        if not isinstance(value, dict):
+            return self._unlike(node, value, name)
+        tree = cast(Tree, value)
+        made = {key: self.value(node.value_type, part, _join(name, key)) for key, part in tree.items()}
+        return WRONG if WRONG in made.values() else made
+
+    # --- choices ---------------------------------------------------------------------------------------------
+
+    def _union(self, node: inspect.UnionType, value: object, name: str, default: object) -> object:
+        if value is None and any(isinstance(option, inspect.NoneType) for option in node.types):
+            return None
+        structs = [option for option in node.types if isinstance(option, inspect.StructType)]
+        if structs:
+            return self._kind(structs, value, name, default)
+        for option in node.types:
+            if (made := _scalar(option, value)) is not WRONG:
+                return made
+        return self._unlike(node, value, name)
+
+    def _kind(self, structs: Sequence[inspect.StructType], value: object, name: str, default: object) -> object:
+        """A table that names no kind has that of the default."""
+        if structs[0].tag is None or not isinstance(value, dict):
+            return self._struct(structs[0], value, name)
+        tags = {str(struct.tag): struct for struct in structs}
+        tree, at = cast(Tree, value), _join(name, "kind")
+        tag = tree.get("kind", getattr(getattr(default, "__struct_config__", None), "tag", None))
+        if tag is None:
+            return self._add(name, f"missing required field `kind`: kinds are {', '.join(tags)}", at)
+        if not isinstance(tag, str) or tag not in tags:
+            return self._add(at, f"unknown kind {shown(tag)}: kinds are {', '.join(tags)}")
+        return self._struct(tags[tag], tree, name)
+
+    def _items(self, node: inspect.Type, types: Sequence[inspect.Type], value: object, name: str) -> object:
+        items = _items(value)
+        if items is None or len(items) != len(types):
+            return self._unlike(node, value, name)
+        made = tuple(_scalar(inner, item) for inner, item in zip(types, items, strict=True))
+        return self._unlike(node, value, name) if WRONG in made else made
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about the unknown `name`: the nearest of `known`, or all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if near:
+        return f": did you mean {near[0]!r}?"
+    return f": known here are {listed(names)}" if names else ""
+
+
+def _join(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _items(value: object) -> Sequence[object] | None:
+    return cast("Sequence[object]", value) if isinstance(value, list | tuple) else None
+
+
+def _scalar(node: inspect.Type, value: object) -> object:
+    """`value` as the type `node` has it, or `WRONG`. A whole number is a number; infinity and nan are none."""
+    match node, value:
+        case (inspect.BoolType(), bool()) | (inspect.StrType(), str()):
+            return value
+        case inspect.LiteralType(values=values), str() | int():
+            return value if value in values else WRONG
+        case (_, bool()):
+            return WRONG
+        case inspect.IntType(), int():
+            return value if abs(value) < 2**BITS and _within(node, value) else WRONG
+        case inspect.FloatType(), int() | float():
+            return float(value) if math.isfinite(value) and _within(node, value) else WRONG
+        case _:
+            return WRONG
+
+
+def _within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:
+    above = (node.gt is None or value > node.gt) and (node.ge is None or value >= node.ge)
+    return above and (node.lt is None or value < node.lt) and (node.le is None or value <= node.le)

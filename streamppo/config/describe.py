@@ -1,0 +1,50 @@
+"""Say in plain words which values a field takes, and name the one that was found."""
+
+from collections.abc import Sequence
+
+from msgspec import inspect
+
+BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "of at most {}"}
+
+
+def expected(node: inspect.Type) -> str:
+    """The values of a type: "a number above 0"."""
+    match node:
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.StrType():
+            return "a text"
+        case inspect.IntType():
+            return _bounded("a whole number", node)
+        case inspect.FloatType():
+            return _bounded("a number", node)
+        case inspect.LiteralType(values=values):
+            return listed([f'"{value}"' for value in values], "or")
+        case inspect.TupleType(item_types=types):
+            return f"a list of {len(types)}: {listed([expected(item) for item in types])}"
+        case inspect.VarTupleType(item_type=item):
+            return f"a list, each of it {expected(item)}"
+        case inspect.UnionType(types=types):
+            return listed([expected(option) for option in types if not isinstance(option, inspect.NoneType)], "or")
+        case _:
+            return "a table"
+
+
+def shown(value: object) -> str:
+    """A value as the file would have it; a table is called one."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def listed(names: Sequence[str], last: str = "and") -> str:
+    """Names in a sentence: "a, b and c"."""
+    return f" {last} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _bounded(noun: str, node: inspect.IntType | inspect.FloatType) -> str:
+    bounds = {"gt": node.gt, "ge": node.ge, "lt": node.lt, "le": node.le}
+    words = [BOUNDS[name].format(f"{bound:g}") for name, bound in bounds.items() if bound is not None]
+    return " ".join([noun, " and ".join(words)]) if words else noun

@@ -1,0 +1,79 @@
+"""Two configurations of one run are compared by the names of their fields."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from conftest import MATH, REPOSITORY
+
+from streamppo.config import file as configfile
+from streamppo.config.algorithm import Advantage
+from streamppo.config.change import fields, kept, learning
+
+SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))
+ESTIMATORS = [kind.__struct_config__.tag for kind in get_args(Advantage)]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_can_be_compared(path: Path, estimator: str) -> None:
+    grouped = ["queue.samples_per_prompt=4", "algorithm.zero_variance=keep", f"algorithm.advantage.kind={estimator}"]
+    config = configfile.load(path, grouped)
+    again = configfile.change(config, ["updates=7", "queue.samples_per_prompt=8"])
+    assert kept(config) == kept(again)
+    assert learning(config) != learning(again)  # a schedule ends with the updates
+    assert learning(config) == learning(configfile.change(config, ["queue.samples_per_prompt=8"]))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["name=x", "reward.timeout_s=3", "rollout.slots=3", "evaluation.every=0", "cluster.cpus=9", "watchdog.stall_s=1"],
+)
+def test_an_update_does_not_depend_on_these(override: str) -> None:
+    config = configfile.load(MATH)
+    assert learning(config) == learning(configfile.change(config, [override]))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=2",
+        "learner.lr=1",
+        "algorithm.advantage.kind=vtrace",
+        "algorithm.advantage.lam=0.5",
+        "rollout.temperature=0.5",
+        "rollout.max_tokens=3",
+        "queue.max_lag=1",
+        "queue.too_old=drop",
+        "model.float32_head=false",
+    ],
+)
+def test_an_update_depends_on_these(override: str) -> None:
+    config = configfile.load(MATH)
+    assert learning(config) != learning(configfile.change(config, [override]))
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("model.dtype=bfloat16", "model.dtype"),
+        ("model.tiny.layers=3", "model.tiny.layers"),
+        ("learner.bucket_bytes=9", "learner.bucket_bytes"),
+        ("algorithm.critic.model=policy", "algorithm.critic.model"),
+        ("learner.ranks=2", "learner.ranks"),
+        ("learner.gpus=1", "learner.gpus > 0"),
+    ],
+)
+def test_a_run_keeps_these(override: str, name: str) -> None:
+    before, after = (kept(config) for config in (configfile.load(MATH), configfile.load(MATH, [override])))
+    assert [key for key in before if before[key] != after[key]] == [name]
+
+
+def test_a_run_may_change_these_of_its_model() -> None:
+    changed = configfile.load(MATH, ["model.float32_head=false", "model.gradient_checkpointing=true"])
+    assert kept(configfile.load(MATH)) == kept(changed)
+
+
+def test_every_value_has_a_dotted_name() -> None:
+    names = fields(configfile.load(MATH))
+    assert names["algorithm.advantage.kind"] == "gae" and names["learner.betas"] == (0.9, 0.95)
