@@ -60,7 +60,7 @@ def init_ray(config: Config) -> None:
     """Start Ray here, or join the cluster."""
     cluster = config.cluster
     plugins.export_path()
-    # Some data sets go by the hashes of texts, and every actor, now and after a resume, must make the same prompts.
+    # Some data sets use the hashes of texts, and every actor, now and after a resume, must make the same prompts.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
         ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
@@ -75,7 +75,7 @@ def init_ray(config: Config) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Say in one line what is at the root of a chain of remote errors and exception groups."""
+    """Return the root of a chain of remote errors and exception groups, in one line."""
     while True:
         if isinstance(error, RayTaskError) and error.cause is not None:
             error = error.cause

@@ -41,8 +41,8 @@ class Crew:
     """The rollout actors, the oldest first, in `seats`.
 
     `create` makes the actor of a name in the first free place; `note` writes a restart down. No name comes twice: the
-    queue ignores an actor that has left for ever. A driver that goes on with a run has another queue, of which the
-    actors of the one before know nothing. An actor that calls nobody for `silent_s` is replaced.
+    queue ignores for ever an actor that has left. A driver that continues a run has another queue, of which the
+    actors of the queue before know nothing. An actor that calls nobody for `silent_s` is replaced.
     """
 
     def __init__(
