@@ -38,7 +38,7 @@ from streamppo.telemetry import metrics_file as lines
 
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parent.parent
-KINDS = {"rollout": "ray::RolloutActor", "replay": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
+KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3

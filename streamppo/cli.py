@@ -11,7 +11,7 @@ from typing import Any
 from streamppo import __version__
 from streamppo.commands.data import PREPARED, prepare
 from streamppo.config import file as configfile
-from streamppo.driver import lock as running
+from streamppo.driver import lock
 from streamppo.driver.interrupts import Interrupts
 from streamppo.errors import CheckpointError, RunError, StreamppoError
 
@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace) -> int:
 
     runs = options.runs.resolve()
     folder = _existing(runs / config.name) if options.resume else new_folder(config, runs)
-    with running.held(folder):
+    with lock.driver_lock(folder):
         return run(config, folder, started=STARTED, interrupts=interrupts)
 
 
@@ -138,7 +138,7 @@ def _resume(options: argparse.Namespace) -> int:
     interrupts = Interrupts()
     from streamppo.run import run
 
-    with running.held(folder):
+    with lock.driver_lock(folder):
         return run(config, folder, started=STARTED, interrupts=interrupts)
 
 
@@ -147,7 +147,7 @@ def _scale(options: argparse.Namespace) -> int:
     before = configfile.load(folder / configfile.CONFIG).rollout.actors
     # What no run may have is told here and not to the run.
     configfile.load(folder / configfile.CONFIG, [f"rollout.actors={options.rollouts}"])
-    running.scale(folder, options.rollouts)
+    lock.scale(folder, options.rollouts)
     present = configfile.load(folder / configfile.CONFIG).rollout.actors
     if present != options.rollouts:
         raise RunError(f"{folder}: the run has {present} rollout actors, not {options.rollouts}: its output says why")

@@ -1,44 +1,75 @@
-"""The loop.
+"""The loop, and the pipeline that it drives.
 
-    for every version:   learner.update()    takes a batch, trains, publishes version + 1
-                         evaluate, save      when they are due, beside the next update
+    rollout --trajectories--> queue --batch--> learner --version + 1--> weights (in the queue's process) --> rollout
+                                |                 |
+                        journal, archive     checkpoints
 
-Rollout, queue and learner talk to each other; the driver starts them, watches them and counts. It keeps one more update
-in the learner's mailbox, so that the learner never waits for the driver.
+    stage    consumes              produces                         waits for                   unblocked by
+    -------  --------------------  -------------------------------  --------------------------  ---------------------
+    rollout  tickets, weights      trajectories, failures           tickets                     a take, a new version
+    queue    trajectories, pushes  tickets, batches, the archive    its disk
+    learner  a batch               version + 1, report, checkpoint  the batch, fetched ahead    a delivery
+    driver   reports               metrics.jsonl, summary.json      the oldest update asked of  the learner
+
+    for every version    update        every rank takes its batch, trains, pushes version + 1
+                         checkpoint    if due; written beside the next update
+                         record        the report, `AHEAD - 1` updates later; the learner never waits for the driver
+                         evaluate      if due; answered beside the next updates
+
+From here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 """
 
+import logging
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from streamppo import durable
+from streamppo import durable, process
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.driver.cluster import ray_session
+from streamppo.driver.evaluation import evaluate
 from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.stages import Stages
+from streamppo.driver.watch import Stage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.learner import manifest
 from streamppo.telemetry.record import FINISHED, Record
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 AHEAD = 2
 """Updates in the learner's mailbox: the one that runs and the one after it."""
+
+log = logging.getLogger(__name__)
+
+
+class Asked(NamedTuple):
+    """An update that the learner was asked for: the version that it makes, and the call of each rank."""
+
+    version: int
+    refs: "list[ObjectRef[bytes]]"
 
 
 def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts) -> int:
     """Make all updates; the exit code is 0 only then. `started` is when the command began (perf_counter).
 
-    A `folder` that holds a part of the run already is gone on with. That, to survive a learner's death and to replay
-    are the same: load a checkpoint, redo the archived batches, arrive at the same weights.
+    A `folder` that holds a part of the run is continued. Survival of a learner's death, resume and replay are the
+    same: load a checkpoint, redo the archived batches, arrive at the same weights. summary.json is written in every
+    outcome. Raises `StreamppoError`.
     """
+    process.log_to_stdout()
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
         record = Record(folder, started, config.seed, config.updates)
-    record.say(f"run folder {folder}" + (f": {record.version} updates are there" if record.version else ""))
+    log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
     outcome, reports = FINISHED, (None, [])
     try:
-        with Stages(config, folder, record, interrupts) as stages:
-            reports = _train(config, stages, record)
+        with ray_session(config, interrupts):
+            reports = train(Stages(config, folder, record, interrupts), record)
     except StreamppoError as error:
         outcome = f"{type(error).__name__}: {error}"
         raise
@@ -50,68 +81,76 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts)
         raise
     finally:
         summary = record.close(outcome, *reports)
-    _farewell(record, summary)
+    log.info(_summary_line(summary))
+    log.info("model: %s", folder / "final")
     return 0
 
 
-def _train(config: Config, stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
-    """All updates, with as many groups of learner ranks as it takes."""
-    checkpoints = record.folder / "checkpoints"
+def train(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
+    """Make every update that is missing, with as many groups of learner ranks as it takes; return the last counters."""
+    config, checkpoints = stages.config, stages.folder / "checkpoints"
     # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap.
-    checkpoint = manifest.newest(checkpoints, record.say, at_most=record.version)
-    newest = stages.start(_version(checkpoint))
-    configfile.save(config, record.folder)
+    checkpoint = manifest.newest(checkpoints, at_most=record.version)
+    newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
+    configfile.save(config, stages.folder)
     _evaluate(stages, record, newest)
     while True:
         try:
-            stages.start_learner(checkpoint)
-            _loop(config, stages, record, _version(checkpoint))
-            return stages.reports()
+            start = stages.start_learner(checkpoint)
+            asked: deque[Asked] = deque()
+            for version in range(start + 1, config.updates + 1):
+                asked.append(Asked(version, [rank.update.remote() for rank in stages.ranks]))
+                _checkpoint(stages, version)
+                _record(stages, record, asked, left=AHEAD - 1)
+            _record(stages, record, asked, left=0)
+            return _finish(stages, record)
         except LearnerLost as lost:
-            stages.note("learner", str(lost))
-            checkpoint = manifest.newest(checkpoints, record.say, at_most=record.version)
+            stages.note(Stage.LEARNER, str(lost))
+            checkpoint = manifest.newest(checkpoints, at_most=record.version)
 
 
-def _loop(config: Config, stages: Stages, record: Record, version: int) -> None:
-    """From `version` to `config.updates`, then the last evaluation, checkpoint and export."""
-    checkpoints = str(record.folder / "checkpoints")
-    updates: deque[list[Any]] = deque()
-    try:
-        _update(config, stages, record, version, updates)
-    except Interrupted:
-        stages.save(checkpoints)
-        for report in stages.finished(updates):
-            record.update(report)
-        raise
-    stages.wait([*stages.learner.save(checkpoints), *stages.learner.settle()], "the last checkpoint")
-    exported = stages.wait(stages.learner.export(str(record.folder / "final")), "exporting the model")
-    record.checksum = exported[0]
-    _evaluate(stages, record, config.updates)
-    stages.drain("evaluation")
+def _checkpoint(stages: Stages, version: int) -> None:
+    """Start the checkpoint of `version`, if one is due. That of the last version belongs to the end."""
+    if _due(stages.config.checkpoint.every, version) and version < stages.config.updates:
+        folder = str(stages.folder / "checkpoints")
+        stages.calls.watch_all([rank.save.remote(folder) for rank in stages.ranks], Stage.CHECKPOINT)
 
 
-def _update(config: Config, stages: Stages, record: Record, version: int, updates: deque[list[Any]]) -> None:
-    """From `version` to `config.updates`; `updates` are those in the learner's mailbox."""
-    checkpoints = str(record.folder / "checkpoints")
-    while version < config.updates:
-        while (asked := version + len(updates) + 1) <= config.updates and len(updates) < AHEAD:
-            updates.append(stages.learner.update())
-            if _due(config.checkpoint.every, asked) and asked < config.updates:
-                stages.watch_all(stages.learner.save(checkpoints), "checkpoint")
-        report = decode(stages.wait(updates[0], f"update {version + 1}")[0], UpdateReport)
-        updates.popleft()
-        version = report.version
-        fresh = record.update(report)
-        if fresh and _due(config.evaluation.every, version) and version < config.updates:
+def _record(stages: Stages, record: Record, asked: deque[Asked], *, left: int) -> None:
+    """Wait for the oldest updates until only `left` of `asked` are under way; record them, and evaluate if due.
+
+    After a signal: save a last checkpoint, record the updates that were made, and raise `Interrupted`.
+    """
+    while len(asked) > left:
+        try:
+            answers = stages.calls.wait(asked[0].refs, f"update {asked[0].version}")
+        except Interrupted:
+            stages.save_last(str(stages.folder / "checkpoints"))
+            for report in stages.made(update.refs[0] for update in asked):
+                record.update(report)
+            raise
+        asked.popleft()
+        report = decode(answers[0], UpdateReport)
+        version, fresh = report.version, record.update(report)
+        if fresh and _due(stages.config.evaluation.every, version) and version < stages.config.updates:
             _evaluate(stages, record, version)
 
 
-def _version(checkpoint: Path | None) -> int:
-    return int(checkpoint.name) if checkpoint else 0
+def _finish(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
+    """The last checkpoint, the model, the last evaluation, and the counters of queue and engines."""
+    ranks, folder = stages.ranks, stages.folder
+    saving = [rank.save.remote(str(folder / "checkpoints")) for rank in ranks]
+    stages.calls.wait([*saving, *(rank.settle.remote() for rank in ranks)], "the last checkpoint")
+    exporting = [rank.export.remote(str(folder / "final")) for rank in ranks]
+    record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
+    _evaluate(stages, record, stages.config.updates)
+    stages.calls.drain(Stage.EVALUATION)
+    return stages.reports()
 
 
 def _evaluate(stages: Stages, record: Record, version: int) -> None:
-    stages.evaluate(version, lambda parts: record.evaluation(version, parts))
+    prompts = stages.config.evaluation.prompts
+    evaluate(stages.calls, stages.crew, prompts, version, lambda parts: record.evaluation(version, parts))
 
 
 def _due(every: int, version: int) -> bool:
@@ -119,7 +158,7 @@ def _due(every: int, version: int) -> bool:
 
 
 def new_folder(config: Config, runs: Path) -> Path:
-    """runs/NAME, with a number if the name is taken."""
+    """Make runs/NAME, with a number behind it if the name is taken."""
     folder, number = runs / config.name, 1
     while folder.exists():
         number += 1
@@ -130,11 +169,11 @@ def new_folder(config: Config, runs: Path) -> Path:
     return folder
 
 
-def _farewell(record: Record, summary: dict[str, Any]) -> None:
+def _summary_line(summary: Mapping[str, Any]) -> str:
     accuracy, lag = summary["eval_accuracy"], summary["lag"]
     parts = f" in {summary['parts']} parts" if summary["parts"] > 1 else ""
-    record.say(
+    return (
         f"{summary['updates']} updates in {summary['wall_s']:.0f} s{parts}: accuracy {accuracy['start']:.3f} -> "
         f"{accuracy['final']:.3f}, mean lag {lag['mean']:.2f} (max {lag['max']}), "
-        f"learner idle {summary['learner_idle_share']:.0%}\nmodel: {record.folder / 'final'}"
+        f"learner idle {summary['learner_idle_share']:.0%}"
     )

@@ -1,18 +1,23 @@
 """What tests share: the shipped configuration, and tiny trajectories."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.queue.records import Counters
 from streamppo.types import Identity, Trajectory
 
-logging.disable_progress_bar()
+if TYPE_CHECKING:
+    import driver_case as driver
+
+transformers_logging.disable_progress_bar()
 # Before the tests of SGLang import what they share: its assertions say what they compared.
 pytest.register_assert_rewrite("sglang_case")
 
@@ -28,6 +33,28 @@ COUNTERS = Counters(shape=("t", 1, 1), version=0, opened=8, abandoned=0, counts=
 def math_config() -> Callable[..., Config]:
     """configs/math.toml with overrides."""
     return lambda *overrides: configfile.load(MATH, overrides)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The package's log lines, also after a command has sent them to standard output."""
+    monkeypatch.setattr(logging.getLogger("streamppo"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="streamppo")
+    return caplog
+
+
+@pytest.fixture
+def driver_case(
+    math_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> "Callable[..., driver.Case]":
+    """The driver's stages without Ray, with a number of rollout actors and overrides."""
+    import driver_case as driver
+
+    def make(actors: int, *overrides: str) -> driver.Case:
+        config = math_config(f"rollout.actors={actors}", "evaluation.prompts=1", *overrides)
+        return driver.Case(config, tmp_path, monkeypatch)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,9 @@ WH_WORDS = ("whoever", "whatever", "what", "those", "one that", "who", "which", 
 """Words that no docstring begins with: a docstring begins with a verb or names its subject."""
 BROAD = ("Exception", "BaseException")
 PATH_TO_BACKWARD = (
-    ("cli", "main"),
     ("cli", "_run"),
     ("run", "run"),
-    ("run", "_train"),
-    ("run", "_loop"),
-    ("run", "_update"),
-    ("learner/group", "update"),
+    ("run", "train"),
     ("learner/rank", "update"),
     ("learner/update", "update"),
     ("learner/update", "_optimize"),

@@ -15,10 +15,10 @@ from ray.exceptions import RayError
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, model_path
+from streamppo.driver.actors import make_ranks
 from streamppo.driver.cluster import describe, init_ray
 from streamppo.driver.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
-from streamppo.learner.group import LearnerGroup
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
 from streamppo.queue.source import Replayer
@@ -71,15 +71,15 @@ def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[i
     init_ray(first)
     replayer: Any = ray.remote(Replayer)
     archive = replayer.options(num_cpus=0, max_concurrency=100).remote(str(run))
-    place = Placement(first, rollout=False).rank
-    learner = LearnerGroup(first, msgspec.msgpack.encode(first), archive, place)
-    ray.get(learner.setup(learner.rendezvous(), model_path(first, run), None))
+    ranks = make_ranks(first, archive, Placement(first, rollout=False))
+    address = ranks[0].rendezvous.remote()
+    ray.get([rank.setup.remote(address, model_path(first, run), None) for rank in ranks])
     reports: list[UpdateReport] = []
     for version in range(last):
         if version and version in configs:
-            ray.get(learner.configure(msgspec.msgpack.encode(configs[version])))
-        reports.append(decode(ray.get(learner.update())[0], UpdateReport))
-    ray.get(learner.settle())
+            ray.get([rank.configure.remote(msgspec.msgpack.encode(configs[version])) for rank in ranks])
+        reports.append(decode(ray.get([rank.update.remote() for rank in ranks])[0], UpdateReport))
+    ray.get([rank.settle.remote() for rank in ranks])
     return ray.get(archive.digests.remote()), reports
 
 

@@ -1,29 +1,66 @@
-"""Ray, as a run starts it, and what it says when something is wrong."""
+"""Ray: how a run starts and ends it, how its errors read, and the attributes that it calls private."""
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from threading import Timer
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from streamppo import errors
-from streamppo.config.sections import LOCAL, Cluster, Config
+from streamppo.config.sections import LOCAL, Config
+from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.placement import plan
 from streamppo.errors import StreamppoError
 from streamppo.tasks import plugins
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle, ActorProxy
+
 BLAME_S = 5.0
 """How long the other ranks of a group may take to show which of them died."""
+CLOSING_S = 10.0
+"""How long Ray may take to end its processes."""
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
+    """Run the block with Ray, and leave no process behind.
+
+    A Ray that hangs keeps no run from ending: after `CLOSING_S` this process ends, and with it all of Ray's.
+    """
+    init_ray(config)
+    # Ray has installed a handler of its own.
+    interrupts.catch()
+    try:
+        yield
+    finally:
+        last = Timer(CLOSING_S, _end_without_ray, [sys.exception()])
+        last.daemon = True
+        last.start()
+        ray.shutdown()
+        last.cancel()
+
+
+def _end_without_ray(error: BaseException | None) -> None:
+    reason = f": {error}" if error else ""
+    log.info("Ray has not ended within %g s; ending without it%s", CLOSING_S, reason)
+    os._exit(1)
 
 
 def init_ray(config: Config) -> None:
     """Start Ray here, or join the cluster."""
-    cluster: Cluster = config.cluster
+    cluster = config.cluster
     plugins.export_path()
-    # Some data sets go by the hashes of texts, and every actor, now and after a resume, must make the same prompts.
+    # Some data sets use the hashes of texts, and every actor, now and after a resume, must make the same prompts.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
         ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
@@ -38,7 +75,7 @@ def init_ray(config: Config) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The root of a chain of remote errors and exception groups, in one line."""
+    """Return the root of a chain of remote errors and exception groups, in one line."""
     while True:
         if isinstance(error, RayTaskError) and error.cause is not None:
             error = error.cause
@@ -47,15 +84,15 @@ def describe(error: BaseException) -> str:
         else:
             break
     lines = str(error).strip().splitlines()
-    if isinstance(error, ActorDiedError) and error._actor_init_failed:
+    if isinstance(error, ActorDiedError) and error.actor_init_failed:
         # It died while it was made: of the error there is only the traceback, which ends with it.
         return lines[-1].removeprefix(f"{errors.__name__}.")
     text = lines[0] if lines else ""
     return text if isinstance(error, StreamppoError) else f"{type(error).__name__}: {text}"
 
 
-def death(refs: Sequence[Any]) -> RayActorError | None:
-    """The death among the calls of one group that explains why another of them failed."""
+def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
+    """Find the death, among the calls of one group, that explains why another of them failed."""
     deadline = time.monotonic() + BLAME_S
     for ref in refs:
         try:
@@ -65,3 +102,13 @@ def death(refs: Sequence[Any]) -> RayActorError | None:
         except RayError:
             continue
     return None
+
+
+def actor_id(actor: "ActorProxy[Any]") -> str:
+    """Ray's name for an actor, the same as `actor_id` of the error that tells of its death."""
+    return cast("ActorHandle[Any]", actor)._actor_id.hex()
+
+
+def kill(actor: "ActorProxy[Any]") -> None:
+    """End an actor at once."""
+    ray.kill(cast("ActorHandle[Any]", actor))

@@ -1,12 +1,25 @@
-"""The rollout actors of a run: who is there, under which name, and who is asked.
+"""The rollout actors of a run and their lives.
 
-hired -> at work -> gone      dead and replaced by another one, or no longer wanted
+hired -> loading -> at work -> gone    dead, silent, or no longer wanted
+
+An actor that is gone is never asked again: what it was sampling goes back to the queue, which ignores everything that
+still comes from it.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING
+
+from streamppo.driver.cluster import actor_id, kill
+from streamppo.driver.watch import Calls, Stage
+from streamppo.errors import RunError
+from streamppo.queue.actor import QueueActor
+from streamppo.rollout.actor import RolloutActor
+
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
 
 
 @dataclass(slots=True, eq=False)
@@ -15,47 +28,118 @@ class Seat:
 
     name: str
     place: int
-    actor: Any
+    actor: "ActorProxy[RolloutActor]"
     at_work: bool = False
 
     @property
     def actor_id(self) -> str:
         """Ray's name for the actor."""
-        return self.actor._actor_id.hex()
+        return actor_id(self.actor)
 
 
 class Crew:
-    """`seats` are those who are there, the oldest first; `create` makes the actor of a name, in the first free place.
+    """The rollout actors, the oldest first, in `seats`.
 
-    No name comes twice: the queue ignores for ever whoever has left. A driver that goes on with a run has another
-    queue, of which the actors of the one before know nothing.
+    `create` makes the actor of a name in the first free place; `note` writes a restart down. No name comes twice: the
+    queue ignores for ever an actor that has left. A driver that continues a run has another queue, of which the
+    actors of the queue before know nothing. An actor that calls nobody for `silent_s` is replaced.
     """
 
-    def __init__(self, create: Callable[[str, int], Any]) -> None:
+    def __init__(
+        self,
+        create: "Callable[[str, int], ActorProxy[RolloutActor]]",
+        queue: "ActorProxy[QueueActor]",
+        calls: Calls,
+        note: Callable[[Stage, str], None],
+        *,
+        model_path: str,
+        silent_s: float,
+    ) -> None:
         self._create = create
+        self._queue = queue
+        self._calls = calls
+        self._note = note
+        self._model_path = model_path
+        self._silent_s = silent_s
+        self._silence_checked = time.monotonic()
         self._names = (f"rollout-{number}" for number in count())
         self.seats: list[Seat] = []
+        self.generating = False
 
-    def hire(self) -> Seat:
-        """One more."""
-        name = next(self._names)
-        place = next(place for place in count() if place not in {seat.place for seat in self.seats})
+    # --- coming and going ------------------------------------------------------------------------------------
+
+    def resize(self, wanted: int) -> None:
+        """Hire, or dismiss the newest, until there are `wanted` actors."""
+        for seat in self.seats[wanted:]:
+            self._dismiss(seat)
+        while len(self.seats) < wanted:
+            self._hire()
+
+    def generate(self) -> None:
+        """Start every actor, and from here on every new one: the learner has pushed weights."""
+        if not self.generating:
+            self.generating = True
+            for seat in self.seats:
+                self._start(seat)
+
+    def replace(self, lost_id: str | None, reason: str) -> None:
+        """Hire another actor in the place of the one that Ray calls `lost_id`, unless it has left already."""
+        seat = next((seat for seat in self.seats if seat.actor_id == lost_id), None)
+        if seat is None:
+            return
+        self._note(Stage.ROLLOUT, f"{seat.name}: {reason}")
+        self._dismiss(seat)
+        self._hire()
+
+    def _hire(self) -> None:
+        taken = {seat.place for seat in self.seats}
+        name, place = next(self._names), next(place for place in count() if place not in taken)
         self.seats.append(Seat(name, place, self._create(name, place)))
-        return self.seats[-1]
+        if self.generating:
+            self._start(self.seats[-1])
 
-    def find(self, actor_id: str | None) -> Seat | None:
-        """The one that Ray calls so, unless it has left."""
-        return next((seat for seat in self.seats if seat.actor_id == actor_id), None)
+    def _start(self, seat: Seat) -> None:
+        """Let an actor load, and then generate for ever."""
 
-    def leave(self, seat: Seat) -> None:
-        """It is not there any more."""
+        def run(version: int) -> None:
+            seat.at_work = True
+            self._calls.progressed()
+            self._calls.watch(seat.actor.run.remote(), Stage.ROLLOUT, stopped, name=seat.name)
+
+        def stopped(_: None) -> None:
+            raise RunError(f"{seat.name} stopped generating")
+
+        self._calls.watch(seat.actor.start.remote(self._model_path), Stage.ROLLOUT, run, name=seat.name)
+
+    def _dismiss(self, seat: Seat) -> None:
         self.seats.remove(seat)
+        self._calls.forget(Stage.ROLLOUT, seat.name)
+        kill(seat.actor)
+        self._calls.watch_all([self._queue.lost.remote(seat.name)], Stage.QUEUE)
+
+    # --- asking ----------------------------------------------------------------------------------------------
 
     def at_work(self) -> list[Seat]:
-        """Those who answer at once."""
+        """The actors that have loaded, and answer at once."""
         return [seat for seat in self.seats if seat.at_work]
 
-    def share(self, part: int) -> Seat:
-        """Whom to ask for part number `part` of a question: somebody at work, or anybody while nobody is."""
-        asked = self.at_work() or self.seats
-        return asked[part % len(asked)]
+    def answering(self) -> list[Seat]:
+        """The actors to ask for an evaluation: those at work, or all while none is."""
+        return self.at_work() or self.seats
+
+    def loading(self) -> list[str]:
+        """The names of the actors that have not loaded yet."""
+        return [seat.name for seat in self.seats if not seat.at_work]
+
+    def check_silence(self) -> None:
+        """Replace actors that Ray takes for living and that call nobody; the queue is asked now and then."""
+        if time.monotonic() - self._silence_checked < self._silent_s / 4:
+            return
+        self._silence_checked = time.monotonic()
+        ids = {seat.name: seat.actor_id for seat in self.at_work()}
+
+        def replace(silent: list[str]) -> None:
+            for name in silent:
+                self.replace(ids[name], f"silent for more than {self._silent_s:g} s")
+
+        self._calls.watch(self._queue.silent.remote(list(ids), self._silent_s), Stage.QUEUE, replace)

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: noted whenever they come, raised where the driver looks for them.
 
-An exception out of a signal handler surfaces anywhere: inside an import that swallows it, or inside Ray, as whatever
-Ray makes of it.
+An exception out of a signal handler surfaces anywhere: inside an import that swallows it, or inside Ray, which makes
+another exception of it.
 """
 
 import signal

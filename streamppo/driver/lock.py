@@ -1,91 +1,92 @@
-"""A run that goes on, as other commands see it.
+"""A run's driver, as other commands see it: is it there, and how is it asked for another number of rollout actors?
 
-RUN/driver.lock    locked by the driver as long as it lives; the kernel gives it up however the driver ends
-RUN/scale.json     how many rollout actors somebody wants
+RUN/driver.lock    locked by the driver as long as it lives; the kernel releases it however the driver ends
+RUN/scale.json     the number of rollout actors that a command asks for
 RUN/scale.taken    the same, while the driver sees to it; gone when it has, and config.toml has the number
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from streamppo import durable
 from streamppo.config.base import Positive, Section
 from streamppo.errors import RunError
 
 LOCK = "driver.lock"
+LOCK_S = 1.0
+"""How long a driver tries to lock: longer than `is_running` has the lock, to see that no driver has it."""
 SCALE = "scale.json"
-TAKEN = "scale.taken"
+ACCEPTED = "scale.taken"
 WAIT_S = 60.0
 """How long `scale` waits for the driver, which looks every half second once its learner has been loaded."""
 POLL_S = 0.1
 
 
 class Scale(Section, frozen=True):
-    """What somebody wants of the run."""
+    """A request to a run."""
 
     rollouts: Positive
 
 
 @contextmanager
-def held(folder: Path) -> Generator[None]:
-    """The lock of a run's only driver. Raises `RunError` if there is another one, or the folder takes no lock.
+def driver_lock(folder: Path) -> Generator[None]:
+    """Lock the run in `folder` for its only driver. Raises `RunError` if it has one, or the folder takes no lock.
 
-    What the driver before was asked for is forgotten: a run begins with the configuration that it is told.
+    Requests to the driver before are forgotten: a run begins with the configuration that it is given.
     """
-    try:
-        file = (folder / LOCK).open("ab")
-    except OSError as error:
-        raise RunError(f"{folder / LOCK}: {error.strerror}") from error
-    with file:
-        if not _locked(file, fcntl.LOCK_EX):
-            raise RunError(f"{folder}: this run is already running, in another process")
-        for name in (SCALE, TAKEN):
+    lock = FileLock(folder / LOCK, timeout=LOCK_S, fallback_to_soft=False)
+    if not _acquired(lock):
+        raise RunError(f"{folder}: this run is already running, in another process")
+    with lock:
+        # The lock counts: one for the call above, one for this block.
+        lock.release()
+        for name in (SCALE, ACCEPTED):
             with durable.naming(folder / name, RunError):
                 (folder / name).unlink(missing_ok=True)
         yield
 
 
-def goes_on(folder: Path) -> bool:
-    """Whether the run has a driver that lives."""
-    try:
-        with (folder / LOCK).open("rb") as file:
-            return not _locked(file, fcntl.LOCK_SH)
-    except FileNotFoundError:
+def is_running(folder: Path) -> bool:
+    """Tell if the run has a driver that lives. Raises `RunError` where the file system has no locks."""
+    if not (folder / LOCK).exists():
         return False
+    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
+    if not _acquired(lock):
+        return True
+    lock.release()
+    return False
 
 
-def _locked(file: BinaryIO, kind: int) -> bool:
-    """Lock an open file, unless somebody else has. Raises `RunError` where the file system has no locks."""
+def _acquired(lock: FileLock) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock.acquire()
+    except Timeout:
         return False
     except OSError as error:
-        raise RunError(
-            f"{file.name}: {error.strerror}: a run's folder must be on a file system with locks (flock)"
-        ) from error
+        # A file that cannot be opened is named in its error; a lock that is refused is of a file that is open.
+        advice = "" if error.filename else ": a run's folder must be on a file system with locks (flock)"
+        raise RunError(f"{lock.lock_file}: {error.strerror}{advice}") from error
     return True
 
 
 def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
-    """Ask the run in `folder` for so many rollout actors, and wait until it has taken the number over.
+    """Ask the run in `folder` for so many rollout actors, and wait until its driver has answered.
 
-    Raises `RunError` if it does not go on, or has not answered `within_s`.
+    Raises `RunError` if it has no driver, or none that answers `within_s`.
     """
-    if not goes_on(folder):
+    if not is_running(folder):
         raise RunError(f"{folder}: this run is not running: `streamppo resume {folder} rollout.actors={rollouts}`")
     with durable.naming(folder / SCALE, RunError):
         durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
     deadline = time.monotonic() + within_s
-    while (folder / SCALE).exists() or (folder / TAKEN).exists():
-        if not goes_on(folder):
+    while (folder / SCALE).exists() or (folder / ACCEPTED).exists():
+        if not is_running(folder):
             (folder / SCALE).unlink(missing_ok=True)
             raise RunError(f"{folder}: the run has ended before it took the number over")
         if time.monotonic() > deadline:
@@ -93,21 +94,21 @@ def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
         time.sleep(POLL_S)
 
 
-def take(folder: Path) -> int | None:
-    """How many rollout actors the driver is asked for, if it is; then `done` is the answer.
+def accept(folder: Path) -> int | None:
+    """Return the number of rollout actors that a command asks for, None without a request; `answer` comes next.
 
     Raises `RunError` for a file that `scale` has not written.
     """
     try:
-        os.replace(folder / SCALE, folder / TAKEN)
+        os.replace(folder / SCALE, folder / ACCEPTED)
     except FileNotFoundError:
         return None
     try:
-        return msgspec.json.decode((folder / TAKEN).read_bytes(), type=Scale).rollouts
+        return msgspec.json.decode((folder / ACCEPTED).read_bytes(), type=Scale).rollouts
     except msgspec.MsgspecError as error:
         raise RunError(f"{folder / SCALE}: {error}") from error
 
 
-def done(folder: Path) -> None:
-    """The driver has seen to what it took."""
-    (folder / TAKEN).unlink(missing_ok=True)
+def answer(folder: Path) -> None:
+    """Let the command that asked return: the driver has done what it accepted, or refused it."""
+    (folder / ACCEPTED).unlink(missing_ok=True)

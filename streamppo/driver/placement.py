@@ -1,37 +1,39 @@
-"""What Ray is asked for: bundles of CPUs and GPUs, reserved together or not at all.
+"""The demand on Ray: bundles of CPUs and GPUs, reserved together or not at all.
 
 apart      a bundle for each rank, and one for each rollout actor
 sharing    both ask for less than one GPU: rank i and rollout actors i, i + ranks, ... have a GPU between them
 beside     a bundle for each reward model that asks for GPUs
 
-Reserved together, because a stage that waits for what another one holds would wait for ever; and whatever is started
-again finds its place kept. Rollout actors that are added later find their places outside.
+They are reserved together, because a stage that waits for a GPU that another stage keeps would wait for ever. An actor
+that is started again finds its place free. Rollout actors that are added later find their places outside.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from streamppo.config.sections import LOCAL, Config, shares_gpus
 from streamppo.errors import RunError
 
 Bundle = dict[str, float]
+Options = dict[str, object]
+"""Ray's options for an actor."""
 
 
 class Plan(NamedTuple):
-    """The bundles; rank i lives in bundle i; `actors` and `models` say where those are who have one."""
+    """Bundles, and who lives where: rank i in bundle i, rollout actor i in `actors[i]`, a reward model by its name."""
 
     bundles: list[Bundle]
     actors: list[int]
     models: dict[str, int]
 
     def total(self, resource: str) -> float:
-        """All that is asked for of "CPU" or "GPU"."""
+        """Sum up the demand for "CPU" or "GPU"."""
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
 def plan(config: Config, *, rollout: bool = True) -> Plan:
-    """Where the ranks go, and the rollout actors and reward models too, if the run has a `rollout`."""
+    """Give every rank a bundle, and every rollout actor and reward model a place, if the run has a `rollout`."""
     learner, engine = config.learner, config.rollout
     count = engine.actors if rollout else 0
     models = {name: one.gpus for name, one in config.reward.models().items() if one.gpus and rollout}
@@ -52,7 +54,7 @@ def _bundle(cpus: int, gpus: float) -> Bundle:
 
 
 def shortage(wanted: Plan, there: Mapping[str, float]) -> str:
-    """What is missing in `there`, for people; nothing if all is there."""
+    """Say in words how much more is `wanted` than is `there`; "" if all is there."""
     missing = [
         f"{wanted.total(resource):g} {resource}s (there are {there.get(resource, 0):g})"
         for resource in ("GPU", "CPU")
@@ -62,12 +64,12 @@ def shortage(wanted: Plan, there: Mapping[str, float]) -> str:
 
 
 def refuse_impossible(config: Config, *, rollout: bool = True) -> None:
-    """Raise `RunError` for what a Ray of our own can never have. A cluster may grow, and somebody may wait for it."""
+    """Raise `RunError` for a demand that a Ray of our own can never meet. A cluster may grow: a run waits for it."""
     import ray
 
     there: Mapping[str, float] = ray.cluster_resources()
     if config.cluster.cpus is None:
-        # It is started with as many as the configuration asks for.
+        # Ray is started with as many as the configuration asks for.
         there = {**there, "CPU": math.inf}
     if config.cluster.address == LOCAL and (missing := shortage(plan(config, rollout=rollout), there)):
         raise RunError(
@@ -87,15 +89,15 @@ class Placement:
         self._plan = plan(config, rollout=rollout)
         self._group = placement_group(self._plan.bundles, strategy="PACK")
 
-    def rank(self, number: int) -> dict[str, Any]:
-        """Ray's options for rank `number`."""
+    def rank(self, number: int) -> Options:
+        """Return Ray's options for rank `number`."""
         learner = self._config.learner
         return self._options(number, learner.threads, learner.gpus)
 
-    def actor(self, number: int) -> dict[str, Any]:
-        """Ray's options for rollout actor `number`; for one that was not planned a demand that a cluster may grow by.
+    def actor(self, number: int) -> Options:
+        """Return Ray's options for rollout actor `number`; beyond the plan, a demand that a cluster may grow by.
 
-        A Ray of our own does not count the CPUs of such a one: people say how many actors their machine can bear.
+        A Ray of our own does not count the CPUs of an actor beyond the plan: people know how many their machine bears.
         """
         rollout = self._config.rollout
         if number >= len(self._plan.actors):
@@ -103,13 +105,13 @@ class Placement:
             return {"num_cpus": cpus, "num_gpus": rollout.gpus}
         return self._options(self._plan.actors[number], rollout.threads, rollout.gpus)
 
-    def model(self, name: str) -> dict[str, Any]:
-        """Ray's options for a reward model."""
+    def model(self, name: str) -> Options:
+        """Return Ray's options for the reward model `name`."""
         gpus = self._config.reward.models()[name].gpus
         return self._options(self._plan.models[name], 0, gpus) if gpus else {"num_cpus": 0}
 
     def waiting(self) -> str:
-        """What Ray has not found a place for yet; nothing once everything has one."""
+        """Say in words what Ray has no place for yet; "" once everything has one."""
         import ray
         from ray.util import placement_group_table
 
@@ -118,7 +120,7 @@ class Placement:
         missing = shortage(self._plan, ray.cluster_resources()) or "its bundles in one piece on any node"
         return f"; Ray has no place for the run: it asks for {missing}"
 
-    def _options(self, bundle: int, cpus: int, gpus: float) -> dict[str, Any]:
+    def _options(self, bundle: int, cpus: int, gpus: float) -> Options:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)

@@ -8,9 +8,9 @@ runs/NAME/checkpoints/00000050.damaged what was found damaged
 
 import hashlib
 import json
+import logging
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,8 @@ from streamppo import durable
 from streamppo.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+
+log = logging.getLogger(__name__)
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +70,7 @@ def verify(path: Path) -> State:
     return manifest.state
 
 
-def newest(folder: Path, say: Callable[[str], None], at_most: float = math.inf) -> Path | None:
+def newest(folder: Path, at_most: float = math.inf) -> Path | None:
     """The newest checkpoint under `folder` that is whole, or None, of versions up to `at_most`.
 
     A damaged one is named and moved out of the way.
@@ -78,7 +80,7 @@ def newest(folder: Path, say: Callable[[str], None], at_most: float = math.inf) 
             verify(path)
         except CheckpointError as error:
             damaged = path.with_name(f"{path.name}.damaged")
-            say(f"{error}; moved to {damaged.name}, going on from the checkpoint before it")
+            log.info("%s; moved to %s, going on from the checkpoint before it", error, damaged.name)
             shutil.rmtree(damaged, ignore_errors=True)
             path.rename(damaged)
         else:

@@ -56,17 +56,20 @@ class Rank:
         self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
         self._next: Future[Fetched | None] | None = None
 
+    @ray.method
     def rendezvous(self) -> tuple[str, int]:
         """An address at which this rank can be met."""
         from ray._common.network_utils import find_free_port
 
         return ray.util.get_node_ip_address(), find_free_port()
 
+    @ray.method
     def make_model(self, folder: str) -> None:
         """Create builtin:tiny at `folder`, unless it is there."""
         if not Path(folder).exists():
             tiny.make(self.config, Path(folder))
 
+    @ray.method
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None) -> int:
         """Join the group, load the model or a checkpoint, push the first version. Returns that version."""
         ranks = self.config.learner.ranks
@@ -99,6 +102,7 @@ class Rank:
         self._prefetch(self.version)
         return self.version
 
+    @ray.method
     def update(self) -> bytes:
         """Make the next version. Returns an `UpdateReport`, equal on every rank but for times; nothing if stopped.
 
@@ -127,6 +131,7 @@ class Rank:
         }
         return encode(UpdateReport(version=self.version, metrics=metrics, lag_histogram=fetched.lags))
 
+    @ray.method
     def configure(self, config: bytes) -> None:
         """`config` holds from the present version on: what a run that was resumed with changes did here."""
         self.config = msgspec.msgpack.decode(config, type=Config)
@@ -139,11 +144,13 @@ class Rank:
         self.updater.remember(before.beta, before.bad_steps)
         self._prefetch(self.version)
 
+    @ray.method
     def settle(self) -> None:
         """Wait until the last push is published and the last checkpoint has its name."""
         self.pusher.last.result()
         self.saver.wait()
 
+    @ray.method
     def save(self, folder: str) -> None:
         """Start a checkpoint of the present version under `folder`; it is written beside training. A collective."""
         state = State(
@@ -155,6 +162,7 @@ class Rank:
         )
         self.saver.start(Path(folder), state, self.policy, self.optimizer, self.pusher.last)
 
+    @ray.method
     def export(self, folder: str) -> str:
         """The present policy as a Hugging Face folder. A collective. Returns the digest of the last push."""
         whole = model.snapshot(self.policy, self.config.model.dtype)

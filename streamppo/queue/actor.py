@@ -11,6 +11,8 @@ Queue and ledger share a process, so that a version becomes known, ends the leas
 engines pull it in one step. A new process fences out the one before it and rebuilds the queue from the journal; the
 learner brings the weights again.
 """
+# pyright: reportUnknownMemberType=false
+# The overloads of `ray.method` are partly unknown.
 
 import asyncio
 import time
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
+import ray
 
 from streamppo import process
 from streamppo.config.change import kept, learning
@@ -70,6 +73,7 @@ class QueueActor(Lessons):
 
     # --- the driver's side -----------------------------------------------------------------------------------
 
+    @ray.method
     async def begin(self, version: int) -> int:
         """A new driver, whose learner starts from `version`: nobody samples any more. Returns the newest version.
 
@@ -90,32 +94,38 @@ class QueueActor(Lessons):
         await self._commit()
         return self._queue.version
 
+    @ray.method
     async def another_life(self, known: str) -> str:
         """The name of this process, as soon as it is not `known`: that is how a restart is noticed."""
         while self._life == known:
             await asyncio.sleep(POLL_S)
         return self._life
 
+    @ray.method
     async def silent(self, actors: list[str], limit_s: float) -> list[str]:
         """Those of `actors` that have not called for `limit_s`."""
         present = time.monotonic()
         return [actor for actor in actors if present - self._heard.setdefault(actor, present) > limit_s]
 
+    @ray.method
     async def lost(self, actor: str) -> None:
         """What `actor` was sampling is sampled again by others, and it never gets another ticket."""
         self._queue.lost(actor)
         await self._commit()
         await self._notify()
 
+    @ray.method
     async def stop(self) -> None:
         """No more batches: whoever waits for one, or asks for a new one, gets none."""
         self._stopped = True
         await self._notify()
 
+    @ray.method
     async def report(self) -> bytes:
         """The queue's counters."""
         return encode(self._queue.report())
 
+    @ray.method
     async def waiting_for(self) -> str:
         """One sentence for the watchdog."""
         return self._queue.waiting_for()

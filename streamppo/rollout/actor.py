@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import ray
 from ray.exceptions import ObjectLostError
 
 from streamppo import process
@@ -72,6 +73,7 @@ class RolloutActor:
         self._digest = ""
         build.limit_threads(self.config.rollout.threads)
 
+    @ray.method
     async def start(self, model_path: str) -> int:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
         self.tokenizer = Tokenizer(model_path)
@@ -90,6 +92,7 @@ class RolloutActor:
         self._started.set()
         return push.version
 
+    @ray.method
     async def run(self) -> None:
         """Generate until the actor is killed. Ends only by an exception: the driver watches for it."""
         async with asyncio.TaskGroup() as group:
@@ -97,6 +100,7 @@ class RolloutActor:
             group.create_task(self._deliver())
             await self._fill(group)
 
+    @ray.method
     async def evaluate(self, first: int, step: int, min_version: int) -> bytes:
         """Greedy answers to held-out prompts first, first + step, ..., once the engine is at `min_version`."""
         await self._started.wait()
@@ -117,6 +121,7 @@ class RolloutActor:
         )
         return encode(report)
 
+    @ray.method
     async def report(self) -> bytes:
         """Counters since the start."""
         await self._started.wait()

@@ -13,7 +13,7 @@ import msgspec
 from streamppo.telemetry.metrics_file import Line
 from streamppo.types import EngineReport, QueueReport
 
-STAGES = ("rollout", "replay", "learner")
+STAGES = ("rollout", "queue", "learner")
 """What is started again when it dies."""
 WINDOW = 10
 """Updates that "start" and "final" rewards are averaged over."""

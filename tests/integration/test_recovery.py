@@ -79,8 +79,8 @@ def all_accounted(run: Path) -> chaos.Trial:
 @pytest.mark.parametrize(
     ("kinds", "overrides"),
     [
-        (["replay", "rollout", "learner", "rollout", "replay", "driver"], ("rollout.actors=2",)),
-        (["learner", "driver", "replay", "learner", "driver", "rollout"], ("learner.ranks=2", "queue.max_lag=0")),
+        (["queue", "rollout", "learner", "rollout", "queue", "driver"], ("rollout.actors=2",)),
+        (["learner", "driver", "queue", "learner", "driver", "rollout"], ("learner.ranks=2", "queue.max_lag=0")),
     ],
     ids=["two-actors", "two-ranks"],
 )

@@ -158,7 +158,7 @@ def save_checkpoint(folder: Path, version: int = 2) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    newest = manifest.newest(folder, lambda _: None)
+    newest = manifest.newest(folder)
     assert newest is not None, "no checkpoint is left"
     model, optimizer = model_of(9)
     found = checkpoint.load(newest, model, optimizer)

@@ -1,8 +1,16 @@
-"""What is said of Ray's errors."""
+"""How Ray is started and ended, and how its errors read."""
 
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from streamppo.driver.cluster import describe
+from streamppo.config.sections import Config
+from streamppo.driver import cluster
+from streamppo.driver.cluster import describe, ray_session
 from streamppo.errors import JournalError
 
 
@@ -13,3 +21,41 @@ def test_of_an_actor_that_died_while_it_was_made_the_reason_is_said() -> None:
     assert describe(died) == f"JournalError: {error}"
     assert describe(ActorDiedError()) == "ActorDiedError: The actor died unexpectedly before finishing this task."
     assert describe(RayTaskError("begin", trace, error)) == str(error)
+
+
+def test_hashes_are_the_same_in_every_process(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "")
+    seeds: list[str] = []
+    monkeypatch.setattr(cluster.ray, "init", lambda **options: seeds.append(os.environ["PYTHONHASHSEED"]))
+    cluster.init_ray(math_config())
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    cluster.init_ray(math_config())
+    assert seeds == ["0", "7"]
+
+
+def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hide_the_error(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    events: list[Any] = []
+
+    def hang() -> None:
+        events.append("shutdown")
+        timers[0].run()
+
+    class Timer(SimpleNamespace):
+        def __init__(self, after_s: float, function: Callable[..., None], arguments: list[object]) -> None:
+            super().__init__(run=lambda: function(*arguments), start=lambda: timers.append(self), cancel=lambda: None)
+
+    timers: list[Any] = []
+    interrupts: Any = SimpleNamespace(catch=lambda: events.append("catch"))
+    monkeypatch.setattr(cluster, "init_ray", lambda config: events.append("init"))
+    monkeypatch.setattr(cluster, "Timer", Timer)
+    monkeypatch.setattr(cluster.ray, "shutdown", hang)
+    monkeypatch.setattr(cluster.os, "_exit", events.append)
+    with pytest.raises(KeyError), ray_session(math_config(), interrupts):
+        raise KeyError("the reason")
+    assert events == ["init", "catch", "shutdown", 1]
+    assert logged.messages == ["Ray has not ended within 10 s; ending without it: 'the reason'"]

@@ -9,7 +9,7 @@ import pytest
 
 from streamppo.commands import replay as rerun
 from streamppo.errors import RunError
-from streamppo.run import _farewell
+from streamppo.run import _summary_line
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.catalogue import BESIDE, LINES
 from streamppo.telemetry.record import FINISHED, SUMMARY, Record
@@ -68,7 +68,7 @@ def test_a_run_in_three_parts_is_told_as_one(tmp_path: Path) -> None:
     found = said(tmp_path)
     assert found["outcome"] == FINISHED
     assert (found["updates"], found["pushes"], found["parts"]) == (30, 30, 3)
-    assert found["restarts"] == {"rollout": 2, "replay": 0, "learner": 1}
+    assert found["restarts"] == {"rollout": 2, "queue": 0, "learner": 1}
     assert found["redone"] == 2 + 3, "9 and 10, then 18 to 20"
     assert found["evaluations"] == [[0, 0.1], [10, 0.4], [30, 0.9]]
     assert found["eval_accuracy"] == {"start": 0.1, "final": 0.9}
@@ -95,20 +95,17 @@ def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
     assert all(line.keys() == BESIDE.keys() | report(1).metrics.keys() for line in lines.updates(tmp_path))
 
 
-def test_the_farewell_is_that_of_the_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = in_three_parts(tmp_path)
-    _farewell(whole, whole.close(FINISHED, None, []))
-    told = capsys.readouterr().out.splitlines()[-2]
-    assert told.startswith("30 updates in 111")
-    assert told.endswith(" s in 3 parts: accuracy 0.100 -> 0.900, mean lag 0.14 (max 2), learner idle 8%")
+def test_the_last_line_is_about_the_whole_run(tmp_path: Path) -> None:
+    line = _summary_line(in_three_parts(tmp_path).close(FINISHED, None, []))
+    assert line.startswith("30 updates in 111")
+    assert line.endswith(" s in 3 parts: accuracy 0.100 -> 0.900, mean lag 0.14 (max 2), learner idle 8%")
 
 
-def test_a_run_that_had_made_everything_already_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_had_made_everything_already_has_its_last_line_too(tmp_path: Path) -> None:
     in_three_parts(tmp_path).close(FINISHED, None, [])
     again = part(tmp_path)
     again.evaluation(30, answers(9))
-    _farewell(again, again.close(FINISHED, None, []))
-    assert "in 4 parts: accuracy 0.100 -> 0.900, mean lag 0.14" in capsys.readouterr().out
+    assert "in 4 parts: accuracy 0.100 -> 0.900, mean lag 0.14" in _summary_line(again.close(FINISHED, None, []))
 
 
 def test_no_summary_of_an_earlier_part_outlives_a_kill(tmp_path: Path) -> None:

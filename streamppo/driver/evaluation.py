@@ -1,0 +1,40 @@
+"""An evaluation beside training: held-out prompts, in parts that the rollout actors answer side by side.
+
+parts    one for each actor at work, and at least min(PARTS, prompts)
+part i   prompts i, i + parts, i + 2 parts, ..., asked of actor i % actors at work
+"""
+
+from collections.abc import Callable
+
+from ray import ObjectRef
+
+from streamppo.driver.crew import Crew
+from streamppo.driver.watch import Calls, Stage
+from streamppo.types import EvaluationReport, decode
+
+PARTS = 32
+"""Parts of an evaluation, if there are as many prompts: each answer is progress."""
+
+
+def evaluate(
+    calls: Calls, crew: Crew, prompts: int, min_version: int, done: Callable[[list[EvaluationReport]], None]
+) -> None:
+    """Ask for greedy answers by engines at `min_version` or later; `done` gets the parts when all are there.
+
+    An actor that starts while others are at work is not asked. The part of an actor that leaves is asked of another.
+    """
+    reports: list[EvaluationReport] = []
+    parts = max(len(crew.answering()), min(PARTS, prompts))
+
+    def collect(answer: bytes) -> None:
+        reports.append(decode(answer, EvaluationReport))
+        calls.progressed()
+        if len(reports) == parts:
+            done(reports)
+
+    def ask(part: int) -> ObjectRef[bytes]:
+        actors = crew.answering()
+        return actors[part % len(actors)].actor.evaluate.remote(part, parts, min_version)
+
+    for part in range(parts):
+        calls.watch(ask(part), Stage.EVALUATION, collect, again=lambda part=part: ask(part))

@@ -1,0 +1,139 @@
+"""The driver without Ray: a call is a string that says which actor was asked for what, and a test gives its value."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from streamppo.config.sections import Config
+from streamppo.driver import crew, lock, stages, watch
+from streamppo.errors import RunError
+
+
+class Actor:
+    """Handle of an actor; `actor.method.remote(1, 2)` returns "name.method(1, 2)"."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._actor_id = self
+
+    def hex(self) -> str:
+        return id_of(self.name)
+
+    def __getattr__(self, method: str) -> "Method":
+        if method.startswith("__"):
+            raise AttributeError(method)
+        return Method(f"{self.name}.{method}")
+
+
+class Method:
+    def __init__(self, of: str) -> None:
+        self._of = of
+
+    def remote(self, *arguments: Any) -> str:
+        return f"{self._of}({', '.join(map(str, arguments))})"
+
+
+def id_of(name: str) -> str:
+    return f"id of {name}"
+
+
+class FakeRay:
+    """In the place of ray.get, ray.wait and ray.kill; `now` is the driver's clock, which runs while it waits."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.values: dict[str, Any] = {}
+        self.dead: set[str] = set()
+        self.killed: list[str] = []
+        self.now = 1000.0
+        patch.setattr(ray, "get", self.get)
+        patch.setattr(ray, "wait", self.wait)
+        patch.setattr(ray, "kill", lambda actor: self.killed.append(actor.name))
+        patch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
+        for module in (watch, crew, stages):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
+        if isinstance(refs, list):
+            return [self.get(ref) for ref in refs]
+        name = refs.split(".")[0]
+        if name in self.dead:
+            raise RayActorError(id_of(name), f"{name} has died")
+        if refs not in self.values:
+            raise GetTimeoutError(refs)
+        if isinstance(self.values[refs], Exception):
+            raise self.values[refs]
+        return self.values[refs]
+
+    def wait(self, refs: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        assert len(set(refs)) == len(refs), "Ray wants each of them once"
+        ready = [ref for ref in refs if ref in self.values or ref.split(".")[0] in self.dead][:num_returns]
+        if not ready:
+            self.now += timeout
+        return ready, [ref for ref in refs if ref not in ready]
+
+
+class Recorded:
+    """A record that writes nothing."""
+
+    def __init__(self) -> None:
+        self.restarts: list[tuple[str, str]] = []
+
+    def restart(self, stage: str, reason: str) -> None:
+        self.restarts.append((stage, reason))
+
+
+class Case:
+    """`Stages` on `FakeRay`, whose rollout actors have all loaded."""
+
+    def __init__(self, config: Config, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.ray = FakeRay(patch)
+        self.folder = folder
+        self.record: Any = Recorded()
+        interrupts: Any = SimpleNamespace(check=lambda: None)
+        place = SimpleNamespace(model=None, actor=lambda number: {}, waiting=str)
+        patch.setattr(stages, "make_queue", lambda *_: Actor("queue"))
+        patch.setattr(stages, "make_rollout", lambda config, name, *_: Actor(name))
+        patch.setattr(stages, "make_ranks", lambda config, queue, place, group: [Actor(f"learner-0.{group}")])
+        patch.setattr(stages, "Placement", lambda config: place)
+        patch.setattr(stages.reward_model, "create", lambda *_: {})
+        self.stages: Any = stages.Stages(config, folder, self.record, interrupts)
+        self.crew, self.calls = self.stages.crew, self.stages.calls
+        self.crew.generate()
+        self.load_all()
+
+    def load_all(self) -> None:
+        """Every rollout actor that starts has loaded."""
+        for ref in self.watched(".start("):
+            self.answer(ref, 0)
+
+    def answer(self, ref: str, value: Any) -> None:
+        self.ray.values[ref] = value
+        self.calls._handle(ref, "a test", [])
+        del self.ray.values[ref]
+
+    def die(self, name: str) -> None:
+        """All calls of the actor that are under way fail."""
+        self.ray.dead.add(name)
+        for ref in self.watched(f"{name}."):
+            if ref in self.calls._watched:
+                self.calls._handle(ref, "a test", [])
+
+    def scale(self, wanted: int) -> None:
+        """A command asks for so many rollout actors, and the driver looks up."""
+        with lock.driver_lock(self.folder), pytest.raises(RunError, match="no answer"):
+            lock.scale(self.folder, wanted, within_s=0)
+        self.tick()
+
+    def tick(self, doing: str = "a test") -> None:
+        self.stages._tick(doing)
+
+    def names(self) -> list[str]:
+        return [seat.name for seat in self.crew.seats]
+
+    def watched(self, part: str) -> list[str]:
+        return [ref for ref in self.calls._watched if part in ref]

@@ -1,0 +1,126 @@
+"""The loop without Ray: the order of the mailbox, and updates that are redone, evaluated and recorded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from driver_case import Case
+
+from streamppo import run as loop
+from streamppo.errors import Interrupted, LearnerLost
+from streamppo.learner import manifest
+from streamppo.types import UpdateReport, encode
+
+Make = Callable[..., Case]
+
+
+class Rank:
+    """Handle of a rank that writes down its calls."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *_: self._events.append(method))
+
+
+class Loop:
+    """`train` with answers to everything; `lose_at` are versions at which the learner dies, once each."""
+
+    def __init__(self, run: Case, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.lose_at: list[int] = []
+        self.interrupt_at = 0
+        self.version = 0
+        stages, record = run.stages, run.record
+        stages.ranks = [Rank(self.events)]
+        record.version, record.update, record.evaluation = 0, self.update, None
+        patch.setattr(stages, "begin", lambda version: version)
+        patch.setattr(stages, "start_learner", self.start)
+        patch.setattr(stages, "reports", lambda: (None, []))
+        patch.setattr(stages, "save_last", lambda folder: self.events.append("save last"))
+        patch.setattr(stages, "made", lambda updates: [report(self.version + 1)])
+        patch.setattr(stages.calls, "wait", self.wait)
+        patch.setattr(
+            loop, "evaluate", lambda calls, crew, prompts, version, done: self.events.append(f"eval {version}")
+        )
+        patch.setattr(manifest, "newest", lambda folder, at_most: self.newest(at_most))
+        self.record = record
+
+    def newest(self, at_most: int) -> Path | None:
+        return Path(f"{at_most // 2 * 2:08d}") if at_most > 1 else None
+
+    def start(self, checkpoint: Path | None) -> int:
+        self.version = int(checkpoint.name) if checkpoint else 0
+        self.events.append(f"start {self.version}")
+        return self.version
+
+    def wait(self, refs: Any, doing: str) -> list[Any]:
+        if not doing.startswith("update"):
+            return [b"digest" for _ in refs]
+        if self.version + 1 in self.lose_at:
+            self.lose_at.remove(self.version + 1)
+            raise LearnerLost("learner-0 has died")
+        if self.version + 1 == self.interrupt_at:
+            raise Interrupted("stopped by SIGINT")
+        self.version += 1
+        return [encode(report(self.version))]
+
+    def update(self, made: UpdateReport) -> bool:
+        fresh = made.version > self.record.version
+        self.record.version = max(made.version, self.record.version)
+        self.events.append(f"{'record' if fresh else 'redone'} {made.version}")
+        return fresh
+
+
+def report(version: int) -> UpdateReport:
+    return UpdateReport(version=version, metrics={}, lag_histogram={})
+
+
+@pytest.fixture
+def looped(driver_case: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Case, Loop]]:
+    def make(*overrides: str) -> tuple[Case, Loop]:
+        run = driver_case(1, "updates=4", "checkpoint.every=2", "evaluation.every=3", *overrides)
+        return run, Loop(run, monkeypatch)
+
+    return make
+
+
+END = ["save", "settle", "export", "eval 4"]
+
+
+def test_one_update_more_is_always_in_the_mailbox_and_a_checkpoint_stands_behind_its_update(looped: Any) -> None:
+    run, made = looped()
+    loop.train(run.stages, run.record)
+    assert made.events == [
+        *["eval 0", "start 0", "update", "update", "save", "record 1", "update", "record 2", "update", "record 3"],
+        *["eval 3", "record 4", *END],
+    ]
+
+
+def test_a_lost_learner_starts_again_from_the_newest_checkpoint_and_nothing_is_evaluated_twice(looped: Any) -> None:
+    run, made = looped()
+    made.lose_at = [4]
+    loop.train(run.stages, run.record)
+    assert made.events.count("eval 3") == 1
+    assert made.events[made.events.index("start 2") :] == [
+        *["start 2", "update", "update", "redone 3", "record 4", *END],
+    ]
+    assert run.record.restarts == [("learner", "learner-0 has died")]
+
+
+def test_a_signal_saves_a_last_checkpoint_and_records_the_updates_that_were_made(looped: Any) -> None:
+    run, made = looped()
+    made.interrupt_at = 3
+    with pytest.raises(Interrupted):
+        loop.train(run.stages, run.record)
+    assert made.events[-2:] == ["save last", "record 3"]
+
+
+def test_a_run_that_has_all_its_updates_is_finished_once_more(looped: Any) -> None:
+    run, made = looped()
+    run.record.version = 4
+    loop.train(run.stages, run.record)
+    assert made.events == ["eval 4", "start 4", *END]

@@ -1,0 +1,125 @@
+"""Calls that are waited for and calls that are watched meanwhile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from driver_case import Case, FakeRay
+from ray.exceptions import RayTaskError
+
+from streamppo.driver.watch import Calls, Stage
+from streamppo.errors import JournalError, LearnerLost, RunError
+
+
+@pytest.fixture
+def calls(fake: FakeRay) -> Any:
+    return Calls(lambda name, error: None, lambda doing: None)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    return FakeRay(monkeypatch)
+
+
+def failed(message: str) -> RayTaskError:
+    return RayTaskError("method", "trace", JournalError(message))
+
+
+def test_the_values_come_in_the_order_of_the_calls_and_watched_calls_are_handled_meanwhile(
+    calls: Any, fake: FakeRay
+) -> None:
+    seen: list[int] = []
+    calls.watch("b.watched()", Stage.REPORT, seen.append)
+    fake.values |= {"a.second()": 2, "a.first()": 1, "b.watched()": 3}
+    assert calls.wait(["a.first()", "a.second()"], "two") == [1, 2]
+    calls.drain(Stage.REPORT)
+    assert seen == [3]
+
+
+def test_a_call_that_is_both_watched_and_waited_for_is_handled_once(calls: Any, fake: FakeRay) -> None:
+    seen: list[int] = []
+    calls.watch("a.first()", Stage.REPORT, seen.append)
+    fake.values["a.first()"] = 1
+    assert calls.wait(["a.first()"], "one") == [1]
+    assert seen == [1]
+
+
+def test_draining_waits_for_its_stage_alone(calls: Any, fake: FakeRay) -> None:
+    calls.watch_all(["a.saved()"], Stage.CHECKPOINT)
+    calls.watch_all(["b.report()"], Stage.REPORT)
+    fake.values["b.report()"] = 1
+    calls.drain(Stage.REPORT)
+    assert list(calls._watched) == ["a.saved()"]
+
+
+def test_forgotten_calls_are_those_of_the_stage_and_the_actor(calls: Any) -> None:
+    for name in ("rollout-0", "rollout-1"):
+        calls.watch(f"{name}.run()", Stage.ROLLOUT, print, name=name)
+        calls.watch(f"{name}.evaluate()", Stage.EVALUATION, print)
+    calls.forget(Stage.ROLLOUT, "rollout-1")
+    assert list(calls._watched) == ["rollout-0.run()", "rollout-0.evaluate()", "rollout-1.evaluate()"]
+    calls.forget(Stage.EVALUATION)
+    assert list(calls._watched) == ["rollout-0.run()"]
+
+
+def test_a_call_that_fails_ends_the_run_and_names_its_stage(calls: Any, fake: FakeRay) -> None:
+    calls.watch_all(["queue.lost()"], Stage.QUEUE)
+    fake.values["queue.lost()"] = failed("journal.sqlite: damaged")
+    with pytest.raises(RunError, match=r"^queue: journal\.sqlite: damaged$"):
+        calls.drain(Stage.QUEUE)
+
+
+def test_where_one_rank_failed_because_another_died_the_death_is_the_reason(fake: FakeRay) -> None:
+    deaths: list[str] = []
+
+    def lost(name: str, error: Exception) -> None:
+        deaths.append(f"{name}: {error}")
+        raise LearnerLost(str(error))
+
+    calls: Any = Calls(lost, lambda doing: None)
+    fake.values["rank-0.update()"] = failed("the collective was ended")
+    fake.dead.add("rank-1")
+    with pytest.raises(LearnerLost):
+        calls.wait(["rank-0.update()", "rank-1.update()"], "update 3")
+    assert deaths == ["update 3: rank-1 has died"]
+
+
+def test_a_call_whose_actor_died_is_made_again_of_another(calls: Any, fake: FakeRay) -> None:
+    seen: list[int] = []
+    calls.watch("a.ask()", Stage.EVALUATION, seen.append, again=lambda: "b.ask()")
+    fake.dead.add("a")
+    fake.values["b.ask()"] = 5
+    calls.drain(Stage.EVALUATION)
+    assert seen == [5]
+
+
+def test_a_stall_is_counted_from_the_last_answer_that_was_waited_for(calls: Any, fake: FakeRay) -> None:
+    fake.now += 50
+    fake.values["a.first()"] = 1
+    calls.wait(["a.first()"], "one")
+    fake.now += 9
+    calls.check_stall(10, "update 1", str)
+    fake.now += 1
+    with pytest.raises(RunError, match=r"^nothing has progressed for 10 s: the driver waits for update 1; why$"):
+        calls.check_stall(10, "update 1", lambda: "why")
+
+
+def test_an_engine_may_take_as_long_to_start_as_its_configuration_says(driver_case: Callable[..., Case]) -> None:
+    run = driver_case(2, "rollout.engine={kind='sglang', start_s=500}")
+    for seat in run.crew.seats:
+        seat.at_work = False
+    run.ray.now += 700
+    run.tick("update 1")
+    run.crew.generating = False
+    with pytest.raises(RunError, match="progressed for 300 s"):
+        run.tick("loading the model")
+    run.crew.generating = True
+    run.ray.now += 200
+    with pytest.raises(RunError, match=r"progressed for 800 s.*have not started: rollout-0, rollout-1"):
+        run.tick("update 1")
+    run.crew._start(run.crew.seats[0])
+    run.load_all()
+    run.tick("update 1")
+    run.ray.now += 400
+    with pytest.raises(RunError, match=r"progressed for 300 s.*the queue gives no answer.*not started: rollout-1$"):
+        run.tick("update 1")
