@@ -21,7 +21,7 @@ from streamppo.errors import Diverged, JournalError, RunError
 from streamppo.learner.group import LearnerGroup
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
-from streamppo.queue.source import Replayer
+from streamppo.queue.source import ArchiveSource, as_source
 from streamppo.telemetry import metrics_file as lines
 from streamppo.types import UpdateReport, decode
 
@@ -69,10 +69,9 @@ def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[i
     """(digest of every version, report of every update). Each configuration holds from its version on."""
     first = configs[0]
     init_ray(first)
-    replayer: Any = ray.remote(Replayer)
-    archive = replayer.options(num_cpus=0, max_concurrency=100).remote(str(run))
+    archive = ray.remote(ArchiveSource).options(num_cpus=0, max_concurrency=100).remote(str(run))
     place = Placement(first, rollout=False).rank
-    learner = LearnerGroup(first, msgspec.msgpack.encode(first), archive, place)
+    learner = LearnerGroup(first, msgspec.msgpack.encode(first), as_source(archive), place)
     ray.get(learner.setup(learner.rendezvous(), model_path(first, run), None))
     reports: list[UpdateReport] = []
     for version in range(last):

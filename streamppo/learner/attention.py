@@ -6,6 +6,7 @@ padded    [B, L], for sdpa and eager: causal attention keeps padding on the righ
 joined    [1, N], for flash-attn: rows end to end, told apart by where they begin; nothing is computed for padding
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.config.sections import FLASH, Model
-from streamppo.learner.batch import Packed
+from streamppo.learner.batch import PaddedBatch
 
+log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
 """Newest first; the major compute capabilities on which each has a deterministic backward pass."""
 
@@ -28,16 +30,16 @@ class Reading(NamedTuple):
     first_B: Tensor
 
 
-Layout = Callable[[Packed], Reading]
+Layout = Callable[[PaddedBatch], Reading]
 
 
-def padded(rows: Packed) -> Reading:
+def padded(rows: PaddedBatch) -> Reading:
     """Row after row, each as wide as the longest."""
     count_B, width_L = rows.inputs_BL.shape
     return Reading({"input_ids": rows.inputs_BL}, torch.arange(count_B, device=rows.start_B.device) * width_L)
 
 
-def joined(rows: Packed) -> Reading:
+def joined(rows: PaddedBatch) -> Reading:
     """One sequence without padding, in which positions begin again with every row.
 
     flash-attn gets the bounds as such. Every other implementation finds them in the positions and makes a mask of
@@ -93,4 +95,4 @@ def installed(name: str) -> bool:
 def _warn(text: str) -> None:
     """Once: policy, critic and reference of every rank choose alike."""
     if dist.get_rank() == 0:
-        print(f"warning: {text}", flush=True)
+        log.warning("warning: %s", text)

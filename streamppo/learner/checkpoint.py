@@ -90,6 +90,13 @@ class Saver:
             manifest.drop(final.parent, self._config.keep, self._config.keep_every)
 
 
+def own_group() -> dist.ProcessGroup:
+    """A new group of all ranks' CPU tensors, as a `Saver` needs it. A collective."""
+    made = dist.new_group(backend="gloo")
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Load one verified checkpoint in place, RNG included. A collective.
 

@@ -20,7 +20,7 @@ from streamppo.config.sections import Model
 from streamppo.errors import ModelError
 from streamppo.learner import attention, pretrained
 from streamppo.learner.attention import Layout, Reading
-from streamppo.learner.batch import Packed
+from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
 
 Part: TypeAlias = Literal["policy", "critic", "both"]
@@ -71,7 +71,7 @@ class Policy(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, rows: Packed, part: Part) -> Scored:
+    def forward(self, rows: PaddedBatch, part: Part) -> Scored:
         """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
         width_T, device = rows.mask_BT.shape[1], rows.start_B.device
         width_L, last_B = rows.inputs_BL.shape[1], rows.start_B + rows.length_B - 1
@@ -119,7 +119,7 @@ class Policy(nn.Module):
         return hidden_ND[reading.first_B[:, None] + at_BT]
 
 
-def nothing(rows: Packed) -> Scored:
+def nothing(rows: PaddedBatch) -> Scored:
     """Zeros in the shape of `rows`, in float32."""
     zeros_BT = torch.zeros(rows.mask_BT.shape, device=rows.mask_BT.device)
     zeros_B = torch.zeros(rows.start_B.shape, device=rows.start_B.device)

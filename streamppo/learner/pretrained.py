@@ -1,6 +1,7 @@
 """Where weights begin and end: Hugging Face folders or hub names; read in float32."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,18 @@ def write(lm: Any, tokenizer: Any, folder: Path) -> None:
             durable.flush(path)
         shutil.rmtree(folder, ignore_errors=True)
         durable.settle(folder)
+
+
+def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) -> None:
+    """Write the model and the tokenizer of `start` with other `weights`, by their Hugging Face names, at `folder`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lm = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, dtype))
+    parameters = dict(lm.named_parameters())
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+    write(lm, AutoTokenizer.from_pretrained(start), folder)
 
 
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
