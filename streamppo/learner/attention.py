@@ -1,4 +1,4 @@
-"""Which attention the learner computes with, and how rows are laid out for it.
+"""The learner's attention: the choice of one, and the layout of rows that it needs.
 
 B trajectories, L prompt + completion tokens (padded), N tokens of all rows without padding.
 
@@ -9,7 +9,7 @@ joined    [1, N], for flash-attn: rows end to end, told apart by where they begi
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,9 @@ RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_a
 
 
 class Reading(NamedTuple):
-    """Rows as a transformer reads them: its arguments, and where each row begins in its flattened output."""
+    """Rows as a transformer reads them: its arguments, and the place of each row in its flattened output."""
 
-    arguments: dict[str, Any]
+    arguments: dict[str, Tensor | int]
     first_B: Tensor
 
 
@@ -50,7 +50,7 @@ def joined(rows: PaddedBatch) -> Reading:
     inside_BL = place_BL < width_B[:, None]
     bounds = torch.nn.functional.pad(width_B.cumsum(0), (1, 0))
     longest, bounds_32 = int(width_B.max()), bounds.int()
-    arguments = {
+    arguments: dict[str, Tensor | int] = {
         "input_ids": rows.inputs_BL[inside_BL][None],
         "position_ids": place_BL[inside_BL][None],
         "cu_seq_lens_q": bounds_32,
@@ -62,12 +62,12 @@ def joined(rows: PaddedBatch) -> Reading:
 
 
 def layout(implementation: str) -> Layout:
-    """How rows are laid out for `implementation`."""
+    """The layout of rows for `implementation`."""
     return joined if implementation in FLASH else padded
 
 
 def choose(config: Model, device: str) -> str:
-    """transformers' name of the attention: what the configuration says, or the newest flash-attn that runs here.
+    """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
 
     Without one, SDPA: in float32 and on the CPU as a matter of course, else with a warning.
     """
@@ -84,7 +84,7 @@ def choose(config: Model, device: str) -> str:
 
 
 def installed(name: str) -> bool:
-    """Whether the flash-attn called `name` can be imported, and a GPU is there for it."""
+    """True if the flash-attn called `name` can be imported, and a GPU is there for it."""
     from transformers import utils
 
     # The newest of them is younger than the oldest transformers that we support.
@@ -93,6 +93,6 @@ def installed(name: str) -> bool:
 
 @cache
 def _warn(text: str) -> None:
-    """Once: policy, critic and reference of every rank choose alike."""
+    """Warn once, on rank 0: policy, critic and reference of every rank choose alike."""
     if dist.get_rank() == 0:
         log.warning("warning: %s", text)

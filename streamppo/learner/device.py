@@ -1,4 +1,4 @@
-"""Where a rank computes: the GPU that Ray gave it, or the CPU."""
+"""A rank's device, the GPU that Ray gave it or the CPU, and its process group."""
 
 import os
 

@@ -159,7 +159,7 @@ def _detached(*losses: Tensor) -> Tensor:
 def batch_metrics(
     batch: PaddedBatch, learner: Scored, passed_B: Tensor, estimate: Estimate, trained_BT: Tensor
 ) -> dict[str, float]:
-    """What the batch was like, before any of it was trained on; importance weights before any truncation.
+    """Describe the batch as it was before any of it was trained on; importance weights before any truncation.
 
     `learner` is the proximal policy on the rows `passed_B`, or what came nearest to it: the first pass over each row.
     """

@@ -80,7 +80,7 @@ def build(config: Config) -> Objective:
 
 
 def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
-    """How proximal log-probs come out of the current ones, or None where a pass comes before the first step."""
+    """The making of proximal log-probs from current ones, or None where a pass comes before the first step."""
     if choice.proximal == "loglinear":
         return proximal.loglinear
     return proximal.single_step if one_step and not choice.needs_proximal_first else None

@@ -1,9 +1,9 @@
-"""Where weights begin and end: Hugging Face folders or hub names; read in float32."""
+"""Models are read from Hugging Face folders or hub names, in float32, and written as such folders."""
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from streamppo import durable
 from streamppo.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class CriticStart(NamedTuple):
@@ -36,7 +39,7 @@ def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM", *
         raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
 
 
-def write(lm: Any, tokenizer: Any, folder: Path) -> None:
+def write(lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Put model and tokenizer at `folder`, which exists only when it is complete.
 
     Raises `ModelError` if the disk refuses.
@@ -100,7 +103,7 @@ def _at(path: str, attention: str, weights: bool) -> CriticStart:
     return CriticStart(model.base_model, model.score.weight.detach())
 
 
-def settings(path: str | Path) -> Any:
+def settings(path: str | Path) -> "PretrainedConfig":
     """The model's configuration. Raises `ModelError` if there is none."""
     from transformers import AutoConfig
 

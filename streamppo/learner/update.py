@@ -105,7 +105,10 @@ class Updater:
         return Updated(batch, targets, minibatches, start, scored)
 
     def metrics(self, updated: Updated) -> dict[str, float]:
-        """The numbers of an update, equal on every rank but for times. A collective."""
+        """Return the numbers of an update, equal on every rank but for times, and steer `beta` by them. A collective.
+
+        To be called once after each update.
+        """
         batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
         scored, passed_B = targets.scored, torch.ones_like(batch.truncated_B)
         if self.objective.anchor is not None:

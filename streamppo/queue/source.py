@@ -1,4 +1,4 @@
-"""Where a learner gets its batches: the protocol, and the archive in the place of the queue.
+"""Sources of a learner's batches: the protocol, and the archive in the place of the queue.
 
 The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`; neither knows which of the
 two the learner has.

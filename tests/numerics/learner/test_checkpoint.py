@@ -81,7 +81,7 @@ def carried_over(one: Updater, two: Updater, folder: Path) -> State:
 def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(folder: Path, tmp_path: Path) -> None:
     config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01")
     one, two = (case.updater(config, folder) for _ in range(2))
-    one.update(pad(case.batch()))
+    case.metrics(one, pad(case.batch()))
     one.bad_steps = 2
     state = carried_over(one, two, tmp_path)
     assert (state.version, state.beta, state.bad_steps) == (1, one.beta, 2)

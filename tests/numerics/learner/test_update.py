@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamppo.errors import UpdateError
-from streamppo.learner.batch import PaddedBatch, micro_batches, pad, unpadded
+from streamppo.learner.batch import PaddedBatch, micro_batches, pad, row_order, unpadded
 
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -323,7 +323,26 @@ def test_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> Non
             assert three_metrics[name] == pytest.approx(one_metrics[name], rel=1e-4, abs=1e-5), name
 
 
-# --- packing -------------------------------------------------------------------------------------------------
+# --- padding -------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_minibatches_is_the_same_in_every_python_and_process() -> None:
+    assert row_order(12, seed=0, version=3, epoch=0).tolist() == [3, 2, 0, 6, 10, 8, 4, 1, 7, 9, 5, 11]
+    assert row_order(12, seed=0, version=3, epoch=1).tolist() == [2, 1, 0, 8, 10, 11, 4, 5, 6, 9, 3, 7]
+    assert row_order(12, seed=0, version=4, epoch=0).tolist() == [10, 6, 7, 0, 11, 5, 4, 3, 1, 2, 9, 8]
+    assert row_order(12, seed=1, version=3, epoch=0).tolist() == [3, 9, 0, 11, 2, 7, 8, 10, 1, 5, 4, 6]
+
+
+@pytest.mark.usefixtures("alone")
+def test_minibatches_are_cut_from_that_order_in_every_epoch_anew(folder: Path) -> None:
+    choices = ("learner.minibatches=3", "learner.epochs=2")
+    updated = case.updater(case.config_of(*choices), folder).update(pad(case.batch(version=3)))
+    rows = [minibatch.rows.tolist() for minibatch in updated.minibatches]
+    assert [len(some) for some in rows] == [4] * 6
+    seed = case.config_of().seed
+    for epoch in (0, 1):
+        expected = row_order(case.BATCH, seed, version=3, epoch=epoch).tolist()
+        assert [row for some in rows[3 * epoch : 3 * epoch + 3] for row in some] == expected
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget_and_equal_counts() -> None:
@@ -353,7 +372,7 @@ def test_the_heaviest_rank_is_ahead_of_the_lightest_by_its_shortest_row_at_most(
         assert heaviest.sum() - min(int(tokens.sum()) for tokens in rows) <= heaviest.min()
 
 
-def test_packing_keeps_every_column_in_its_row() -> None:
+def test_padding_keeps_every_column_in_its_row() -> None:
     batch = case.batch()
     padded = pad(batch)
     for row, trajectory in enumerate(batch.trajectories):
