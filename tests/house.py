@@ -25,8 +25,6 @@ PATH_TO_BACKWARD = (
     ("learner/group", "update"),
     ("learner/rank", "update"),
     ("learner/update", "update"),
-    ("learner/update", "_optimize"),
-    ("learner/update", "_backward"),
 )
 """The frames between the command and `.backward()`: each function calls the next, the last one calls `.backward()`."""
 

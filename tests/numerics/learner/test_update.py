@@ -98,6 +98,13 @@ def test_target_kl_ends_an_update_before_the_step_that_would_go_too_far(folder: 
 
 
 @pytest.mark.usefixtures("alone")
+def test_after_an_early_stop_the_policy_passes_over_nothing_more(folder: Path) -> None:
+    choices = ("learner.epochs=4", "learner.lr=0.01", "algorithm.target_kl=0.001")
+    minibatches = case.updater(case.config_of(*choices), folder).update(pad(case.batch())).minibatches
+    assert [minibatch.stopped_early for minibatch in minibatches] == [False, True]
+
+
+@pytest.mark.usefixtures("alone")
 def test_losses_are_means_over_minibatches_whether_or_not_each_became_a_step(folder: Path) -> None:
     twice = ("learner.epochs=2", "learner.lr=0.01")
     _, stepped = updated(folder, *twice)
