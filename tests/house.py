@@ -21,8 +21,6 @@ PATH_TO_BACKWARD = (
     ("run", "train"),
     ("learner/rank", "update"),
     ("learner/update", "update"),
-    ("learner/update", "_optimize"),
-    ("learner/update", "_backward"),
 )
 """The frames between the command and `.backward()`: each function calls the next, the last one calls `.backward()`."""
 

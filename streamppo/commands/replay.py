@@ -21,7 +21,7 @@ from streamppo.driver.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
-from streamppo.queue.source import Replayer
+from streamppo.queue.source import ArchiveSource, as_source
 from streamppo.telemetry import metrics_file as lines
 from streamppo.types import UpdateReport, decode
 
@@ -69,9 +69,8 @@ def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[i
     """(digest of every version, report of every update). Each configuration holds from its version on."""
     first = configs[0]
     init_ray(first)
-    replayer: Any = ray.remote(Replayer)
-    archive = replayer.options(num_cpus=0, max_concurrency=100).remote(str(run))
-    ranks = make_ranks(first, archive, Placement(first, rollout=False))
+    archive = ray.remote(ArchiveSource).options(num_cpus=0, max_concurrency=100).remote(str(run))
+    ranks = make_ranks(first, as_source(archive), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
     ray.get([rank.setup.remote(address, model_path(first, run), None) for rank in ranks])
     reports: list[UpdateReport] = []

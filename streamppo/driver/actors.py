@@ -10,6 +10,7 @@ from streamppo.config.sections import Config, model_path
 from streamppo.driver.placement import Placement
 from streamppo.learner.rank import Rank
 from streamppo.queue.actor import QueueActor
+from streamppo.queue.source import BatchSource
 from streamppo.rollout.actor import RolloutActor
 from streamppo.types import encode
 
@@ -39,7 +40,9 @@ def make_rollout(
     return actor.remote(encode(config), name, queue, reward_models)
 
 
-def make_ranks(config: Config, queue: Any, placement: Placement, group: int = 0) -> "list[ActorProxy[Rank]]":
+def make_ranks(
+    config: Config, queue: "ActorProxy[BatchSource]", placement: Placement, group: int = 0
+) -> "list[ActorProxy[Rank]]":
     """The learner's ranks, rank 0 first; `group` counts the groups of ranks that a run has had.
 
     Wait for the same call of all of them: where one rank fails, the others stand in a collective that never ends.

@@ -30,6 +30,7 @@ from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.placement import Placement, refuse_impossible
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
+from streamppo.queue.source import as_source
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.record import Record
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
@@ -69,7 +70,7 @@ class Stages:
         )
         self.crew.resize(config.rollout.actors)
         self._groups = itertools.count()
-        self.ranks = make_ranks(config, self.queue, self._placement, next(self._groups))
+        self.ranks = make_ranks(config, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = True
 
     def begin(self, version: int) -> int:
@@ -90,7 +91,7 @@ class Stages:
             for rank in self.ranks:
                 kill(rank)
             self.calls.forget(Stage.CHECKPOINT)
-            self.ranks = make_ranks(self.config, self.queue, self._placement, next(self._groups))
+            self.ranks = make_ranks(self.config, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = False
         model = model_path(self.config, self.folder)
         if self.config.model.path == BUILTIN:

@@ -1,4 +1,4 @@
-"""Which attention the learner computes with, and how rows are laid out for it.
+"""The learner's attention: the choice of one, and the layout of rows that it needs.
 
 B trajectories, L prompt + completion tokens (padded), N tokens of all rows without padding.
 
@@ -6,38 +6,40 @@ padded    [B, L], for sdpa and eager: causal attention keeps padding on the righ
 joined    [1, N], for flash-attn: rows end to end, told apart by where they begin; nothing is computed for padding
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.config.sections import FLASH, Model
-from streamppo.learner.batch import Packed
+from streamppo.learner.batch import PaddedBatch
 
+log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
 """Newest first; the major compute capabilities on which each has a deterministic backward pass."""
 
 
 class Reading(NamedTuple):
-    """Rows as a transformer reads them: its arguments, and where each row begins in its flattened output."""
+    """Rows as a transformer reads them: its arguments, and the place of each row in its flattened output."""
 
-    arguments: dict[str, Any]
+    arguments: dict[str, Tensor | int]
     first_B: Tensor
 
 
-Layout = Callable[[Packed], Reading]
+Layout = Callable[[PaddedBatch], Reading]
 
 
-def padded(rows: Packed) -> Reading:
+def padded(rows: PaddedBatch) -> Reading:
     """Row after row, each as wide as the longest."""
     count_B, width_L = rows.inputs_BL.shape
     return Reading({"input_ids": rows.inputs_BL}, torch.arange(count_B, device=rows.start_B.device) * width_L)
 
 
-def joined(rows: Packed) -> Reading:
+def joined(rows: PaddedBatch) -> Reading:
     """One sequence without padding, in which positions begin again with every row.
 
     flash-attn gets the bounds as such. Every other implementation finds them in the positions and makes a mask of
@@ -48,7 +50,7 @@ def joined(rows: Packed) -> Reading:
     inside_BL = place_BL < width_B[:, None]
     bounds = torch.nn.functional.pad(width_B.cumsum(0), (1, 0))
     longest, bounds_32 = int(width_B.max()), bounds.int()
-    arguments = {
+    arguments: dict[str, Tensor | int] = {
         "input_ids": rows.inputs_BL[inside_BL][None],
         "position_ids": place_BL[inside_BL][None],
         "cu_seq_lens_q": bounds_32,
@@ -60,12 +62,12 @@ def joined(rows: Packed) -> Reading:
 
 
 def layout(implementation: str) -> Layout:
-    """How rows are laid out for `implementation`."""
+    """The layout of rows for `implementation`."""
     return joined if implementation in FLASH else padded
 
 
 def choose(config: Model, device: str) -> str:
-    """transformers' name of the attention: what the configuration says, or the newest flash-attn that runs here.
+    """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
 
     Without one, SDPA: in float32 and on the CPU as a matter of course, else with a warning.
     """
@@ -82,7 +84,7 @@ def choose(config: Model, device: str) -> str:
 
 
 def installed(name: str) -> bool:
-    """Whether the flash-attn called `name` can be imported, and a GPU is there for it."""
+    """True if the flash-attn called `name` can be imported, and a GPU is there for it."""
     from transformers import utils
 
     # The newest of them is younger than the oldest transformers that we support.
@@ -91,6 +93,6 @@ def installed(name: str) -> bool:
 
 @cache
 def _warn(text: str) -> None:
-    """Once: policy, critic and reference of every rank choose alike."""
+    """Warn once, on rank 0: policy, critic and reference of every rank choose alike."""
     if dist.get_rank() == 0:
-        print(f"warning: {text}", flush=True)
+        log.warning("warning: %s", text)

@@ -4,6 +4,7 @@ B trajectories, L prompt + completion tokens (padded), T completion tokens (padd
 causal attention no real token ever sees padding, so no attention mask is needed.
 """
 
+import hashlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ from streamppo.algorithms.layout import on_last_token
 from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 
-class Packed(NamedTuple):
-    """One batch as tensors.
+class PaddedBatch(NamedTuple):
+    """One batch as tensors, each row padded on the right to the longest.
 
     `mask_BT` are the tokens that the policy sampled, `fresh_BT` those of them that max_lag still allows to train.
     `lag_BT` is version - the token's version. `rewards_BT` sums to `reward_B`; `components` are means over the
@@ -41,13 +42,13 @@ class Packed(NamedTuple):
     prompt_B: Tensor
     components: Mapping[str, float]
 
-    def to(self, device: torch.device) -> "Packed":
+    def to(self, device: torch.device) -> "PaddedBatch":
         """The same batch on `device`."""
         return self._replace(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
-    def rows(self, index: Tensor) -> "Packed":
-        """The trajectories `index`, cut to the longest of them."""
-        picked = {name: tensor[index] for name, tensor in self._tensors().items()}
+    def select(self, rows: Tensor) -> "PaddedBatch":
+        """The trajectories at `rows`, cut to the longest of them."""
+        picked = {name: tensor[rows] for name, tensor in self._tensors().items()}
         width_L = int((picked["start_B"] + picked["length_B"]).max())
         width_T = int(picked["length_B"].max())
         for name, tensor in picked.items():
@@ -59,16 +60,16 @@ class Packed(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
 
-def pack(batch: Batch) -> Packed:
+def pad(batch: Batch) -> PaddedBatch:
     """Right-padded CPU tensors of a whole batch."""
-    rows = batch.trajectories
-    start_B = torch.tensor([len(row.prompt_tokens) // 4 for row in rows])
-    length_B = torch.tensor([row.num_tokens for row in rows])
-    mask_BT = torch.from_numpy(_padded([flags(row.mask) for row in rows], False))
-    versions_BT = torch.from_numpy(_padded([ints(row.versions) for row in rows], batch.version)).long()
-    inputs = [np.concatenate([ints(row.prompt_tokens), ints(row.tokens)]) for row in rows]
-    reward_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
-    return Packed(
+    trajectories = batch.trajectories
+    start_B = torch.tensor([len(one.prompt_tokens) // 4 for one in trajectories])
+    length_B = torch.tensor([one.num_tokens for one in trajectories])
+    mask_BT = torch.from_numpy(_padded([flags(one.mask) for one in trajectories], False))
+    versions_BT = torch.from_numpy(_padded([ints(one.versions) for one in trajectories], batch.version)).long()
+    inputs = [np.concatenate([ints(one.prompt_tokens), ints(one.tokens)]) for one in trajectories]
+    reward_B = torch.tensor([one.reward for one in trajectories], dtype=torch.float32)
+    return PaddedBatch(
         version=batch.version,
         inputs_BL=torch.from_numpy(_padded(inputs, 0)).long(),
         start_B=start_B,
@@ -76,28 +77,28 @@ def pack(batch: Batch) -> Packed:
         mask_BT=mask_BT,
         fresh_BT=mask_BT & (versions_BT >= batch.min_version),
         lag_BT=batch.version - versions_BT,
-        behavior_logprobs_BT=torch.from_numpy(_padded([floats(row.logprobs) for row in rows], 0.0)),
+        behavior_logprobs_BT=torch.from_numpy(_padded([floats(one.logprobs) for one in trajectories], 0.0)),
         reward_B=reward_B,
-        rewards_BT=_rewards(rows, reward_B, mask_BT),
-        truncated_B=torch.tensor([row.finish == "length" for row in rows]),
-        prompt_B=torch.tensor([row.identity.prompt for row in rows]),
-        components=_components(rows),
+        rewards_BT=_rewards(trajectories, reward_B, mask_BT),
+        truncated_B=torch.tensor([one.finish == "length" for one in trajectories]),
+        prompt_B=torch.tensor([one.identity.prompt for one in trajectories]),
+        components=_components(trajectories),
     )
 
 
-def _rewards(rows: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tensor) -> Tensor:
+def _rewards(trajectories: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tensor) -> Tensor:
     """A trajectory's own token rewards, or its reward on the last token that the policy sampled."""
     rewards_BT = on_last_token(reward_B, mask_BT)
-    for place_T, row in zip(rewards_BT, rows, strict=True):
-        if row.token_rewards:
-            place_T[: row.num_tokens] = torch.from_numpy(floats(row.token_rewards).copy())
+    for rewards_T, trajectory in zip(rewards_BT, trajectories, strict=True):
+        if trajectory.token_rewards:
+            rewards_T[: trajectory.num_tokens] = torch.from_numpy(floats(trajectory.token_rewards).copy())
     return rewards_BT
 
 
-def _components(rows: Sequence[Trajectory]) -> dict[str, float]:
+def _components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     totals: defaultdict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        for name, value in row.components.items():
+    for trajectory in trajectories:
+        for name, value in trajectory.components.items():
             totals[name].append(value)
     return {name: sum(values) / len(values) for name, values in totals.items()}
 
@@ -115,10 +116,19 @@ def unpadded(column_BT: Tensor, length_B: Tensor) -> bytes:
     return column_BT[valid_BT].cpu().numpy().astype("<f4").tobytes()
 
 
+def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
+    """The order in which an epoch goes over its rows: it depends on these numbers alone, in every Python and process.
+
+    The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
+    """
+    digest = hashlib.blake2b(f"{seed} {version} {epoch}".encode(), digest_size=8).digest()
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+
+
 def micro_batches(
-    index: Tensor, tokens_B: Tensor, budget: int, ranks: int, *, padded: bool = True
+    rows: Tensor, tokens_B: Tensor, budget: int, ranks: int, *, padded: bool = True
 ) -> list[list[Tensor]]:
-    """Split the rows `index` into micro-batches of at most `budget` tokens; entry r is for rank r.
+    """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
     Where rows are `padded`, each counts as many tokens as the longest of its micro-batch.
 
@@ -126,17 +136,17 @@ def micro_batches(
     micro-batch is empty. Longest first, each row goes to the rank with the fewest tokens so far, so that padding is
     short and loads are equal to within one row. A row that is longer than the budget gets a micro-batch of its own.
     """
-    order = index[torch.argsort(tokens_B[index], descending=True, stable=True)]
+    by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for row, tokens in zip(order.tolist(), tokens_B[order].tolist(), strict=True):
+    for row, tokens in zip(by_length.tolist(), tokens_B[by_length].tolist(), strict=True):
         lightest = loads.index(min(loads))
         dealt[lightest].append(row)
         loads[lightest] += tokens
     split = _split_padded if padded else _split_joined
-    shares = [split(mine := index.new_tensor(rows), tokens_B[mine].tolist(), budget) for rows in dealt]
+    shares = [split(mine := torch.tensor(some, dtype=torch.long), tokens_B[mine].tolist(), budget) for some in dealt]
     most = max(map(len, shares))
-    return [share + [order[:0]] * (most - len(share)) for share in shares]
+    return [share + [by_length[:0]] * (most - len(share)) for share in shares]
 
 
 def _split_padded(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:

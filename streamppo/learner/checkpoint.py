@@ -55,16 +55,17 @@ class Saver:
         if dist.get_rank() == 0:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
         tensors = _tensors(policy, optimizer)
-        written: Any = dcp.async_save(tensors, checkpoint_id=durable.aside(final), process_group=self._group)
+        written = dcp.async_save(tensors, checkpoint_id=durable.aside(final), process_group=self._group)
+        assert isinstance(written, Future), "async_save gives a future unless it is asked for more"
         self._under_way = self._thread.submit(self._complete, final, state, written, pushed)
 
     def wait(self) -> None:
-        """Until the last checkpoint has its name. Raises `CheckpointError` if the disk refused it."""
+        """Wait until the last checkpoint has its name. Raises `CheckpointError` if the disk refused it."""
         if self._under_way is not None:
             self._under_way.result()
 
     def check(self) -> None:
-        """What `wait` raises, without waiting."""
+        """Raise the error that `wait` would raise, without waiting."""
         if self._under_way is not None and self._under_way.done():
             self._under_way.result()
 
@@ -74,7 +75,7 @@ class Saver:
         dist.broadcast_object_list(found, group=self._group, group_src=0)
         return found[0]
 
-    def _complete(self, final: Path, state: State, written: "Future[Any]", pushed: "Future[Pushed]") -> None:
+    def _complete(self, final: Path, state: State, written: "Future[object]", pushed: "Future[Pushed]") -> None:
         try:
             written.result()
         except dcp.api.CheckpointException as error:
@@ -82,12 +83,19 @@ class Saver:
             raise CheckpointError(f"{final}: cannot be written: {reasons[0]}") from error
         if dist.get_rank() != 0:
             return
-        # A version that nobody knows must not be gone on from.
+        # A run must never go on from a version that the queue does not know.
         whole = msgspec.structs.replace(state, digest=pushed.result().digest)
         with durable.naming(final, CheckpointError):
             manifest.write(durable.aside(final), whole)
             durable.settle(final)
             manifest.drop(final.parent, self._config.keep, self._config.keep_every)
+
+
+def own_group() -> dist.ProcessGroup:
+    """A new group of all ranks' CPU tensors, as a `Saver` needs it. A collective."""
+    made = dist.new_group(backend="gloo")
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:

@@ -1,4 +1,4 @@
-"""Where a rank computes: the GPU that Ray gave it, or the CPU."""
+"""A rank's device, the GPU that Ray gave it or the CPU, and its process group."""
 
 import os
 
@@ -8,10 +8,10 @@ import torch.distributed as dist
 from streamppo.errors import RunError
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
-"""What cuBLAS and flash-attn (by transformers) are told by the environment, before they are used for the first time."""
+"""Told to cuBLAS and flash-attn (by transformers) by the environment, before they are used for the first time."""
 
 
-def take(gpus: float) -> torch.device:
+def acquire(gpus: float) -> torch.device:
     """This process's device: the only GPU that it sees, made deterministic; the CPU, if it asked for none.
 
     Redone updates must make the same bits, so every operation on a GPU is the deterministic one, and one that has none

@@ -3,7 +3,6 @@
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,22 +10,18 @@ from torch import Tensor
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.aggregate import Denominators, aggregate
 from streamppo.algorithms.corrections import Correction
+from streamppo.algorithms.diagnostics import update_sums
 from streamppo.algorithms.kl import kl_loss
 from streamppo.algorithms.value_losses import value_loss
-from streamppo.config.sections import Config
-from streamppo.learner.batch import Packed
-from streamppo.learner.metrics import Sums
+from streamppo.config.algorithm import Algorithm
+from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.metrics import PolicyPass, Sums
 from streamppo.learner.objective import Objective
 from streamppo.learner.policy import Part, Scored
 
-Cut = Callable[[Tensor], Tensor]
-"""[B, T] of the batch -> [b, T] of a micro-batch, as wide as its longest row."""
-Average = Callable[[Tensor], Tensor]
-"""[b, T] per-token losses -> their share of the minibatch's average."""
-
 
 class Targets(NamedTuple):
-    """What stays fixed while one batch is trained on, all [B, T] on every rank.
+    """Everything that stays fixed while one batch is trained on, all [B, T] on every rank.
 
     `trained_BT` are the tokens that enter the loss: sampled by the policy, young enough, of a group that teaches.
     Without a `correction`, `scored` has no log-probs either: both are made in passing by `Objective.anchor`.
@@ -39,79 +34,116 @@ class Targets(NamedTuple):
     reference_BT: Tensor | None
 
 
-class Loss:
-    """The losses of one update; what they are made of is added to `sums`."""
+class Share(NamedTuple):
+    """A micro-batch's part of its minibatch: a differentiable scalar, and the numbers of this rank to add up.
 
-    def __init__(self, objective: Objective, config: Config, batch: Packed, targets: Targets, sums: Sums) -> None:
-        self.objective = objective
-        self.config = config
-        self.batch = batch
-        self.targets = targets
-        self.sums = sums
+    `policy_pass` is None where the policy had no row to learn from.
+    """
 
-    def of(self, rows: Tensor, part: Part, current: Scored, counts: Denominators) -> Tensor:
-        """The share of `rows`, given what the policy says about them; differentiable."""
+    loss: Tensor
+    sums: Sums
+    policy_pass: PolicyPass | None
+
+
+class Loss(NamedTuple):
+    """The losses of one update: from rows and their current scores to a share of the loss, without side effects."""
+
+    objective: Objective
+    algorithm: Algorithm
+    batch: PaddedBatch
+    targets: Targets
+
+    def share(self, rows: Tensor, part: Part, current: Scored, counts: Denominators) -> Share:
+        """The share of `rows`, scored as `current`, in a minibatch whose global counts are `counts`."""
         if not len(rows):
-            # What learns on the other ranks takes part in the collective backward, with a gradient of exactly zero.
-            columns = {"policy": current[:2], "critic": current[2:], "both": current}[part]
-            return sum(column.sum() * 0.0 for column in columns)  # pyright: ignore[reportReturnType]
-        width_T = current.logprobs_BT.shape[1]
-        trained_bT, lengths_b = self.targets.trained_BT[rows, :width_T], self.batch.mask_BT[rows].sum(-1)
+            return Share(_zero_gradient(part, current), Sums.zero(current.logprobs_BT.device), None)
+        piece = _Piece(self, rows, current, counts)
+        match part:
+            case "policy":
+                return piece.policy()
+            case "critic":
+                return piece.critic()
+            case "both":
+                policy, critic = piece.policy(), piece.critic()
+                return policy._replace(loss=policy.loss + critic.loss, sums=policy.sums.plus(critic.sums))
 
-        def cut(whole_BT: Tensor) -> Tensor:
-            return whole_BT[rows, :width_T]
 
-        def average(loss_bT: Tensor) -> Tensor:
-            return aggregate(loss_bT, trained_bT, self.config.algorithm.aggregation, counts, lengths_b)
+class _Piece(NamedTuple):
+    """One micro-batch: `rows` of the batch, as wide as the longest of them."""
 
-        total = current.logprobs_BT.new_zeros(())
-        if part != "critic":
-            total = total + self._policy(rows, cut, average, current)
-        if part != "policy":
-            total = total + self._value(cut, average, current)
-        return total
+    whole: Loss
+    rows: Tensor
+    current: Scored
+    counts: Denominators
 
-    def _policy(self, rows: Tensor, cut: Cut, average: Average, current: Scored) -> Tensor:
-        config, targets, trained_bT = self.config.algorithm, self.targets, cut(self.targets.trained_BT)
-        proximal_bT, weights_bT = self._anchored(cut, current)
-        policy = self.objective.policy_loss(
-            current.logprobs_BT, proximal_bT, cut(targets.estimate.advantages), trained_bT
-        )
-        losses = {"policy_loss": average(policy.loss * weights_bT), "entropy": average(current.entropy_BT)}
-        total = losses["policy_loss"] - config.entropy * losses["entropy"]
-        if targets.reference_BT is not None and config.kl.loss_beta:
-            divergence_bT = kl_loss(
-                current.logprobs_BT,
-                cut(targets.reference_BT),
-                trained_bT,
-                kind=config.kl.loss_estimator,
-                straight_through=config.kl.straight_through,
-            )
-            total = total + config.kl.loss_beta * average(divergence_bT)
-        self.sums.add_losses(losses)
-        self.sums.add_tokens(rows, policy, current.logprobs_BT, proximal_bT, trained_bT)
-        return total
+    def policy(self) -> Share:
+        """The policy's loss, its entropy bonus and the penalty for leaving the reference."""
+        config, trained_bT, logprobs_bT = self.whole.algorithm, self.trained_bT, self.current.logprobs_BT
+        proximal_bT, weights_bT = self.anchored()
+        advantages_bT = self.cut(self.whole.targets.estimate.advantages)
+        tokens = self.whole.objective.policy_loss(logprobs_bT, proximal_bT, advantages_bT, trained_bT)
+        loss, entropy = self.average(tokens.loss * weights_bT), self.average(self.current.entropy_BT)
+        total = loss - config.entropy * entropy
+        if self.whole.targets.reference_BT is not None and config.kl.loss_beta:
+            total = total + config.kl.loss_beta * self.average(self.divergence(self.whole.targets.reference_BT))
+        logprobs_bT = logprobs_bT.detach()
+        token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, tokens.clipped)
+        sums = Sums.of_policy(loss, entropy, token_sums_6)
+        return Share(total, sums, PolicyPass(self.rows, logprobs_bT.float(), tokens.ratio.float()))
 
-    def _anchored(self, cut: Cut, current: Scored) -> tuple[Tensor, Tensor]:
-        """Proximal log-probs and importance weights: known before the first step, or made of the current ones."""
-        if self.targets.correction is not None:
-            return cut(self.targets.scored.logprobs_BT), cut(self.targets.correction.weights)
-        assert self.objective.anchor is not None
-        behavior_bT, mask_bT = cut(self.batch.behavior_logprobs_BT), cut(self.batch.mask_BT)
-        proximal_bT = self.objective.anchor(behavior_bT, current.logprobs_BT, cut(self.batch.lag_BT), mask_bT)
-        return proximal_bT, self.objective.correct(proximal_bT, behavior_bT, mask_bT).weights
-
-    def _value(self, cut: Cut, average: Average, current: Scored) -> Tensor:
-        config = self.config.algorithm.critic
-        critic = value_loss(
-            current.values_BT,
-            cut(self.targets.scored.values_BT),
-            cut(self.targets.estimate.returns),
-            cut(self.targets.trained_BT),
+    def critic(self) -> Share:
+        """The critic's loss, times its coefficient."""
+        config, targets = self.whole.algorithm.critic, self.whole.targets
+        found = value_loss(
+            self.current.values_BT,
+            self.cut(targets.scored.values_BT),
+            self.cut(targets.estimate.returns),
+            self.trained_bT,
             clip=config.clip or None,
             kind=config.loss,
             huber_delta=config.huber or 1.0,
         )
-        losses = {"value_loss": average(critic.loss), "value_clip_fraction": average(critic.clipped.float())}
-        self.sums.add_losses(losses)
-        return config.coefficient * losses["value_loss"]
+        loss, clipped = self.average(found.loss), self.average(found.clipped.float())
+        return Share(config.coefficient * loss, Sums.of_critic(loss, clipped), None)
+
+    @property
+    def trained_bT(self) -> Tensor:
+        """The tokens of the piece that enter the loss."""
+        return self.cut(self.whole.targets.trained_BT)
+
+    def cut(self, whole_BT: Tensor) -> Tensor:
+        """[B, T] of the batch -> [b, T] of the piece."""
+        return whole_BT[self.rows, : self.current.logprobs_BT.shape[1]]
+
+    def average(self, loss_bT: Tensor) -> Tensor:
+        """Per-token losses -> their share of the minibatch's average; lengths count tokens that are too old as well."""
+        lengths_b = self.whole.batch.mask_BT[self.rows].sum(-1)
+        return aggregate(loss_bT, self.trained_bT, self.whole.algorithm.aggregation, self.counts, lengths_b)
+
+    def anchored(self) -> tuple[Tensor, Tensor]:
+        """Proximal log-probs and importance weights: known before the first step, or made of the current ones."""
+        objective, targets, batch = self.whole.objective, self.whole.targets, self.whole.batch
+        if targets.correction is not None:
+            return self.cut(targets.scored.logprobs_BT), self.cut(targets.correction.weights)
+        assert objective.anchor is not None
+        behavior_bT, mask_bT = self.cut(batch.behavior_logprobs_BT), self.cut(batch.mask_BT)
+        proximal_bT = objective.anchor(behavior_bT, self.current.logprobs_BT, self.cut(batch.lag_BT), mask_bT)
+        return proximal_bT, objective.correct(proximal_bT, behavior_bT, mask_bT).weights
+
+    def divergence(self, reference_BT: Tensor) -> Tensor:
+        """The per-token KL to the reference, as a loss."""
+        config = self.whole.algorithm.kl
+        return kl_loss(
+            self.current.logprobs_BT,
+            self.cut(reference_BT),
+            self.trained_bT,
+            kind=config.loss_estimator,
+            straight_through=config.straight_through,
+        )
+
+
+def _zero_gradient(part: Part, current: Scored) -> Tensor:
+    """A loss for a rank without rows: it takes part in the collective backward, with a gradient of exactly zero."""
+    columns = {"policy": current[:2], "critic": current[2:], "both": current}[part]
+    first, *others = (column.sum() * 0.0 for column in columns)
+    return sum(others, start=first)

@@ -1,4 +1,4 @@
-"""Which checkpoints are complete, and whether their files are what was written. Needs no torch.
+"""Manifests say which checkpoints are complete, and that their files are as they were written. Needs no torch.
 
 runs/NAME/checkpoints/00000050/        one folder for each version
     *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer, RNG of every rank
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds besides tensors.
+    """The part of a checkpoint that is no tensor.
 
     `version` is the queue's position too: batch number `version` is the next to be trained on. `digest` is that of the
     weights as they were pushed, known when they are published; `beta` the adaptive weight of the KL in the reward.

@@ -1,117 +1,165 @@
-"""The numbers of one update.
+"""The numbers of one update: values that every micro-batch and minibatch returns, and their means over all ranks.
 
 B trajectories, b rows of a micro-batch, T completion tokens (padded).
 """
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.algorithms.advantages import Estimate
-from streamppo.algorithms.diagnostics import off_policy, ratio_quantiles, update_statistics_of, update_sums
+from streamppo.algorithms.diagnostics import off_policy, ratio_quantiles, update_statistics_of
 from streamppo.algorithms.groups import zero_variance
-from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.algorithms.value_losses import explained_variance
-from streamppo.learner.batch import Packed
+from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.policy import Part, Scored
 
-LOSSES = ("policy_loss", "entropy", "value_loss", "value_clip_fraction")
-VALUE_LOSSES = 2
-"""So many of them, at the end, are the critic's."""
+POLICY_LOSSES = ("policy_loss", "entropy")
+CRITIC_LOSSES = ("value_loss", "value_clip_fraction")
 
 
-class Sums:
-    """Running sums over the micro-batches of one update; `means` and `first_logprobs` add them over ranks.
+class Sums(NamedTuple):
+    """Shares of losses and sums over tokens, detached and in float64: they add up over micro-batches and ranks.
 
-    Every minibatch begins on all ranks alike; of its rows, each rank adds what it was dealt, in every epoch anew.
+    `policy_2` are those of `POLICY_LOSSES`, `critic_2` of `CRITIC_LOSSES`, `tokens_6` those of `update_sums`.
     """
 
-    def __init__(self, mask_BT: Tensor, group: dist.ProcessGroup) -> None:
-        self.update = torch.zeros(6, dtype=torch.float64, device=mask_BT.device)
-        self.stopped_early = 0
-        self.bad_steps = 0
-        self._group = group
-        self._losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=mask_BT.device)
-        self._ratio_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
-        self._seen_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
-        self._first_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
-        self._passes_B = torch.zeros(len(mask_BT), dtype=torch.long, device=mask_BT.device)
-        self._minibatches = {True: 0, False: 0}
-        self._norms: dict[bool, list[float]] = {True: [], False: []}
+    policy_2: Tensor
+    critic_2: Tensor
+    tokens_6: Tensor
 
-    def begin(self, rows: Tensor, part: Part) -> None:
-        """A minibatch. What any rank keeps of the policy's pass over these rows before is replaced."""
-        self._minibatches[part == "critic"] += 1
-        if part != "critic":
+    @staticmethod
+    def zero(device: torch.device) -> "Sums":
+        """The sums of nothing."""
+        return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 2, 6)))
+
+    @staticmethod
+    def of_policy(loss: Tensor, entropy: Tensor, tokens_6: Tensor) -> "Sums":
+        """A micro-batch of the policy."""
+        return Sums.zero(loss.device)._replace(policy_2=_detached(loss, entropy), tokens_6=tokens_6)
+
+    @staticmethod
+    def of_critic(loss: Tensor, clip_fraction: Tensor) -> "Sums":
+        """A micro-batch of the critic."""
+        return Sums.zero(loss.device)._replace(critic_2=_detached(loss, clip_fraction))
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Both together."""
+        return Sums(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+class PolicyPass(NamedTuple):
+    """A pass of the policy over the rows of a micro-batch: log-probs, and ratios to the proximal policy, as float32."""
+
+    rows: Tensor
+    logprobs_bT: Tensor
+    ratio_bT: Tensor
+
+
+class Minibatch(NamedTuple):
+    """A minibatch that was passed over; `sums` and `passes` are this rank's part.
+
+    `rows`, on the CPU, are those of all ranks. `grad_norm` is None where no step was due, and not finite where the step
+    was left out. `stopped_early`: the policy had moved too far, so that its steps end before this one.
+    """
+
+    part: Part
+    rows: Tensor
+    sums: Sums
+    passes: Sequence[PolicyPass]
+    grad_norm: float | None
+    stopped_early: bool
+
+
+def first_logprobs(
+    minibatches: Iterable[Minibatch], like_BT: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """[B, T] log-probs of every row's first pass, and [B] which rows had one. A collective."""
+    first_BT = torch.zeros(like_BT.shape, device=like_BT.device)
+    passed_B = torch.zeros(len(like_BT), dtype=torch.bool, device=like_BT.device)
+    for minibatch in _of_policy(minibatches):
+        for rows, logprobs_bT, _ in minibatch.passes:
             # Rows are dealt out on the CPU: such indices read a GPU's tensors, and are not read by them.
-            rows = rows.to(self._passes_B.device)
-            self._passes_B[rows] += 1
-            self._ratio_BT[rows] = 0
-            self._seen_BT[rows] = 0
+            new_b = ~passed_B[rows.to(passed_B.device)]
+            first_BT[rows.to(passed_B.device)[new_b], : logprobs_bT.shape[1]] = logprobs_bT[new_b]
+        passed_B[minibatch.rows.to(passed_B.device)] = True
+    dist.all_reduce(first_BT, group=group)
+    return first_BT, passed_B
 
-    def add_losses(self, losses: dict[str, Tensor]) -> None:
-        """One micro-batch: its shares of the losses."""
-        zero = self._losses.new_zeros(())
-        self._losses += torch.stack([losses.get(name, zero).detach().double() for name in LOSSES])
 
-    def add_tokens(
-        self, rows: Tensor, policy: TokenLoss, logprobs_bT: Tensor, proximal_bT: Tensor, mask_bT: Tensor
-    ) -> None:
-        """One micro-batch of the policy: its token sums, and its log-probs if it is the first with these rows."""
-        width_T, logprobs_bT = mask_bT.shape[1], logprobs_bT.detach()
-        rows = rows.to(self._passes_B.device)
-        self.update += update_sums(logprobs_bT, proximal_bT, mask_bT, policy.clipped)
-        self._ratio_BT[rows, :width_T] = policy.ratio.float()
-        self._seen_BT[rows, :width_T] = mask_bT.float()
-        first_b = self._passes_B[rows] == 1
-        self._first_BT[rows[first_b], :width_T] = logprobs_bT[first_b].float()
+def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup) -> dict[str, float]:
+    """Losses per minibatch, a step taken of it or not, and token sums per token. A collective."""
+    total = Sums.zero(trained_BT.device)
+    for minibatch in minibatches:
+        total = total.plus(minibatch.sums)
+    for column in total:
+        dist.all_reduce(column, group=group)
+    passes = len(list(_of_policy(minibatches)))
+    critic_passes = len(minibatches) - passes or passes
+    policy_2, critic_2 = (total.policy_2 / passes).tolist(), (total.critic_2 / critic_passes).tolist()
+    statistics = update_statistics_of(total.tokens_6)
+    low, median, high = ratio_quantiles(*_last_ratios(minibatches, trained_BT, group))
+    policy, critic = (_norms(minibatches, of_critic=of_critic) for of_critic in (False, True))
+    own = {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
+    return {
+        **dict(zip(POLICY_LOSSES, policy_2, strict=True)),
+        **dict(zip(CRITIC_LOSSES, critic_2, strict=True)),
+        "proximal_kl_k1": statistics.k1,
+        "proximal_kl": statistics.k3,
+        "clip_fraction_high": statistics.clip_fraction_high,
+        "clip_fraction_low": statistics.clip_fraction_low,
+        "ratio_p01": low,
+        "ratio_p50": median,
+        "ratio_p99": high,
+        "grad_norm": sum(policy) / max(1, len(policy)),
+        "steps": float(len(policy)),
+        "bad_steps": float(sum(_is_bad(minibatch) for minibatch in minibatches)),
+        "stopped_early": float(any(minibatch.stopped_early for minibatch in minibatches)),
+        **own,
+    }
 
-    def kl_since(self, before: Tensor) -> float:
-        """KL(proximal || current), k3 per token, of what was added since `update` was `before`. A collective."""
-        sums = self.update - before
-        dist.all_reduce(sums, group=self._group)
-        return update_statistics_of(sums).k3
 
-    def add_step(self, grad_norm: float, *, critic: bool) -> None:
-        """One optimizer step, of the critic alone or not."""
-        self._norms[critic].append(grad_norm)
+def _last_ratios(
+    minibatches: Iterable[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """[B, T] ratios of every row's last pass, whichever rank made it, and [B, T] which of them there are."""
+    ratio_BT = torch.zeros(trained_BT.shape, device=trained_BT.device)
+    passed_B = torch.zeros(len(trained_BT), dtype=torch.bool, device=trained_BT.device)
+    for minibatch in _of_policy(minibatches):
+        everyones = minibatch.rows.to(passed_B.device)
+        passed_B[everyones], ratio_BT[everyones] = True, 0.0
+        for rows, _, ratio_bT in minibatch.passes:
+            ratio_BT[rows.to(passed_B.device), : ratio_bT.shape[1]] = ratio_bT
+    dist.all_reduce(ratio_BT, group=group)
+    return ratio_BT, trained_BT & passed_B[:, None]
 
-    def first_logprobs(self) -> tuple[Tensor, Tensor]:
-        """[B, T] log-probs of every row's first pass, and [B] which rows had one. A collective."""
-        dist.all_reduce(self._first_BT, group=self._group)
-        return self._first_BT, self._passes_B > 0
 
-    def means(self) -> dict[str, float]:
-        """Losses per minibatch, a step taken of it or not, and token sums per token. A collective."""
-        for tensor in (self.update, self._losses, self._ratio_BT, self._seen_BT):
-            dist.all_reduce(tensor, group=self._group)
-        policy, critic = self._norms[False], self._norms[True]
-        passes, critic_passes = self._minibatches[False], self._minibatches[True]
-        counts = [passes] * (len(LOSSES) - VALUE_LOSSES) + [critic_passes or passes] * VALUE_LOSSES
-        own = {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
-        statistics = update_statistics_of(self.update)
-        low, median, high = ratio_quantiles(self._ratio_BT, self._seen_BT > 0)
-        return {
-            **{name: value / n for name, value, n in zip(LOSSES, self._losses.tolist(), counts, strict=True)},
-            "proximal_kl_k1": statistics.k1,
-            "proximal_kl": statistics.k3,
-            "clip_fraction_high": statistics.clip_fraction_high,
-            "clip_fraction_low": statistics.clip_fraction_low,
-            "ratio_p01": low,
-            "ratio_p50": median,
-            "ratio_p99": high,
-            "grad_norm": sum(policy) / max(1, len(policy)),
-            "steps": float(len(policy)),
-            "bad_steps": float(self.bad_steps),
-            "stopped_early": float(self.stopped_early),
-            **own,
-        }
+def _of_policy(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
+    return (minibatch for minibatch in minibatches if minibatch.part != "critic")
+
+
+def _norms(minibatches: Iterable[Minibatch], *, of_critic: bool) -> list[float]:
+    """The gradient norms of the steps that were taken."""
+    some = (minibatch for minibatch in minibatches if (minibatch.part == "critic") is of_critic)
+    return [one.grad_norm for one in some if one.grad_norm is not None and not _is_bad(one)]
+
+
+def _is_bad(minibatch: Minibatch) -> bool:
+    return minibatch.grad_norm is not None and not math.isfinite(minibatch.grad_norm)
+
+
+def _detached(*losses: Tensor) -> Tensor:
+    return torch.stack([loss.detach().double() for loss in losses])
 
 
 def batch_metrics(
-    batch: Packed, learner: Scored, passed_B: Tensor, estimate: Estimate, trained_BT: Tensor
+    batch: PaddedBatch, learner: Scored, passed_B: Tensor, estimate: Estimate, trained_BT: Tensor
 ) -> dict[str, float]:
-    """What the batch was like, before any of it was trained on; importance weights before any truncation.
+    """Describe the batch as it was before any of it was trained on; importance weights before any truncation.
 
     `learner` is the proximal policy on the rows `passed_B`, or what came nearest to it: the first pass over each row.
     """

@@ -16,10 +16,10 @@ from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.config import algorithm as choices
 from streamppo.config.sections import Config
-from streamppo.learner.batch import Packed
+from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.policy import Part, Scored
 
-Advantages: TypeAlias = Callable[[Packed, Scored, Tensor], Estimate]
+Advantages: TypeAlias = Callable[[PaddedBatch, Scored, Tensor], Estimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
 Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Correction]
 """(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT) -> weights and kept tokens."""
@@ -30,21 +30,21 @@ Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, constants."""
 
 
-class Phase(NamedTuple):
-    """One loop of an update over its batch: what learns in it, in how many steps."""
+class Epoch(NamedTuple):
+    """One pass of an update over its batch: which part learns, in how many steps. `number` counts from 0 per part."""
 
     part: Part
-    epochs: int
+    number: int
     minibatches: int
     max_grad_norm: float
 
 
 class Objective(NamedTuple):
-    """The functions and the loops of one run.
+    """The functions and the epochs of one run.
 
-    `scored` is what must be known of the whole batch before its first step. Where that leaves the policy out, `anchor`
-    makes the proximal log-probs of a micro-batch from its current ones, and the policy passes over the batch only to
-    learn from it.
+    `scored` is the part that must be known of the whole batch before its first step. Where that leaves the policy out,
+    `anchor` makes the proximal log-probs of a micro-batch from its current ones, and the policy passes over the batch
+    only to learn from it. `one_step` says that the policy makes a single step of a batch.
     """
 
     advantages: Advantages
@@ -52,43 +52,54 @@ class Objective(NamedTuple):
     policy_loss: PolicyLoss
     anchor: Anchor | None
     scored: Part | None
-    phases: tuple[Phase, ...]
+    epochs: tuple[Epoch, ...]
+    one_step: bool
+
+    def critic_epochs(self) -> list[Epoch]:
+        """The epochs in which the critic learns, with the policy standing still."""
+        part = self.epochs[-1].part
+        return [epoch._replace(part="critic") for epoch in self.epochs if epoch.part == part]
 
 
 def build(config: Config) -> Objective:
     """The functions that `config` chooses."""
-    choice = config.algorithm
-    estimate = partial(_whitened, _advantages(choice.advantage), choice.whiten, choice.has_critic)
-    anchor, phases = _anchor(config), _phases(config)
-    if anchor is None:
-        scored: Part | None = "both" if choice.has_critic else "policy"
-    else:
+    choice, one_step = config.algorithm, config.learner.epochs * config.learner.minibatches == 1
+    anchor = _anchor(choice, one_step=one_step)
+    scored: Part | None = "both" if choice.has_critic else "policy"
+    if anchor is not None:
         scored = "critic" if choice.has_critic else None
-    return Objective(estimate, _correct(choice), _policy_loss(choice), anchor, scored, phases)
+    return Objective(
+        advantages=partial(_whitened, _advantages(choice.advantage), choice.whiten, choice.has_critic),
+        correct=_correct(choice),
+        policy_loss=_policy_loss(choice),
+        anchor=anchor,
+        scored=scored,
+        epochs=_epochs(config),
+        one_step=one_step,
+    )
 
 
-def _anchor(config: Config) -> Anchor | None:
-    """How proximal log-probs come out of the current ones, or None where a pass comes before the first step."""
-    if config.algorithm.proximal == "loglinear":
+def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
+    """The making of proximal log-probs from current ones, or None where a pass comes before the first step."""
+    if choice.proximal == "loglinear":
         return proximal.loglinear
-    single = config.learner.epochs * config.learner.minibatches == 1
-    return proximal.single_step if single and not config.algorithm.needs_proximal_first else None
+    return proximal.single_step if one_step and not choice.needs_proximal_first else None
 
 
-def _phases(config: Config) -> tuple[Phase, ...]:
+def _epochs(config: Config) -> tuple[Epoch, ...]:
     """A value head learns with the policy; a transformer of its own after it, by its own schedule."""
     learner, critic = config.learner, config.algorithm.critic
-    steps = (learner.epochs, learner.minibatches, learner.max_grad_norm)
-    if not config.algorithm.has_critic:
-        return (Phase("policy", *steps),)
-    if critic.model == "head":
-        return (Phase("both", *steps),)
-    own = (critic.epochs or steps[0], critic.minibatches or steps[1], critic.max_grad_norm or steps[2])
-    return (Phase("policy", *steps), Phase("critic", *own))
+    separate = config.algorithm.has_critic and critic.model != "head"
+    part: Part = "both" if config.algorithm.has_critic and not separate else "policy"
+    epochs = [Epoch(part, n, learner.minibatches, learner.max_grad_norm) for n in range(learner.epochs)]
+    if separate:
+        minibatches, bound = critic.minibatches or learner.minibatches, critic.max_grad_norm or learner.max_grad_norm
+        epochs += [Epoch("critic", n, minibatches, bound) for n in range(critic.epochs or learner.epochs)]
+    return tuple(epochs)
 
 
 def _whitened(
-    raw: Advantages, config: choices.Whiten, has_critic: bool, batch: Packed, proximal: Scored, rewards_BT: Tensor
+    raw: Advantages, config: choices.Whiten, has_critic: bool, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
 ) -> Estimate:
     estimate = raw(batch, proximal, rewards_BT)
     over = ("batch" if has_critic else "off") if config.over == "auto" else config.over
@@ -133,7 +144,7 @@ def _advantages(choice: choices.Advantage) -> Advantages:
             )
 
 
-def _gae(choice: choices.Gae, batch: Packed, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
     lam: float | Tensor = choice.lam
     if choice.adaptive_alpha:
         lam = advantages.adaptive_lambda(batch.mask_BT.sum(-1), choice.adaptive_alpha)
@@ -148,7 +159,7 @@ def _gae(choice: choices.Gae, batch: Packed, proximal: Scored, rewards_BT: Tenso
     )
 
 
-def _vtrace(choice: choices.VTrace, batch: Packed, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+def _vtrace(choice: choices.VTrace, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
     log_rho_BT = vtrace.log_rho(proximal.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, lag=batch.lag_BT)
     return vtrace.vtrace(
         rewards_BT,
@@ -162,12 +173,12 @@ def _vtrace(choice: choices.VTrace, batch: Packed, proximal: Scored, rewards_BT:
     )
 
 
-def _sequence_level(batch: Packed, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+def _sequence_level(batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
     return advantages.sequence_level(_scores(batch, rewards_BT), proximal.values_BT[:, 0], batch.mask_BT)
 
 
 def _grouped(
-    compare: Callable[[Tensor, Tensor], Tensor], batch: Packed, proximal: Scored, rewards_BT: Tensor
+    compare: Callable[[Tensor, Tensor], Tensor], batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
 ) -> Estimate:
     advantages_B = compare(_scores(batch, rewards_BT), batch.prompt_B)
     return _no_critic(torch.where(batch.mask_BT, advantages_B[:, None], 0.0))
@@ -177,7 +188,7 @@ def _no_critic(advantages_BT: Tensor) -> Estimate:
     return Estimate(advantages_BT, torch.zeros_like(advantages_BT))
 
 
-def _scores(batch: Packed, rewards_BT: Tensor) -> Tensor:
+def _scores(batch: PaddedBatch, rewards_BT: Tensor) -> Tensor:
     return rewards_BT.masked_fill(~batch.mask_BT, 0.0).sum(-1)
 
 

@@ -1,5 +1,6 @@
 """AdamW over the policy and its critic, each with its own learning rate; and the bound on a sharded gradient."""
 
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from streamppo.config.sections import Config
+from streamppo.config.sections import Config, Learner
 from streamppo.learner.policy import Policy
 
 Norm = Literal["2-norm", "max-norm"]
@@ -35,6 +36,32 @@ def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
     full_lrs = (learner.lr, config.algorithm.critic.lr or learner.lr)
     for group, full_lr in zip(optimizer.param_groups, full_lrs, strict=True):
         group.update(full_lr=full_lr, betas=learner.betas, weight_decay=learner.weight_decay)
+
+
+def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: int) -> None:
+    """Set the learning rates of the update after `version`."""
+    set_rate(optimizer, lr_share(config.learner, version, config.updates))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Set every group's learning rate to `share` of its full one."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["full_lr"] * share
+
+
+def lr_share(config: Learner, version: int, updates: int) -> float:
+    """The share of the full learning rate that the update after `version` uses: warm-up, then decay."""
+    if version < config.warmup_updates:
+        return (version + 1) / config.warmup_updates
+    progress = (version - config.warmup_updates) / max(1, updates - config.warmup_updates)
+    floor = config.final_lr_share
+    match config.decay:
+        case "constant":
+            return 1.0
+        case "linear":
+            return floor + (1 - floor) * (1 - progress)
+        case "cosine":
+            return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm, group: dist.ProcessGroup) -> float:

@@ -5,7 +5,7 @@ B trajectories, L prompt + completion tokens, T completion tokens, D width, N co
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,14 @@ from streamppo.config.sections import Model
 from streamppo.errors import ModelError
 from streamppo.learner import attention, pretrained
 from streamppo.learner.attention import Layout, Reading
-from streamppo.learner.batch import Packed
+from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Part: TypeAlias = Literal["policy", "critic", "both"]
-"""What a pass computes: log-probs and entropies, values, or all of them."""
+"""The result of a pass: log-probs and entropies, values, or all of them."""
 HEAD_CHUNK = 4096
 """Tokens whose logits exist at one time."""
 HEAD_GAP, PROBED = 1e-3, 4
@@ -34,7 +37,7 @@ SHARD_LAYERS_ABOVE = 16_000_000
 
 
 class Scored(NamedTuple):
-    """What the policy says about the tokens of some rows; entries beyond `length_B`, or not asked for, are 0.
+    """The policy's scores of the tokens of some rows; entries beyond `length_B`, or not asked for, are 0.
 
     `bootstrap_B` is the critic's value after the last token.
     """
@@ -71,7 +74,7 @@ class Policy(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, rows: Packed, part: Part) -> Scored:
+    def forward(self, rows: PaddedBatch, part: Part) -> Scored:
         """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
         width_T, device = rows.mask_BT.shape[1], rows.start_B.device
         width_L, last_B = rows.inputs_BL.shape[1], rows.start_B + rows.length_B - 1
@@ -119,7 +122,7 @@ class Policy(nn.Module):
         return hidden_ND[reading.first_B[:, None] + at_BT]
 
 
-def nothing(rows: Packed) -> Scored:
+def nothing(rows: PaddedBatch) -> Scored:
     """Zeros in the shape of `rows`, in float32."""
     zeros_BT = torch.zeros(rows.mask_BT.shape, device=rows.mask_BT.device)
     zeros_B = torch.zeros(rows.start_B.shape, device=rows.start_B.device)
@@ -138,7 +141,7 @@ def load(
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
     Rank 0 alone reads weights, and sends them tensor by tensor: of the others, none ever holds more than its shards and
-    one tensor, and config.json is all that they need at `path`. Nobody's random numbers move on.
+    one tensor, and config.json is all that they need at `path`. No random number generator moves on.
     `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
     gives the value head its weights as well. `offload` keeps the shards in CPU memory.
     Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not.
@@ -203,7 +206,7 @@ def _fill(policy: Policy, whole: Policy | None, device: str) -> None:
     """Give every rank its shards of `whole`, which only rank 0 has, and all of its buffers on `device`."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
-    # What a model computes as it is made and saves nowhere, such as the frequencies of rotary embeddings.
+    # Buffers that a model computes as it is made and saves nowhere, such as frequencies of rotary embeddings.
     made = {} if whole is None else dict(whole.named_modules())
     for at, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -213,7 +216,7 @@ def _fill(policy: Policy, whole: Policy | None, device: str) -> None:
             setattr(module, name, sent)
 
 
-def _checkpoint_activations(transformer: Any) -> None:
+def _checkpoint_activations(transformer: "PreTrainedModel") -> None:
     """A layer checkpoints only in training mode; what is inside it stays in evaluation mode, without dropout."""
     transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in _layers(transformer):
@@ -227,7 +230,7 @@ def _layers(transformer: Any) -> Iterable[nn.Module]:
 
 
 def release(policy: Policy) -> None:
-    """Let go of what FSDP keeps of forward passes until a backward: a record of each, and weights gathered.
+    """Free all that FSDP keeps of forward passes for a backward: a record of each, and gathered weights.
 
     After this there is nothing to run a backward through.
     """

@@ -1,8 +1,9 @@
-"""Where weights begin and end: Hugging Face folders or hub names; read in float32."""
+"""Models are read from Hugging Face folders or hub names, in float32, and written as such folders."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from streamppo import durable
 from streamppo.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class CriticStart(NamedTuple):
@@ -35,7 +39,7 @@ def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM", *
         raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
 
 
-def write(lm: Any, tokenizer: Any, folder: Path) -> None:
+def write(lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Put model and tokenizer at `folder`, which exists only when it is complete.
 
     Raises `ModelError` if the disk refuses.
@@ -52,6 +56,18 @@ def write(lm: Any, tokenizer: Any, folder: Path) -> None:
             durable.flush(path)
         shutil.rmtree(folder, ignore_errors=True)
         durable.settle(folder)
+
+
+def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) -> None:
+    """Write the model and the tokenizer of `start` with other `weights`, by their Hugging Face names, at `folder`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lm = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, dtype))
+    parameters = dict(lm.named_parameters())
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+    write(lm, AutoTokenizer.from_pretrained(start), folder)
 
 
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
@@ -87,7 +103,7 @@ def _at(path: str, attention: str, weights: bool) -> CriticStart:
     return CriticStart(model.base_model, model.score.weight.detach())
 
 
-def settings(path: str | Path) -> Any:
+def settings(path: str | Path) -> "PretrainedConfig":
     """The model's configuration. Raises `ModelError` if there is none."""
     from transformers import AutoConfig
 

@@ -6,7 +6,7 @@ reinforce. It becomes an ordinary Hugging Face folder.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from streamppo.tasks.library.arithmetic import ALPHABET
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 IGNORED = -100
 """The label that cross_entropy leaves out."""
@@ -54,7 +57,7 @@ def make(config: Config, folder: Path) -> None:
 
 
 def answered(task: Task) -> Sequence[Prompt]:
-    """What the warm start learns from. Raises `TaskError` if one has no answer that is a text."""
+    """The prompts that the warm start learns from. Raises `TaskError` if one has no answer that is a text."""
     for problem in task.demonstrations:
         answer = problem.columns.get("answer")
         if not isinstance(answer, str):
@@ -64,7 +67,7 @@ def answered(task: Task) -> Sequence[Prompt]:
     return task.demonstrations
 
 
-def settings(config: Model) -> Any:
+def settings(config: Model) -> "Qwen2Config":
     """The model's Hugging Face configuration."""
     from transformers import Qwen2Config
 
@@ -85,7 +88,13 @@ def settings(config: Model) -> Any:
     )
 
 
-def _warm_up(model, tokenizer, problems: Sequence[Prompt], config: Tiny, seed: int) -> None:
+def _warm_up(
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[Prompt],
+    config: Tiny,
+    seed: int,
+) -> None:
     """Cross-entropy on answers until a check of greedy answers reaches the target: by steps, never by the clock."""
     generator = np.random.default_rng((seed, 0x3A23))
     checked = _encode(tokenizer, problems[:CHECKED])
@@ -106,7 +115,7 @@ def _warm_up(model, tokenizer, problems: Sequence[Prompt], config: Tiny, seed: i
         optimizer.step()
 
 
-def _encode(tokenizer, problems: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+def _encode(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """Right-padded prompts with answers, and labels on the answers and their end alone; [B, L] each."""
     rows = []
     for problem in problems:
@@ -124,7 +133,7 @@ def _encode(tokenizer, problems: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _accuracy(model, inputs_BL: Tensor, labels_BL: Tensor) -> float:
+def _accuracy(model: "Qwen2ForCausalLM", inputs_BL: Tensor, labels_BL: Tensor) -> float:
     """Share of answers whose every token is the most likely one after the right ones: greedy decoding's accuracy."""
     best_BL = model(input_ids=inputs_BL).logits[:, :-1].argmax(-1)
     wanted_BL = labels_BL[:, 1:]

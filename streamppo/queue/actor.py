@@ -11,8 +11,8 @@ Queue and ledger share a process, so that a version becomes known, ends the leas
 engines pull it in one step. A new process fences out the one before it and rebuilds the queue from the journal; the
 learner brings the weights again.
 """
+# Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
-# The overloads of `ray.method` are partly unknown.
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from streamppo.queue.defects import limits_of
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
 from streamppo.queue.snapshot import DurableQueue
-from streamppo.queue.source import Lessons
+from streamppo.queue.source import ArchivedRuns
 from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
 
@@ -42,7 +42,7 @@ POLL_S = 5.0
 T = TypeVar("T")
 
 
-class QueueActor(Lessons):
+class QueueActor(ArchivedRuns):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
     def __init__(self, config: bytes, run: str, model_path: str) -> None:
@@ -171,6 +171,7 @@ class QueueActor(Lessons):
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
+    @ray.method
     async def take(self, version: int) -> bytes:
         """The batch of the update that starts at `version`, as soon as it is whole; nothing after `stop`.
 
@@ -189,6 +190,7 @@ class QueueActor(Lessons):
         await self._notify()
         return encode(batch)
 
+    @ray.method
     async def publish(self, push: bytes, refs: list[Any], values: bytes, learner: int) -> None:
         """A new version: its batch is archived and consumed, its weights can be pulled, its admission slots are free.
 

@@ -1,52 +1,107 @@
-"""The archive in the place of the queue: the learner takes its batches from it, and nobody generates.
+"""Sources of a learner's batches: the protocol, and the archive in the place of the queue.
 
-consumes     versions from the learner
-produces     the batches that the run was trained on, in their order
+The live queue (`QueueActor`) and a run's archive (`ArchiveSource`) are both a `BatchSource`; neither knows which of the
+two the learner has.
 """
+# Ray leaves parts of its signatures untyped.
+# pyright: reportUnknownMemberType=false
 
 import asyncio
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+
+import ray
+from ray.actor import ActorProxy
 
 from streamppo.queue import archive
 from streamppo.types import Push, decode, encode
 
+if TYPE_CHECKING:
+    from streamppo.weights.transport import BucketRef
 
-class Lessons:
-    """What a learner may ask of whoever stands in the place of the queue. Raises `JournalError` for a damaged run."""
 
-    async def lessons(self, run: str) -> list[int]:
+class BatchSource(Protocol):
+    """The calls that a learner makes: batches in, versions out. A Ray actor answers them."""
+
+    @ray.method
+    async def take(self, version: int) -> bytes:
+        """Return the `Batch` of the update that starts at `version`, as soon as it is whole; empty after a stop."""
+        ...
+
+    @ray.method
+    async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
+        """Receive a new version: its `Push`, references to its buckets, and the critic's values of its batch.
+
+        `learner` counts the groups of ranks that the run has had.
+        """
+        ...
+
+    @ray.method
+    async def another_life(self, known: str) -> str:
+        """Return the name of this process, as soon as it is not `known`."""
+        ...
+
+    @ray.method
+    async def archived_versions(self, run: str) -> list[int]:
+        """Return the versions whose batches the run in the folder `run` has archived."""
+        ...
+
+    @ray.method
+    async def archived_batch(self, run: str, version: int) -> bytes:
+        """Return one of these, a `Batch`."""
+        ...
+
+
+Source = TypeVar("Source", bound=BatchSource)
+
+
+def as_source(actor: ActorProxy[Source]) -> ActorProxy[BatchSource]:
+    """The handle of a live queue or an archive, as the learner sees it."""
+    # Ray's proxies do not say that a handle of a more special actor may stand for a handle of a more general one.
+    return cast("ActorProxy[BatchSource]", actor)
+
+
+class ArchivedRuns:
+    """Batches of any run by its folder: the same for every source. Raises `JournalError` for a damaged run."""
+
+    @ray.method
+    async def archived_versions(self, run: str) -> list[int]:
         """The versions whose batches the run in the folder `run` has archived."""
         return (await asyncio.to_thread(_opened, run)).versions()
 
-    async def lesson(self, run: str, version: int) -> bytes:
-        """One of these batches."""
+    @ray.method
+    async def archived_batch(self, run: str, version: int) -> bytes:
+        """The `Batch` from which the run went on at `version`."""
         return encode(await asyncio.to_thread(lambda: _opened(run).batch(version)))
 
 
-class Replayer(Lessons):
-    """What the learner asks of a `QueueActor`, and the digests of what it made."""
+class ArchiveSource(ArchivedRuns):
+    """The batches of one run in their order, for a learner that makes its versions again; it keeps their digests."""
 
     def __init__(self, run: str) -> None:
         self._archive = archive.open(Path(run))
         self._digests: dict[int, str] = {}
 
+    @ray.method
     async def take(self, version: int) -> bytes:
         """The batch that was trained on from `version`."""
         return encode(await asyncio.to_thread(self._archive.batch, version))
 
-    async def publish(self, push: bytes, refs: list[Any], values: bytes, learner: int) -> None:
-        """Note what the learner made."""
+    @ray.method
+    async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
+        """Keep the digest of a version; its weights go nowhere."""
         described = decode(push, Push)
         self._digests[described.version] = described.digest
 
+    @ray.method
     async def another_life(self, known: str) -> str:
-        """There is only one."""
+        """Name the only process there is, and never another one."""
         if known:
             await asyncio.Event().wait()
         return "only"
 
+    @ray.method
     async def digests(self) -> dict[int, str]:
         """The digest of every version that was made."""
         return self._digests
@@ -54,5 +109,5 @@ class Replayer(Lessons):
 
 @lru_cache(maxsize=1)
 def _opened(run: str) -> archive.Archive:
-    """Opened once: the whole journal is checked for it, and all ranks must see the same batches."""
+    """The archive of `run`, opened once: its whole journal is checked, and all ranks must see the same batches."""
     return archive.open(Path(run))

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from streamppo.config.sections import FLASH
 from streamppo.learner import attention, device, optimizer, pretrained
 from streamppo.learner import policy as model
-from streamppo.learner.batch import Packed, pack
+from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
 
@@ -71,7 +71,7 @@ def test_an_update_on_cuda_over_nccl_is_the_update_on_the_cpu_over_gloo(tmp_path
     for place, backend in (("cpu", "gloo"), ("cuda", "nccl")):
         with case.group(0, 1, tmp_path / f"store-{place}", backend):
             updater = case.updater(case.config_of(*overrides), tmp_path / "model", place)
-            metrics = updater.update(pack(case.batch()).to(updater.device)).metrics
+            metrics = case.metrics(updater, pad(case.batch()).to(updater.device))
             results[place] = ({name: tensor.cpu() for name, tensor in case.whole(updater.policy).items()}, metrics)
     for name, tensor in results["cpu"][0].items():
         torch.testing.assert_close(results["cuda"][0][name], tensor, rtol=0, atol=1e-5, msg=name)
@@ -109,8 +109,8 @@ def each_attention() -> list[Any]:
     ]
 
 
-def rows() -> Packed:
-    return pack(case.batch()).to(torch.device(DEVICE))
+def rows() -> PaddedBatch:
+    return pad(case.batch()).to(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("implementation", each_attention())
@@ -121,7 +121,7 @@ def test_no_row_sees_another_whatever_computes_attention(wide: Path, implementat
         made = policy(wide, implementation)
         together = made(batch, "both")
         for row in range(case.BATCH):
-            alone, length = made(batch.rows(torch.tensor([row])), "both"), int(batch.length_B[row])
+            alone, length = made(batch.select(torch.tensor([row])), "both"), int(batch.length_B[row])
             for name in ("logprobs_BT", "values_BT"):
                 got, expected = getattr(together, name)[row, :length], getattr(alone, name)[0]
                 torch.testing.assert_close(got, expected, rtol=0, atol=0.05, msg=lambda text, n=name: f"{n}: {text}")
@@ -148,13 +148,13 @@ def test_updates_on_a_gpu_make_the_same_bits_every_time(wide: Path, tmp_path: Pa
     config = case.config_of(*options, "algorithm.kl.loss_beta=0.1", "algorithm.critic.model=policy", "learner.lr=0.001")
     made = []
     try:
-        device.take(config.learner.gpus)
+        device.acquire(config.learner.gpus)
         for attempt in range(2):
             with case.group(0, 1, tmp_path / f"store-{attempt}", "nccl"):
                 updater = case.updater(config, wide, DEVICE)
                 updater.optimizer = optimizer.adamw(updater.policy, config)
                 for version in (3, 4):
-                    updater.update(pack(case.batch(version, seed=version)).to(updater.device))
+                    updater.update(pad(case.batch(version, seed=version)).to(updater.device))
                 made.append(case.whole(updater.policy))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -14,6 +14,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner import objective
 from streamppo.learner import policy as model
+from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory
 
@@ -101,6 +102,11 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
         group=mesh.get_group(),
         reference=reference,
     )
+
+
+def metrics(updater: Updater, batch: PaddedBatch) -> dict[str, float]:
+    """The metrics of one update."""
+    return updater.metrics(updater.update(batch))
 
 
 def whole(policy: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from transformers import modeling_flash_attention_utils
 from streamppo.config.sections import FLASH
 from streamppo.errors import ConfigError, ModelError
 from streamppo.learner import attention, pretrained
-from streamppo.learner.batch import Packed, micro_batches, pack
+from streamppo.learner.batch import PaddedBatch, micro_batches, pad
 from streamppo.learner.policy import Policy, Scored
 
 
@@ -68,11 +68,11 @@ def policy(folder: Path, implementation: str, layout: attention.Layout) -> Polic
     return made
 
 
-def alone(rows: Packed) -> list[Packed]:
-    return [rows.rows(torch.tensor([row])) for row in range(len(rows.start_B))]
+def alone(rows: PaddedBatch) -> list[PaddedBatch]:
+    return [rows.select(torch.tensor([row])) for row in range(len(rows.start_B))]
 
 
-def assert_scores_rows_as_if_alone(made: Policy, expected: Policy, rows: Packed, atol: float) -> None:
+def assert_scores_rows_as_if_alone(made: Policy, expected: Policy, rows: PaddedBatch, atol: float) -> None:
     scored = made(rows, "both")
     for row, single in enumerate(alone(rows)):
         length, one = int(single.length_B), expected(single, "both")
@@ -88,11 +88,11 @@ def assert_scores_rows_as_if_alone(made: Policy, expected: Policy, rows: Packed,
 def test_no_row_sees_another(folder: Path, implementation: str, layout: attention.Layout) -> None:
     with torch.no_grad():
         made, plain = policy(folder, implementation, layout), policy(folder, "eager", attention.padded)
-        assert_scores_rows_as_if_alone(made, plain, pack(case.batch()), atol=2e-5)
+        assert_scores_rows_as_if_alone(made, plain, pad(case.batch()), atol=2e-5)
 
 
 def test_flash_attention_gets_the_bounds_of_every_row_and_no_padding(folder: Path, flash: list[Call]) -> None:
-    rows = pack(case.batch())
+    rows = pad(case.batch())
     made = policy(folder, "flash_attention_2", attention.layout("flash_attention_2"))
     with torch.no_grad():
         assert_scores_rows_as_if_alone(made, policy(folder, "eager", attention.padded), rows, atol=2e-5)
@@ -105,7 +105,7 @@ def test_flash_attention_gets_the_bounds_of_every_row_and_no_padding(folder: Pat
 def test_gradients_are_those_of_padded_rows(folder: Path, flash: list[Call]) -> None:
     def gradients(implementation: str) -> dict[str, torch.Tensor]:
         made = policy(folder, implementation, attention.layout(implementation))
-        scored: Scored = made(pack(case.batch()), "both")
+        scored: Scored = made(pad(case.batch()), "both")
         (scored.logprobs_BT.sum() + scored.values_BT.square().sum() + scored.bootstrap_B.sum()).backward()
         return {name: parameter.grad for name, parameter in made.named_parameters() if parameter.grad is not None}
 
@@ -125,8 +125,8 @@ def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alon
     for choice in ("sdpa", "flash_attention_2"):
         monkeypatch.setattr(attention, "choose", lambda config, device, choice=choice: choice)
         updater = case.updater(case.config_of(*options), folder)
-        results[choice] = updater.update(pack(case.batch())).metrics
-    rows = pack(case.batch())
+        results[choice] = case.metrics(updater, pad(case.batch()))
+    rows = pad(case.batch())
     widths_B, every = rows.start_B + rows.length_B, torch.arange(case.BATCH)
     (plan,), (wasteful,) = (micro_batches(every, widths_B, 40, 1, padded=padded) for padded in (False, True))
     passes = [call.tokens for call in flash[::2]]
@@ -170,12 +170,13 @@ def test_auto_takes_the_newest_flash_attention_that_runs(
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_fallback_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fallback_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert chosen(monkeypatch, 9, set(), BF16) == "sdpa"
     attention.choose(case.config_of(BF16).model, "cuda")
-    assert capsys.readouterr().out.count("no flash-attn") == 1
+    assert caplog.text.count("no flash-attn") == 1
+    caplog.clear()
     assert chosen(monkeypatch, 9, set()) == "sdpa"
-    assert capsys.readouterr().out == ""
+    assert caplog.text == ""
 
 
 def test_flash_attention_where_there_is_none_is_refused_in_a_sentence(folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from streamppo import durable
 from streamppo.errors import CheckpointError
 from streamppo.learner import checkpoint, manifest, optimizer
-from streamppo.learner.batch import pack
+from streamppo.learner.batch import pad
 from streamppo.learner.checkpoint import Saver
 from streamppo.learner.manifest import State
 from streamppo.learner.update import Updater
@@ -81,15 +81,15 @@ def carried_over(one: Updater, two: Updater, folder: Path) -> State:
 def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(folder: Path, tmp_path: Path) -> None:
     config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01")
     one, two = (case.updater(config, folder) for _ in range(2))
-    one.update(pack(case.batch()))
+    case.metrics(one, pad(case.batch()))
     one.bad_steps = 2
     state = carried_over(one, two, tmp_path)
     assert (state.version, state.beta, state.bad_steps) == (1, one.beta, 2)
     assert one.beta != 0.1
     two.remember(state.beta, state.bad_steps)
     assert two.bad_steps == 2
-    one.update(pack(case.batch(seed=1)))
-    two.update(pack(case.batch(seed=1)))
+    one.update(pad(case.batch(seed=1)))
+    two.update(pad(case.batch(seed=1)))
     assert two.beta == one.beta
     expected = case.whole(one.policy)
     assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
@@ -137,10 +137,10 @@ def test_a_checkpoint_is_whole_whatever_has_not_learned_yet(folder: Path, tmp_pa
     one, two = (case.updater(case.config_of(*choices), folder) for _ in range(2))
     for updater in (one, two):
         updater.optimizer = optimizer.adamw(updater.policy, updater.config)
-    one.update(pack(case.batch()))
+    one.update(pad(case.batch()))
     carried_over(one, two, tmp_path)
     for updater in (one, two):
-        updater.update(pack(case.batch(version=30, min_version=28)))
+        updater.update(pad(case.batch(version=30, min_version=28)))
     expected = case.whole(one.policy)
     assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(two.policy).items())
 
@@ -151,7 +151,7 @@ def test_moments_made_at_the_start_are_those_made_at_the_first_gradient(folder: 
     one.optimizer, learner = optimizer.adamw(one.policy, one.config), one.config.learner
     two.optimizer = torch.optim.AdamW(two.policy.parameters(), learner.lr, learner.betas, weight_decay=0.0)
     for updater in (one, two):
-        updater.update(pack(case.batch()))
+        updater.update(pad(case.batch()))
     expected = case.whole(two.policy)
     assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(one.policy).items())
 
@@ -163,12 +163,12 @@ def test_what_is_saved_is_the_state_at_the_call_though_updates_run_before_it_is_
     config = case.config_of("learner.lr=0.01")
     one, two = adamw(config, folder), adamw(config, folder)
     saver = saver_of(one)
-    one.update(pack(case.batch()))
-    two.update(pack(case.batch()))
+    one.update(pad(case.batch()))
+    two.update(pad(case.batch()))
     expected, drawn = case.whole(one.policy), torch.get_rng_state()
     started(saver, one, tmp_path)
     torch.rand(3)
-    one.update(pack(case.batch(seed=1)))
+    one.update(pad(case.batch(seed=1)))
     later = case.whole(one.policy)
     gate.set()
     saver.wait()
@@ -178,8 +178,8 @@ def test_what_is_saved_is_the_state_at_the_call_though_updates_run_before_it_is_
     for name, tensor in case.whole(one.policy).items():
         assert torch.equal(expected[name], tensor), name
     # The optimizer's moments too: the next update is the one that the other learner makes.
-    one.update(pack(case.batch(seed=2)))
-    two.update(pack(case.batch(seed=2)))
+    one.update(pad(case.batch(seed=2)))
+    two.update(pad(case.batch(seed=2)))
     expected = case.whole(two.policy)
     assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(one.policy).items())
 

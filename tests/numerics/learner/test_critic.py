@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClas
 
 from streamppo.errors import ModelError
 from streamppo.learner import policy as model
-from streamppo.learner.batch import pack
+from streamppo.learner.batch import pad
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -20,7 +20,7 @@ OWN = "algorithm.critic.model=policy"
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     updater = case.updater(case.config_of(OWN, *overrides), folder)
-    metrics = updater.update(pack(case.batch())).metrics
+    metrics = case.metrics(updater, pad(case.batch()))
     return case.whole(updater.policy), metrics
 
 
@@ -29,7 +29,7 @@ def test_pretraining_teaches_the_critic_and_nothing_else(folder: Path, model_cho
     config = case.config_of(f"algorithm.critic.model={model_choice}", "algorithm.critic.clip=0", "learner.lr=0.0003")
     updater = case.updater(config, folder)
     before = case.whole(updater.policy)
-    batch = pack(case.batch())
+    batch = pad(case.batch())
     explained = [updater.pretrain(batch) for _ in range(30)]
     after = case.whole(updater.policy)
     assert explained[-1] > explained[0] + 0.1
@@ -39,7 +39,7 @@ def test_pretraining_teaches_the_critic_and_nothing_else(folder: Path, model_cho
 
 def test_another_runs_tokens_are_never_the_learners_own_whatever_their_lag(folder: Path) -> None:
     """V-trace takes a token of lag 0 for on-policy; in an archive it only says that the run was in step with itself."""
-    batch = pack(case.batch())
+    batch = pad(case.batch())
     in_step = batch._replace(lag_BT=torch.zeros_like(batch.lag_BT))
     taught = {}
     for lesson in ("pretrain", "update"):
@@ -106,7 +106,7 @@ def test_in_the_warm_up_only_the_critic_learns(folder: Path, kind: str) -> None:
         updater = case.updater(config, folder)
         updater.optimizer = torch.optim.AdamW(updater.policy.parameters(), lr=0.01)
         before = case.whole(updater.policy)
-        updater.update(pack(case.batch()))
+        updater.update(pad(case.batch()))
         for name, tensor in case.whole(updater.policy).items():
             assert torch.equal(tensor, before[name]) is (stands and not is_critics(name)), (warmup, name)
         moments = {id(parameter) for parameter in updater.optimizer.state}
@@ -134,13 +134,13 @@ def test_a_reward_model_gives_transformer_and_value_head(folder: Path, tmp_path:
     weights = case.whole(policy)
     torch.testing.assert_close(weights["value_head.weight"], made.score.weight.detach(), rtol=0, atol=0)
     assert not weights["value_head.bias"].any()
-    packed = pack(case.batch())
+    padded = pad(case.batch())
     with torch.no_grad():
-        values_BT = policy(packed, "critic").values_BT
+        values_BT = policy(padded, "critic").values_BT
         for row in range(case.BATCH):
-            start, length = int(packed.start_B[row]), int(packed.length_B[row])
+            start, length = int(padded.start_B[row]), int(padded.length_B[row])
             for t in range(length):
-                score = made(input_ids=packed.inputs_BL[row : row + 1, : start + t]).logits
+                score = made(input_ids=padded.inputs_BL[row : row + 1, : start + t]).logits
                 torch.testing.assert_close(values_BT[row, t], score.squeeze(), rtol=0, atol=1e-5)
 
 

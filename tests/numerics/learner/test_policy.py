@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from streamppo.errors import RunError, UpdateError
 from streamppo.learner import device
 from streamppo.learner import policy as model
-from streamppo.learner.batch import Packed, pack
+from streamppo.learner.batch import PaddedBatch, pad
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -24,7 +24,7 @@ BF16 = "model.dtype=bfloat16"
 def test_bfloat16_trains_float32_master_weights(folder: Path) -> None:
     before = case.whole(case.updater(case.config_of(BF16), folder).policy)
     updater = case.updater(case.config_of(BF16, "learner.minibatches=2"), folder)
-    metrics = updater.update(pack(case.batch())).metrics
+    metrics = case.metrics(updater, pad(case.batch()))
     assert metrics["steps"] == 2
     assert metrics["value_loss"] > 0
     for name, tensor in case.whole(updater.policy).items():
@@ -38,17 +38,17 @@ def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(folder: P
     updater = case.updater(case.config_of(BF16, f"model.float32_head={str(float32_head).lower()}"), folder)
     hidden: list[torch.Tensor] = []
     updater.policy.lm.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
-    packed = pack(case.batch())
+    padded = pad(case.batch())
     with torch.no_grad():
-        scored = updater.policy(packed, "policy")
+        scored = updater.policy(padded, "policy")
         product_BLV = hidden[0].float() @ updater.policy.lm.get_output_embeddings().weight.float().T
     assert hidden[0].dtype == torch.bfloat16
     error = {True: 0.0, False: 0.0}
     for wide, logits_BLV in {True: product_BLV, False: product_BLV.bfloat16().float()}.items():
         logp_BLV = logits_BLV.log_softmax(-1)
         for row in range(case.BATCH):
-            start, length = int(packed.start_B[row]), int(packed.length_B[row])
-            ids = packed.inputs_BL[row, start : start + length, None]
+            start, length = int(padded.start_B[row]), int(padded.length_B[row])
+            ids = padded.inputs_BL[row, start : start + length, None]
             expected_T = logp_BLV[row, start - 1 : start + length - 1].gather(-1, ids).squeeze(-1)
             error[wide] += (scored.logprobs_BT[row, :length] - expected_T).abs().sum().item()
     assert error[float32_head] < 1e-2 * error[not float32_head]
@@ -62,7 +62,7 @@ def test_gradient_checkpointing_computes_every_layer_again(folder: Path) -> None
         calls[choice] = []
         for transformer in (updater.policy.lm.base_model, updater.policy.critic):
             transformer.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=calls[choice]: seen.append(1))
-        updater.update(pack(case.batch()))
+        updater.update(pad(case.batch()))
     assert (len(calls["false"]), len(calls["true"])) == (2 + 4, 2 + 8)
 
 
@@ -71,7 +71,7 @@ def test_an_offloaded_reference_stays_on_the_cpu_and_says_the_same(folder: Path)
     plain, offloaded = (
         case.updater(case.config_of(*kl, f"algorithm.kl.offload={choice}"), folder) for choice in ("false", "true")
     )
-    said = [updater.update(pack(case.batch())).metrics["reference_kl"] for updater in (plain, offloaded)]
+    said = [case.metrics(updater, pad(case.batch()))["reference_kl"] for updater in (plain, offloaded)]
     assert said[0] == said[1]
     assert offloaded.reference is not None
     assert {parameter.device.type for parameter in offloaded.reference.parameters()} == {"cpu"}
@@ -91,7 +91,7 @@ def test_of_a_references_pass_nothing_stays_behind(
     sharded: set[Any] = set()
     reference.register_forward_hook(lambda *_: sharded.update(record()))
     for _ in range(2):
-        updater.update(pack(case.batch()))
+        updater.update(pad(case.batch()))
         assert len(sharded) == 1 + (0 if layers_above else case.SMALL["num_hidden_layers"])
         assert not record()
         assert not any(group._post_forward_indices for group in sharded)
@@ -107,7 +107,7 @@ def test_the_step_is_as_long_as_the_chosen_norm_allows(folder: Path, norm: str, 
     config = case.config_of(f"learner.norm={norm}", f"learner.max_grad_norm={bound}")
     updater = case.updater(config, folder)
     before = case.whole(updater.policy)
-    assert updater.update(pack(case.batch())).metrics["grad_norm"] > bound
+    assert case.metrics(updater, pad(case.batch()))["grad_norm"] > bound
     moved = torch.cat([(after - before[name]).flatten() for name, after in case.whole(updater.policy).items()])
     assert moved.norm(size).item() == pytest.approx(config.learner.lr * 100 * bound, rel=1e-2)
 
@@ -115,12 +115,12 @@ def test_the_step_is_as_long_as_the_chosen_norm_allows(folder: Path, norm: str, 
 # --- what is refused -----------------------------------------------------------------------------------------
 
 
-def without_tokens(batch: Packed) -> Packed:
+def without_tokens(batch: PaddedBatch) -> PaddedBatch:
     return batch._replace(mask_BT=torch.zeros_like(batch.mask_BT), fresh_BT=torch.zeros_like(batch.mask_BT))
 
 
-def with_behavior(value: float) -> Packed:
-    batch = pack(case.batch())
+def with_behavior(value: float) -> PaddedBatch:
+    batch = pad(case.batch())
     row, place = batch.mask_BT.nonzero()[0].tolist()
     broken_BT = batch.behavior_logprobs_BT.clone()
     broken_BT[row, place] = value
@@ -128,13 +128,13 @@ def with_behavior(value: float) -> Packed:
 
 
 BAD = {
-    "every token of the batch is masked": lambda: without_tokens(pack(case.batch())),
+    "every token of the batch is masked": lambda: without_tokens(pad(case.batch())),
     r"behavior\[0, 0\] = nan is not finite": lambda: with_behavior(torch.nan),
     r"behavior\[0, 0\] = 0.5 is above 0": lambda: with_behavior(0.5),
-    r"rewards\[0, \d\] = nan is not finite": lambda: (good := pack(case.batch()))._replace(
+    r"rewards\[0, \d\] = nan is not finite": lambda: (good := pad(case.batch()))._replace(
         rewards_BT=torch.full_like(good.rewards_BT, torch.nan)
     ),
-    "behavior has shape": lambda: (good := pack(case.batch()))._replace(
+    "behavior has shape": lambda: (good := pad(case.batch()))._replace(
         behavior_logprobs_BT=good.behavior_logprobs_BT[:, :-1]
     ),
 }
@@ -156,9 +156,9 @@ def test_data_that_must_not_be_trained_on_changes_no_weight(folder: Path, messag
 
 def test_a_rank_that_was_promised_a_gpu_says_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device.take(0).type == "cpu"
+    assert device.acquire(0).type == "cpu"
     with pytest.raises(RunError, match=r"learner.gpus = 0.5, and torch .* sees no GPU here"):
-        device.take(0.5)
+        device.acquire(0.5)
 
 
 def test_a_rank_on_a_gpu_computes_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_rank_on_a_gpu_computes_the_same_bits_every_time(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        assert device.take(1.0) == torch.device("cuda", 0)
+        assert device.acquire(1.0) == torch.device("cuda", 0)
         assert torch.are_deterministic_algorithms_enabled()
         assert device.os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
     finally:

@@ -6,7 +6,7 @@ import learner_case as case
 import pytest
 import torch
 
-from streamppo.learner.batch import pack
+from streamppo.learner.batch import pad
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -21,7 +21,7 @@ def passes(folder: Path, *overrides: str) -> list[str]:
     updater = case.updater(case.config_of(*overrides), folder)
     parts: list[str] = []
     updater.policy.register_forward_pre_hook(lambda _, arguments: parts.append(arguments[1]))
-    updater.update(pack(case.batch()))
+    updater.update(pad(case.batch()))
     return parts
 
 
@@ -53,7 +53,7 @@ def test_the_one_pass_of_policy_and_critic_serves_the_policys_step_alone(folder:
         case.updater(case.config_of(*own, budget), folder) for budget in (WHOLE, "learner.micro_batch_tokens=40")
     )
     for updater in (whole, split):
-        updater.update(pack(case.batch()))
+        updater.update(pad(case.batch()))
     for name, tensor in case.whole(split.policy).items():
         torch.testing.assert_close(case.whole(whole.policy)[name], tensor, rtol=0, atol=2e-6)
 
@@ -63,7 +63,7 @@ def test_in_passing_is_the_same_update_as_with_a_pass_of_its_own(folder: Path) -
     two = case.updater(case.config_of(GROUPS, "learner.micro_batch_tokens=40"), folder)
     assert one.objective.anchor is not None
     two.objective = two.objective._replace(anchor=None, scored="policy")
-    metrics, expected = (updater.update(pack(case.batch())).metrics for updater in (one, two))
+    metrics, expected = (case.metrics(updater, pad(case.batch())) for updater in (one, two))
     for name, tensor in case.whole(two.policy).items():
         torch.testing.assert_close(case.whole(one.policy)[name], tensor, rtol=0, atol=1e-7)
     for name in expected.keys() - {"score_s", "train_s"}:
@@ -72,7 +72,7 @@ def test_in_passing_is_the_same_update_as_with_a_pass_of_its_own(folder: Path) -
 
 def test_loglinear_lies_between_behavior_and_current_by_age_in_losses_and_weights(folder: Path) -> None:
     updater = case.updater(case.config_of(GROUPS, LOGLINEAR, "learner.epochs=3", "learner.lr=0.01", WHOLE), folder)
-    batch, seen, corrected = pack(case.batch()), [], []
+    batch, seen, corrected = pad(case.batch()), [], []
     order = torch.argsort(batch.start_B + batch.length_B, descending=True, stable=True)
     behavior_BT, lag_BT, mask_BT = (
         column[order] for column in (batch.behavior_logprobs_BT, batch.lag_BT, batch.mask_BT)
@@ -104,7 +104,7 @@ def test_loglinear_lies_between_behavior_and_current_by_age_in_losses_and_weight
 def test_diagnostics_compare_behavior_with_the_learner_and_not_with_the_interpolation(folder: Path) -> None:
     """At lag 0 the interpolation is the behavior policy: against it no engine would ever mismatch."""
     metrics = [
-        case.updater(case.config_of(GROUPS, "learner.epochs=2", choice), folder).update(pack(case.batch())).metrics
+        case.metrics(case.updater(case.config_of(GROUPS, "learner.epochs=2", choice), folder), pad(case.batch()))
         for choice in ("algorithm.proximal=recompute", LOGLINEAR)
     ]
     assert metrics[0]["mismatch"] > 0.1
@@ -115,10 +115,10 @@ def test_diagnostics_compare_behavior_with_the_learner_and_not_with_the_interpol
 def test_rows_that_an_early_stop_left_out_stay_out_of_the_diagnostics(folder: Path) -> None:
     choices = ["learner.minibatches=4", "learner.lr=0.05", "algorithm.target_kl=1e-6", LOGLINEAR, GROUPS]
     kl = ["algorithm.kl.loss_beta=0.01"]
-    metrics = case.updater(case.config_of(*choices, *kl), folder).update(pack(case.batch())).metrics
+    metrics = case.metrics(case.updater(case.config_of(*choices, *kl), folder), pad(case.batch()))
     assert metrics["stopped_early"] == 1
     assert metrics["steps"] < 4
-    full = case.updater(case.config_of(GROUPS), folder).update(pack(case.batch())).metrics
+    full = case.metrics(case.updater(case.config_of(GROUPS), folder), pad(case.batch()))
     # A log-prob of 0 in place of one that was never computed would be a weight of many.
     assert metrics["log_ppl_learner"] == pytest.approx(full["log_ppl_learner"], rel=0.5)
     assert metrics["reference_kl"] < 1

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from streamppo.errors import UpdateError
-from streamppo.learner.batch import Packed, micro_batches, pack, unpadded
+from streamppo.learner.batch import PaddedBatch, micro_batches, pad, row_order, unpadded
 
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Parameters and metrics after one update."""
     updater = case.updater(case.config_of(*overrides), folder)
-    metrics = updater.update(pack(case.batch())).metrics
+    metrics = case.metrics(updater, pad(case.batch()))
     return case.whole(updater.policy), metrics
 
 
@@ -98,6 +98,13 @@ def test_target_kl_ends_an_update_before_the_step_that_would_go_too_far(folder: 
 
 
 @pytest.mark.usefixtures("alone")
+def test_after_an_early_stop_the_policy_passes_over_nothing_more(folder: Path) -> None:
+    choices = ("learner.epochs=4", "learner.lr=0.01", "algorithm.target_kl=0.001")
+    minibatches = case.updater(case.config_of(*choices), folder).update(pad(case.batch())).minibatches
+    assert [minibatch.stopped_early for minibatch in minibatches] == [False, True]
+
+
+@pytest.mark.usefixtures("alone")
 def test_losses_are_means_over_minibatches_whether_or_not_each_became_a_step(folder: Path) -> None:
     twice = ("learner.epochs=2", "learner.lr=0.01")
     _, stepped = updated(folder, *twice)
@@ -125,9 +132,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_st
         return (found := real(*arguments))._replace(loss=found.loss * torch.inf)
 
     updater.objective = updater.objective._replace(policy_loss=explosive)
-    assert updater.update(pack(case.batch())).metrics["bad_steps"] == 1
+    assert case.metrics(updater, pad(case.batch()))["bad_steps"] == 1
     with pytest.raises(UpdateError, match="2 optimizer steps in a row"):
-        updater.update(pack(case.batch()))
+        updater.update(pad(case.batch()))
     after = case.whole(updater.policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -135,11 +142,11 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_st
 @pytest.mark.usefixtures("alone")
 def test_data_that_must_not_be_trained_on_is_refused_by_name(folder: Path) -> None:
     updater = case.updater(case.config_of(), folder)
-    packed = pack(case.batch())
-    broken = packed.behavior_logprobs_BT.clone()
+    padded = pad(case.batch())
+    broken = padded.behavior_logprobs_BT.clone()
     broken[0, 0] = torch.nan
     with pytest.raises(UpdateError, match=r"batch 3 cannot be trained on: .*behavior"):
-        updater.update(packed._replace(behavior_logprobs_BT=broken, mask_BT=packed.mask_BT | (broken.isnan())))
+        updater.update(padded._replace(behavior_logprobs_BT=broken, mask_BT=padded.mask_BT | (broken.isnan())))
 
 
 @pytest.mark.usefixtures("alone")
@@ -150,22 +157,22 @@ def test_a_reference_without_log_probs_is_refused_in_reward_and_loss(folder: Pat
     with torch.no_grad():
         next(updater.reference.parameters()).fill_(torch.nan)
     with pytest.raises(UpdateError, match=r"reference.*not finite"):
-        updater.update(pack(case.batch()))
+        updater.update(pad(case.batch()))
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_stands(folder: Path) -> None:
-    updater, packed = case.updater(case.config_of(), folder), pack(case.batch())
-    finished = packed.truncated_B.logical_not().nonzero()[0]
+    updater, padded = case.updater(case.config_of(), folder), pad(case.batch())
+    finished = padded.truncated_B.logical_not().nonzero()[0]
     before = updater._before
 
-    def poisoned(batch: Packed, plan: list[torch.Tensor]):
+    def poisoned(batch: PaddedBatch, plan: list[torch.Tensor]):
         scored, graph = before(batch, plan)
         return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
 
     updater._before = poisoned
     with pytest.raises(UpdateError, match=rf"bootstrap\[{int(finished)}\] = nan"):
-        updater.update(packed)
+        updater.update(padded)
 
 
 @pytest.mark.usefixtures("alone")
@@ -173,9 +180,9 @@ def test_the_controller_moves_beta_towards_its_target(folder: Path) -> None:
     updater = case.updater(
         case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01"), folder
     )
-    assert updater.update(pack(case.batch())).metrics["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert case.metrics(updater, pad(case.batch()))["reference_kl"] == pytest.approx(0.0, abs=1e-6)
     below = updater.beta
-    updater.update(pack(case.batch()))
+    case.metrics(updater, pad(case.batch()))
     assert below < 0.1
     assert updater.beta > below
 
@@ -200,7 +207,7 @@ def test_one_pass_means_one_forward(folder: Path) -> None:
     updater = case.updater(case.config_of("learner.minibatches=1", "learner.micro_batch_tokens=100000"), folder)
     calls: list[int] = []
     updater.policy.register_forward_pre_hook(lambda *_: calls.append(1))
-    updater.update(pack(case.batch()))
+    updater.update(pad(case.batch()))
     assert len(calls) == 1
 
 
@@ -215,13 +222,13 @@ def test_the_same_update_twice_gives_the_same_bits(folder: Path) -> None:
 def test_tokens_that_are_too_old_enter_the_denominator_and_not_the_loss(folder: Path) -> None:
     """Their advantage is poisoned: if one of them reached the loss, the result would differ."""
     updater = case.updater(case.config_of(), folder)
-    batch = pack(case.batch(min_version=2))
+    batch = pad(case.batch(min_version=2))
     old_BT = batch.mask_BT & ~batch.fresh_BT
     assert old_BT.any()
     real = updater.objective.advantages
 
-    def poisoned(packed: Packed, proximal, rewards_BT: torch.Tensor):
-        estimate = real(packed, proximal, rewards_BT)
+    def poisoned(padded: PaddedBatch, proximal, rewards_BT: torch.Tensor):
+        estimate = real(padded, proximal, rewards_BT)
         return estimate._replace(advantages=estimate.advantages.masked_fill(old_BT, 1e6))
 
     updater.objective = updater.objective._replace(advantages=poisoned)
@@ -236,14 +243,14 @@ def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folde
     from transformers import AutoModelForCausalLM
 
     updater = case.updater(case.config_of("rollout.temperature=0.7"), folder)
-    packed = pack(case.batch())
+    padded = pad(case.batch())
     with torch.no_grad():
         head_1D = updater.policy.value_head.weight.full_tensor()
-        scored = updater.policy(packed, "both")
+        scored = updater.policy(padded, "both")
         lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for row in range(case.BATCH):
-            start, length = int(packed.start_B[row]), int(packed.length_B[row])
-            ids = packed.inputs_BL[row : row + 1, : start + length]
+            start, length = int(padded.start_B[row]), int(padded.length_B[row])
+            ids = padded.inputs_BL[row : row + 1, : start + length]
             logits_LV = lm(input_ids=ids).logits[0] / 0.7
             logp_LV = logits_LV.log_softmax(-1)
             expected_T = logp_LV[start - 1 : -1].gather(-1, ids[0, start:, None]).squeeze(-1)
@@ -264,23 +271,23 @@ def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folde
 )
 def test_an_update_tells_what_the_critic_said_before_it(folder: Path, choices: list[str]) -> None:
     updater = case.updater(case.config_of(*choices, "learner.micro_batch_tokens=40"), folder)
-    packed = pack(case.batch())
+    padded = pad(case.batch())
     with torch.no_grad():
-        before = updater.policy(packed, "both").values_BT
-    values_BT = updater.update(packed).values_BT
+        before = updater.policy(padded, "both").values_BT
+    values_BT = updater.values(updater.update(padded))
     assert values_BT is not None
-    flat = np.frombuffer(unpadded(values_BT, packed.length_B), np.float32)
-    rows = [before[row, :length] for row, length in enumerate(packed.length_B.tolist())]
+    flat = np.frombuffer(unpadded(values_BT, padded.length_B), np.float32)
+    rows = [before[row, :length] for row, length in enumerate(padded.length_B.tolist())]
     np.testing.assert_allclose(flat, torch.cat(rows).numpy(), rtol=0, atol=1e-5)
     with torch.no_grad():
-        after = updater.policy(packed, "both").values_BT
+        after = updater.policy(padded, "both").values_BT
     assert (after - before).abs().max() > 1e-3
 
 
 @pytest.mark.usefixtures("alone")
 def test_without_a_critic_an_update_tells_of_none(folder: Path) -> None:
     updater = case.updater(case.config_of("algorithm.advantage.kind=rloo"), folder)
-    assert updater.update(pack(case.batch())).values_BT is None
+    assert updater.values(updater.update(pad(case.batch()))) is None
 
 
 LOGLINEAR = ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"]
@@ -323,7 +330,26 @@ def test_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> Non
             assert three_metrics[name] == pytest.approx(one_metrics[name], rel=1e-4, abs=1e-5), name
 
 
-# --- packing -------------------------------------------------------------------------------------------------
+# --- padding -------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_minibatches_is_the_same_in_every_python_and_process() -> None:
+    assert row_order(12, seed=0, version=3, epoch=0).tolist() == [3, 2, 0, 6, 10, 8, 4, 1, 7, 9, 5, 11]
+    assert row_order(12, seed=0, version=3, epoch=1).tolist() == [2, 1, 0, 8, 10, 11, 4, 5, 6, 9, 3, 7]
+    assert row_order(12, seed=0, version=4, epoch=0).tolist() == [10, 6, 7, 0, 11, 5, 4, 3, 1, 2, 9, 8]
+    assert row_order(12, seed=1, version=3, epoch=0).tolist() == [3, 9, 0, 11, 2, 7, 8, 10, 1, 5, 4, 6]
+
+
+@pytest.mark.usefixtures("alone")
+def test_minibatches_are_cut_from_that_order_in_every_epoch_anew(folder: Path) -> None:
+    choices = ("learner.minibatches=3", "learner.epochs=2")
+    updated = case.updater(case.config_of(*choices), folder).update(pad(case.batch(version=3)))
+    rows = [minibatch.rows.tolist() for minibatch in updated.minibatches]
+    assert [len(some) for some in rows] == [4] * 6
+    seed = case.config_of().seed
+    for epoch in (0, 1):
+        expected = row_order(case.BATCH, seed, version=3, epoch=epoch).tolist()
+        assert [row for some in rows[3 * epoch : 3 * epoch + 3] for row in some] == expected
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget_and_equal_counts() -> None:
@@ -353,16 +379,16 @@ def test_the_heaviest_rank_is_ahead_of_the_lightest_by_its_shortest_row_at_most(
         assert heaviest.sum() - min(int(tokens.sum()) for tokens in rows) <= heaviest.min()
 
 
-def test_packing_keeps_every_column_in_its_row() -> None:
+def test_padding_keeps_every_column_in_its_row() -> None:
     batch = case.batch()
-    packed = pack(batch)
+    padded = pad(batch)
     for row, trajectory in enumerate(batch.trajectories):
-        start, count = int(packed.start_B[row]), trajectory.num_tokens
-        assert packed.inputs_BL[row, start : start + count].numpy().astype("<i4").tobytes() == trajectory.tokens
-        assert packed.behavior_logprobs_BT[row, :count].numpy().tobytes() == trajectory.logprobs
-        assert packed.mask_BT[row, :count].numpy().tobytes() == trajectory.mask
-        assert not packed.mask_BT[row, count:].any()
-        lag = packed.lag_BT[row, :count]
-        assert ((lag <= batch.version - batch.min_version) & packed.mask_BT[row, :count]).equal(
-            packed.fresh_BT[row, :count]
+        start, count = int(padded.start_B[row]), trajectory.num_tokens
+        assert padded.inputs_BL[row, start : start + count].numpy().astype("<i4").tobytes() == trajectory.tokens
+        assert padded.behavior_logprobs_BT[row, :count].numpy().tobytes() == trajectory.logprobs
+        assert padded.mask_BT[row, :count].numpy().tobytes() == trajectory.mask
+        assert not padded.mask_BT[row, count:].any()
+        lag = padded.lag_BT[row, :count]
+        assert ((lag <= batch.version - batch.min_version) & padded.mask_BT[row, :count]).equal(
+            padded.fresh_BT[row, :count]
         )

@@ -19,7 +19,7 @@ from streamppo.queue import archive
 from streamppo.queue.actor import QueueActor
 from streamppo.queue.defects import Limits, defect, limits_of
 from streamppo.queue.journal import Journal
-from streamppo.queue.source import Replayer
+from streamppo.queue.source import ArchiveSource
 from streamppo.types import Batch, Failure, Push, Ticket, Trajectory, decode, encode
 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
@@ -534,12 +534,14 @@ def test_an_actor_that_calls_is_not_silent(actor_of: Callable[..., QueueActor]) 
     asyncio.run(main())
 
 
-def test_the_replayer_gives_the_archived_batches(actor_of: Callable[..., QueueActor], tmp_path: Path) -> None:
+def test_the_archive_in_the_place_of_the_queue_gives_the_archived_batches(
+    actor_of: Callable[..., QueueActor], tmp_path: Path
+) -> None:
     async def main() -> None:
         batch = await made_version_1(actor_of())
-        replayer = Replayer(str(tmp_path))
-        assert decode(await replayer.take(0), Batch) == batch
-        await replayer.publish(push(1), [], b"", 0)
-        assert list(await replayer.digests()) == [1]
+        source = ArchiveSource(str(tmp_path))
+        assert decode(await source.take(0), Batch) == batch
+        await source.publish(push(1), [], b"", 0)
+        assert list(await source.digests()) == [1]
 
     asyncio.run(main())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import trajectory
 
-from streamppo.learner.batch import pack
+from streamppo.learner.batch import pad
 from streamppo.queue.defects import defect
 from streamppo.rollout.episode import place
 from streamppo.types import Batch, Reward, floats
@@ -41,7 +41,7 @@ def test_the_learner_trains_on_token_rewards_and_on_the_last_token_where_there_a
     shaped = msgspec.structs.replace(trajectory([5, 6, 7], reward=3.0), token_rewards=column)
     plain = trajectory([5, 6, 7, 8], reward=2.0, mask=[True, True, True, False])
     named = msgspec.structs.replace(plain, components={"format": 0.5})
-    packed = pack(Batch(version=0, min_version=0, trajectories=(shaped, named)))
+    packed = pad(Batch(version=0, min_version=0, trajectories=(shaped, named)))
     assert packed.rewards_BT.tolist() == [[0, 1, 2, 0], [0, 0, 2, 0]]
     assert torch.equal(packed.rewards_BT.sum(-1), packed.reward_B)
     assert packed.components == {"format": 0.5}

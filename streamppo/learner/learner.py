@@ -1,0 +1,131 @@
+"""Everything of one rank that learns: made complete by `build`, and without Ray but for its pusher."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from streamppo.config.sections import Config
+from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained
+from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.manifest import State
+from streamppo.learner.policy import Policy
+from streamppo.learner.update import Updater
+from streamppo.weights.transport import BucketRef, Pusher
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Learner:
+    """A policy, and all that trains, publishes and saves it. Every method is a collective of the ranks of `mesh`.
+
+    `version` is that of the weights in `policy`; `config` holds from there on.
+    """
+
+    config: Config
+    model_path: str
+    mesh: DeviceMesh
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    updater: Updater
+    pusher: Pusher
+    saver: checkpoint.Saver
+    version: int
+
+    def configure(self, config: Config) -> None:
+        """Replace the configuration, and rebuild or set everything that depends on it."""
+        torch.set_num_threads(config.learner.threads)
+        optimizer.configure(self.optimizer, config)
+        self.policy.temperature = config.rollout.temperature
+        self.policy.float32_head = config.model.float32_head
+        reference = _reference(config, self.model_path, self.mesh, self.updater.reference)
+        beta, bad_steps = self.updater.beta, self.updater.bad_steps
+        self.updater = _updater(config, self.policy, self.optimizer, self.mesh, reference)
+        self.updater.remember(beta, bad_steps)
+        self.config = config
+
+    def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
+        """Teach the critic alone the returns of `batches`, at the full learning rate."""
+        optimizer.set_rate(self.optimizer, 1.0)
+        explained = [self.updater.pretrain(batch.to(self.updater.device)) for batch in batches]
+        if dist.get_rank() == 0:
+            shares = f"{explained[0]:.2f} of the returns' variance explained at first, {explained[-1]:.2f} at last"
+            run = self.config.algorithm.critic.pretrain
+            log.info("the critic has learned from %d batches of %s: %s", len(explained), run, shares)
+
+    def push(self, values: bytes = b"") -> float:
+        """Publish the present version beside training: a snapshot of every rank's shards, carried by rank 0.
+
+        `values` are the critic's of the batch that made it. Returns the milliseconds that the push before took.
+        """
+        whole = policy.snapshot(self.policy, self.config.model.dtype)
+        return self.pusher.push(self.version, whole, values) if dist.get_rank() == 0 else 0.0
+
+    def save(self, folder: Path) -> None:
+        """Start a checkpoint of the present version under `folder`; it is written beside training."""
+        state = State(
+            version=self.version,
+            digest="",
+            ranks=self.config.learner.ranks,
+            beta=self.updater.beta,
+            bad_steps=self.updater.bad_steps,
+        )
+        self.saver.start(folder, state, self.policy, self.optimizer, self.pusher.last)
+
+    def export(self, folder: Path) -> str:
+        """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
+        whole: dict[str, Tensor] = policy.snapshot(self.policy, self.config.model.dtype)
+        if dist.get_rank() == 0:
+            pretrained.export(whole, self.model_path, folder, self.config.model.dtype)
+        return self.pusher.last.result().digest
+
+
+def build(
+    config: Config,
+    model_path: str,
+    mesh: DeviceMesh,
+    publish: Callable[[bytes, list[BucketRef], bytes], None],
+    resume_from: str | None,
+) -> Learner:
+    """Load the model at `model_path`, or the checkpoint at `resume_from`, onto the ranks of `mesh`. A collective.
+
+    `publish` is called for every version that is pushed. Raises `ModelError` or `CheckpointError`.
+    """
+    torch.manual_seed(config.seed)
+    temperature, critic = config.rollout.temperature, config.algorithm.critic.model
+    loaded = policy.load(config.model, model_path, temperature, mesh, critic)
+    reference = _reference(config, model_path, mesh, None)
+    adamw = optimizer.adamw(loaded, config)
+    updater = _updater(config, loaded, adamw, mesh, reference)
+    version = 0
+    if resume_from is not None:
+        state = checkpoint.load(Path(resume_from), loaded, adamw)
+        version = state.version
+        optimizer.configure(adamw, config)
+        updater.remember(state.beta, state.bad_steps)
+    pusher = Pusher(publish, config.learner.bucket_bytes)
+    saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
+    return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version)
+
+
+def _reference(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None) -> Policy | None:
+    """The run's first model, as the configuration wants it; it is read only where it is not `known`."""
+    kl, temperature = config.algorithm.kl, config.rollout.temperature
+    if not kl.on:
+        return None
+    made = known or policy.load(config.model, model_path, temperature, mesh, offload=kl.offload)
+    made.temperature, made.float32_head = temperature, config.model.float32_head
+    return made
+
+
+def _updater(
+    config: Config, trained: Policy, adamw: torch.optim.Optimizer, mesh: DeviceMesh, reference: Policy | None
+) -> Updater:
+    chosen = objective.build(config)
+    return Updater(trained, adamw, chosen, config, group=mesh.get_group(), reference=reference)
