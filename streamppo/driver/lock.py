@@ -43,13 +43,13 @@ def driver_lock(folder: Path) -> Generator[None]:
     lock = FileLock(folder / LOCK, timeout=LOCK_S, fallback_to_soft=False)
     if not _acquired(lock):
         raise RunError(f"{folder}: this run is already running, in another process")
-    with lock:
-        # The lock counts: one for the call above, one for this block.
-        lock.release()
+    try:
         for name in (SCALE, ACCEPTED):
             with durable.naming(folder / name, RunError):
                 (folder / name).unlink(missing_ok=True)
         yield
+    finally:
+        lock.release()
 
 
 def is_running(folder: Path) -> bool:
