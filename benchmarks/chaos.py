@@ -38,7 +38,7 @@ from streamppo.telemetry import metrics_file as lines
 
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parent.parent
-KINDS = {"rollout": "ray::RolloutActor", "replay": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
+KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3
@@ -168,7 +168,7 @@ def account(run: Path, kills: list[Kill]) -> Trial:
     given_up = {one.number for one in journal.ended() if one.state in GIVEN_UP}
     journal.close()
     assert saved is not None
-    _, samples, _ = saved.counters.shape
+    samples = saved.counters.shape.samples_per_prompt
     found = archive.open(run)
     consumed: Counter[int] = Counter()
     for version in found.versions():

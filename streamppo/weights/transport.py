@@ -7,13 +7,18 @@ Push   consumes a snapshot (HF names -> CPU tensors)     produces a version in t
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import ray
 import torch
+from numpy.typing import NDArray
 
 from streamppo.types import Push, decode, encode
 from streamppo.weights import buckets
+
+BucketRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
+"""A bucket in the object store."""
 
 
 class Pushed(NamedTuple):
@@ -27,29 +32,29 @@ class Pusher:
     """Encodes, checksums and publishes snapshots in a thread of its own, in order of version.
 
     At most one push is under way: `push` waits for the one before, so memory holds two snapshots at most. Nobody
-    waits for an engine. `last` is the newest push.
+    waits for an engine. `last` is the newest push. `publish` gets the encoded `Push`, its buckets and the values.
     """
 
-    def __init__(self, publish: Callable[[bytes, list[Any], bytes], None], bucket_bytes: int) -> None:
+    def __init__(self, publish: Callable[[bytes, list[BucketRef], bytes], None], bucket_bytes: int) -> None:
         self._publish = publish
         self._bucket_bytes = bucket_bytes
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
         self.last: Future[Pushed] = Future()
         self.last.set_result(Pushed("", 0.0))
         self._base: int | None = None
-        self._carried: tuple[bytes, list[Any], bytes] | None = None
+        self._carried: tuple[bytes, list[BucketRef], bytes] | None = None
 
     def push(self, version: int, snapshot: Mapping[str, torch.Tensor], values: bytes = b"") -> float:
         """Start pushing `snapshot`, which must not change any more. Returns the milliseconds of the push before.
 
-        `values`, what the critic said of the batch that made the version, go along. Raises what the push before raised.
+        `values`, the critic's of the batch that made the version, go along. Raises the error of the push before.
         """
         before = self.last.result()
         self.last = self._thread.submit(self._carry, version, snapshot, values)
         return before.ms
 
     def again(self) -> None:
-        """The ledger has forgotten everything: publish the last version once more, after what is under way."""
+        """Publish the last version once more, after the push under way: the ledger has forgotten everything."""
         if self._carried is not None:
             self._thread.submit(lambda: self._carried and self._publish(*self._carried))
 
@@ -62,7 +67,7 @@ class Pusher:
         return Pushed(push.digest, (time.perf_counter() - start) * 1e3)
 
 
-def unpack(push_bytes: bytes, fetched: Sequence[Any]) -> tuple[Push, dict[str, torch.Tensor]]:
+def unpack(push_bytes: bytes, fetched: Sequence[NDArray[np.uint8]]) -> tuple[Push, dict[str, torch.Tensor]]:
     """Verify one version's fetched buckets. Raises `WeightsError` when bytes and checksums differ."""
     push = decode(push_bytes, Push)
     return push, buckets.unflatten(push, fetched)

@@ -49,7 +49,7 @@ ENDED = (ended(4, "no"), ended(4, "no again", attempt=1))
 
 
 def made(version: int) -> Made:
-    return Made(version=version, digest=f"digest {version}", archive_sha256=None)
+    return Made(version=version, digest=f"digest {version}", archived=None)
 
 
 def everything(journal: Journal) -> object:
@@ -82,7 +82,7 @@ def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_digest_of_a_version_is_never_written_over(tmp_path: Path) -> None:
     journal = filled(tmp_path / "journal.sqlite")
-    journal.write(Changes(COUNTERS), [Made(version=0, digest="another", archive_sha256="x")])
+    journal.write(Changes(COUNTERS), [Made(version=0, digest="another", archived=None)])
     assert journal.versions()[0].digest == "digest 0"
 
 
