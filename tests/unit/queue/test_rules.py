@@ -75,6 +75,20 @@ def test_an_engine_may_hold_slots_for_max_lag_updates_ahead_of_its_own_version(m
     assert len(rules.issue("b", 1, 100, next(CALLS))) == 4
 
 
+def test_admission_is_as_the_example_in_the_rules_says() -> None:
+    rules = queue(samples_per_prompt=1, max_attempts=1)
+    first = rules.issue("a", 0, 100, next(CALLS))
+    assert [ticket.slot for ticket in first] == list(range(8))
+    for ticket in first[:4]:
+        rules.put(done(ticket))
+    assert rules.take(0) is not None and rules.issue("a", 0, 100, next(CALLS)) == ()
+    rules.publish(1)
+    assert (rules.state.held, rules.issue("a", 0, 100, next(CALLS))) == (4, ())
+    assert [ticket.slot for ticket in rules.issue("a", 1, 100, next(CALLS))] == [8, 9, 10, 11]
+    rules.fail(fail(first[5]))
+    assert [ticket.slot for ticket in rules.issue("a", 1, 100, next(CALLS))] == [12]
+
+
 def test_prompts_are_issued_in_order_with_all_their_samples() -> None:
     tickets = queue().issue("a", 0, 5, next(CALLS))
     assert [(t.identity.prompt, t.identity.sample) for t in tickets] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
