@@ -123,14 +123,14 @@ class QueueRules:
         if leased_only:
             return None
         min_version = version - self.settings.max_lag
-        units = self._choose(min_version)
-        if units is None:
+        chosen = self._choose(min_version)
+        if chosen is None:
             return None
+        units, masked_tokens = chosen
         leased = lease(state, version, min_version, units)
         state.ready_units -= len(units)
         state.unwritten.leases.append(version)
-        older = sum(count_older(trajectory, min_version)[0] for trajectory in leased.trajectories)
-        state.counts["masked_tokens"] += older
+        state.counts["masked_tokens"] += masked_tokens
         return leased
 
     def leased(self, version: int) -> Batch:
@@ -170,7 +170,7 @@ class QueueRules:
 
     def _open_unit(self) -> None:
         state, size = self.state, self.settings.unit_size
-        unit = Unit(missing=size)
+        unit = Unit([], missing=size)
         state.units[state.opened] = unit
         for number in range(state.opened, state.opened + size):
             prompt, sample = divmod(number, self.settings.samples_per_prompt)
@@ -227,37 +227,43 @@ class QueueRules:
             self.state.unwritten.slots.pop(slot.number, None)
             self.state.unwritten.gone.append(slot.number)
 
-    def _choose(self, min_version: int) -> list[Unit] | None:
-        """The units of a batch, oldest first, after every unit that is too old was opened again."""
+    def _choose(self, min_version: int) -> tuple[list[Unit], int] | None:
+        """The units of a batch, oldest first, and how many of their tokens are too old to be trained on.
+
+        Units without enough young tokens are opened again on the way. None while there is no whole batch.
+        """
         wanted = self.settings.batch_size // self.settings.unit_size
         if self.state.ready_units < wanted:
             return None
         chosen: list[Unit] = []
+        masked_tokens = 0
         for unit in self.state.units.values():
-            if unit.missing == 0 and self._is_useful(unit, min_version):
+            masked = self._masked(unit, min_version) if unit.missing == 0 else None
+            if masked is not None:
                 chosen.append(unit)
+                masked_tokens += masked
             elif self.settings.too_old == "wait":
                 return None
             if len(chosen) == wanted:
-                return chosen
+                return chosen, masked_tokens
         return None
 
-    def _is_useful(self, unit: Unit, min_version: int) -> bool:
-        """Whether a ready unit may be trained on; if not, all of it is opened again."""
+    def _masked(self, unit: Unit, min_version: int) -> int | None:
+        """Tokens of a ready unit that are too old; None if it cannot be trained on, and all of it is opened again."""
         ages = [count_older(trajectory, min_version) for trajectory in unit.trajectories]
         if self.settings.too_old == "mask":
             too_old = any(old == sampled for old, sampled in ages)
         else:
             too_old = any(old for old, _ in ages)
         if not too_old:
-            return True
+            return sum(old for old, _ in ages)
         self.state.ready_units -= 1
         self.state.dropped["too_old"] += len(unit.slots)
         self.state.counts["dropped_tokens"] += sum(trajectory.num_tokens for trajectory in unit.trajectories)
         oldest = min(trajectory.oldest_version for trajectory in unit.trajectories)
         for slot in unit.slots:
             self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
-        return False
+        return None
 
     def _end(self, slot: Slot, ending: Ending, reason: str) -> None:
         ended = Ended(number=slot.number, identity=slot.identity, state=ending, reason=reason)

@@ -12,12 +12,12 @@ from streamppo.errors import JournalError
 from streamppo.queue.records import Changes, Counters, Lease, Saved, SavedSlot
 from streamppo.queue.rules import lease
 from streamppo.queue.slot import Slot, SlotState, Unit
-from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings, Unwritten
+from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings, nothing_unwritten
 
 
 def drain(settings: Settings, state: QueueState) -> Changes:
     """All that has changed since the last call, for the journal."""
-    unwritten, state.unwritten = state.unwritten, Unwritten()
+    unwritten, state.unwritten = state.unwritten, nothing_unwritten()
     leased = [(version, state.leases[version]) for version in unwritten.leases if version in state.leases]
     return Changes(
         counters=Counters(

@@ -62,11 +62,16 @@ NEVER = Request(-1, [])
 class Unwritten:
     """Changes since the journal was last written: touched slots, those that are gone, new leases, and endings."""
 
-    slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
-    gone: list[int] = field(default_factory=list[int])
-    leases: list[int] = field(default_factory=list[int])
-    dead_letters: list[DeadLetter] = field(default_factory=list[DeadLetter])
-    ended: list[Ended] = field(default_factory=list[Ended])
+    slots: dict[int, Slot]
+    gone: list[int]
+    leases: list[int]
+    dead_letters: list[DeadLetter]
+    ended: list[Ended]
+
+
+def nothing_unwritten() -> Unwritten:
+    """No changes yet."""
+    return Unwritten({}, [], [], [], [])
 
 
 @dataclass(slots=True)
@@ -97,7 +102,7 @@ class QueueState:
     counts: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
-    unwritten: Unwritten = field(default_factory=Unwritten)
+    unwritten: Unwritten = field(default_factory=nothing_unwritten)
 
     @property
     def held(self) -> int:
