@@ -168,7 +168,7 @@ def account(run: Path, kills: list[Kill]) -> Trial:
     given_up = {one.number for one in journal.ended() if one.state in GIVEN_UP}
     journal.close()
     assert saved is not None
-    _, samples, _ = saved.counters.shape
+    samples = saved.counters.shape.samples_per_prompt
     found = archive.open(run)
     consumed: Counter[int] = Counter()
     for version in found.versions():

@@ -1,6 +1,7 @@
 """How a file becomes durable: written beside its final name, flushed with its folder, renamed.
 
-Whoever dies in between leaves a name that ends in `.tmp`, which nobody reads and the next writer replaces.
+A file is settled when it has its final name. A writer that dies before leaves a name that ends in `.tmp`, which nobody
+reads and the next writer replaces.
 """
 
 import hashlib
@@ -12,17 +13,17 @@ from pathlib import Path
 from streamppo.errors import StreamppoError
 
 ASIDE = ".tmp"
-"""How a name ends that does not count yet, or no longer."""
+"""The end of a name that does not count yet, or no longer."""
 
 
 def aside(path: Path) -> Path:
-    """Where `path` is written before it has its name."""
+    """The name under which `path` is written before it is settled."""
     return path.with_name(f"{path.name}{ASIDE}")
 
 
 @contextmanager
 def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
-    """Whatever the disk refuses inside is a `kind` that names `path`: a file that was open says nothing of its name."""
+    """Re-raise any `OSError` of the block as `kind`, with `path` in the message: an open file does not say its name."""
     try:
         yield
     except OSError as error:
@@ -30,20 +31,20 @@ def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
 
 
 def folder(path: Path) -> None:
-    """Make a folder, unless it is there; what is put into it later does not go with its name in a power cut."""
+    """Make a folder, unless it is there, so that its name survives a power cut."""
     if not path.is_dir():
         path.mkdir()
         flush(path.parent)
 
 
 def settle(path: Path) -> None:
-    """Give what lies at `aside(path)`, a file or a flushed folder, its name; both survive a power cut from here on."""
+    """Give the file, or the flushed folder, at `aside(path)` its final name; both survive a power cut from here on."""
     flush(aside(path))
     rename(aside(path), path)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give what is flushed already another name in its folder, which survives a power cut from here on."""
+    """Give a file that is flushed another name in its folder, which survives a power cut from here on."""
     os.replace(source, target)
     flush(target.parent)
 

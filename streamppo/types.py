@@ -1,11 +1,11 @@
 """Everything that crosses a process, in the order in which a trajectory meets it.
 
     Prompt      tasks   -> rollout   one instance of a task, rebuilt from a ticket's identity
-    Ticket      replay  -> rollout   sample this prompt once more
-    Trajectory  rollout -> replay    the sampled tokens, with log-prob and weight version of each
-    Failure     rollout -> replay    the ticket that came to nothing, and why
-    Batch       replay  -> learner   the fixed number of trajectories that one update trains on
-    Push        learner -> weights   what a version's buckets hold, and their checksums
+    Ticket      queue   -> rollout   sample this prompt once more
+    Trajectory  rollout -> queue     the sampled tokens, with log-prob and weight version of each
+    Failure     rollout -> queue     the ticket that came to nothing, and why
+    Batch       queue   -> learner   the fixed number of trajectories that one update trains on
+    Push        learner -> weights   the layout of a version's buckets, and their checksums
     *Report     every stage -> run   numbers for people
 
 Arrays travel as bytes columns (little-endian int32 / float32 / uint8), read with `ints`, `floats`, `flags`:
@@ -39,8 +39,8 @@ def decode(data: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data, type=kind)
 
 
-def told(text: object) -> str:
-    """`text` for people, as it can cross a process: halves of surrogate pairs, which UTF-8 does not hold, are ?."""
+def utf8_safe(text: object) -> str:
+    """`text` as UTF-8 can hold it, so that it can cross a process: half of a surrogate pair becomes a question mark."""
     return str(text).encode(errors="replace").decode()
 
 
@@ -81,10 +81,10 @@ class Prompt(Crossing, frozen=True):
 
 
 class ScoredText(Crossing, frozen=True):
-    """What a reward sees of a trajectory. `finish` is "length" when the completion was cut off.
+    """A trajectory as a reward sees it. `finish` is "length" when the completion was cut off.
 
-    `num_tokens` are the tokens that the policy sampled, `tokens` their ids (int32). Of several turns, `turns` holds
-    what the policy said in each, and `completion` all of it with the observations in between.
+    `num_tokens` is the number of tokens that the policy sampled, `tokens` their ids (int32). Of several turns, `turns`
+    holds the policy's text of each, and `completion` all of it with the observations in between.
     """
 
     prompt: str
@@ -103,7 +103,7 @@ class ScoredText(Crossing, frozen=True):
 
 
 class Reward(Crossing, frozen=True):
-    """What a reward may return in place of a number. The trajectory's reward is the sum of all of it.
+    """The answer that a reward may return in place of a number. The trajectory's reward is the sum of all of it.
 
     `score` stands on the last token, `turns[k]` on the last token of turn k, `tokens[t]` on the t-th sampled token.
     `components` are only logged, as reward_NAME. `explanation` is for people.
@@ -124,8 +124,8 @@ class Reward(Crossing, frozen=True):
 class Identity(Crossing, frozen=True, order=True):
     """The stable name of one trajectory; consumed at most once under it.
 
-    `prompt` is the position in the task's endless, seeded stream of prompts, so that whoever knows the
-    configuration can rebuild the prompt from the identity alone.
+    `prompt` is the position in the task's endless, seeded stream of prompts, so that the configuration and the
+    identity alone are enough to rebuild the prompt.
     """
 
     task: str
@@ -175,7 +175,7 @@ class Trajectory(Crossing, frozen=True):
 
 
 class Failure(Crossing, frozen=True):
-    """A ticket that came to nothing. `stage` is what failed; `reason` is for people."""
+    """A ticket that came to nothing: the stage that failed, and the reason for people."""
 
     identity: Identity
     actor: str
@@ -184,7 +184,7 @@ class Failure(Crossing, frozen=True):
 
 
 class Batch(Crossing, frozen=True):
-    """What the update from `version` to `version + 1` trains on, in this order.
+    """The trajectories that the update from `version` to `version + 1` trains on, in this order.
 
     Tokens sampled by a version below `min_version` are older than `max_lag` allows: they count in the
     denominators and stay out of the loss (`too_old = mask`; the other choices leave none in the batch).
@@ -196,7 +196,7 @@ class Batch(Crossing, frozen=True):
 
 
 class Tensor(Crossing, frozen=True):
-    """Where one parameter lies: bytes `start : start + nbytes` of bucket number `bucket`."""
+    """The place of one parameter: bytes `start : start + nbytes` of bucket number `bucket`."""
 
     name: str
     dtype: str
@@ -290,7 +290,7 @@ class EvaluationReport(Crossing, frozen=True):
 
 
 class UpdateReport(Crossing, frozen=True):
-    """What one update saw and did. `metrics` are named as in telemetry/catalogue.py."""
+    """The numbers of one update. `metrics` are named as in telemetry/catalogue.py."""
 
     version: int
     metrics: dict[str, float]

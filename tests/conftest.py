@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.queue.records import Counters
+from streamppo.queue.records import Counters, Shape
 from streamppo.types import Identity, Trajectory
 
 if TYPE_CHECKING:
@@ -25,8 +25,20 @@ REPOSITORY = Path(__file__).parent.parent
 MATH = REPOSITORY / "configs" / "math.toml"
 SUPPORT = REPOSITORY / "tests" / "support"
 """Programs and modules that tests share; pytest finds what is there by its name alone."""
-COUNTERS = Counters(shape=("t", 1, 1), version=0, opened=8, abandoned=0, counts={}, dropped={}, failed={}, fenced=())
+COUNTERS = Counters(
+    shape=Shape("t", 1, 1), version=0, opened=8, abandoned=0, counts={}, dropped={}, failed={}, fenced=()
+)
 """A queue that has just opened eight slots."""
+
+
+@pytest.fixture(autouse=True)
+def no_log_lines_of_another_process() -> Iterator[None]:
+    """Actors that a test makes in its own process set up that process's log lines; they are gone after the test."""
+    ours = logging.getLogger("streamppo")
+    before = list(ours.handlers), ours.level, ours.propagate
+    yield
+    ours.handlers[:], ours.propagate = before[0], before[2]
+    ours.setLevel(before[1])
 
 
 @pytest.fixture

@@ -1,16 +1,19 @@
-"""What an update was trained on, what could not be trained on, and what became of a prompt, for people."""
+"""Show people the batch of an update, the trajectories that could not be trained on, and the end of each attempt at a
+prompt."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError
 from streamppo.queue import archive
+from streamppo.queue.archive import Archive
 from streamppo.queue.journal import Journal
-from streamppo.queue.records import SavedSlot
+from streamppo.queue.records import Made, SavedSlot
+from streamppo.queue.slot import SlotState
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Batch, Floats, Ints, Trajectory, flags, floats, ints
+from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, floats, ints
 
 
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
@@ -22,15 +25,15 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     version = versions[-1] if update is None else update - 1
     batch, columns = found.batch(version), found.columns(version)
     tokenizer = Tokenizer(model_path(config, run))
-    rewards = [row.reward for row in batch.trajectories]
+    rewards = [trajectory.reward for trajectory in batch.trajectories]
     print(
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
         f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
     )
     ends = columns["offsets"][1:].tolist()
-    for row, end in zip(batch.trajectories[:count], ends, strict=False):
-        values = columns["values"][end - row.num_tokens : end] if "values" in columns else None
-        print("\n".join(_lines(batch, row, values, tokenizer)))
+    for trajectory, end in zip(batch.trajectories[:count], ends, strict=False):
+        values = floats(columns["values"][end - trajectory.num_tokens : end].tobytes()) if "values" in columns else None
+        print("\n".join(_lines(batch, trajectory, values, tokenizer)))
     return 0
 
 
@@ -41,67 +44,90 @@ def inspect_dead_letters(run: Path, count: int) -> int:
     journal.close()
     print(f"{len(letters)} dead letters")
     for letter in reversed(letters[-count:] if count else []):
-        row = letter.trajectory
+        trajectory = letter.trajectory
         # Their columns may not even be whole numbers of entries.
-        tokens = ints(row.tokens[: len(row.tokens) // 4 * 4]).tolist()
-        print(f"\n{_title(row)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
+        tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
+        print(f"\n{_title(trajectory)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
     return 0
 
 
 def inspect_prompt(run: Path, prompt: int) -> int:
-    """Print what became of every attempt at a prompt. Raises `JournalError` for one that was never issued."""
+    """Print the end or the present place of every attempt at a prompt.
+
+    Raises `JournalError` for a prompt that was never issued.
+    """
     journal = Journal.of(run)
-    saved, ended = journal.read(), journal.ended()
+    attempts = _in_journal(journal, prompt)
+    # The archive comes last: a batch that a run consumes meanwhile is in both.
+    versions = journal.versions().values()
     journal.close()
-    attempts = {one.identity: f"{one.state.replace('_', ' ')}: {one.reason}" for one in ended}
-    if saved is not None:
-        leases = {number: lease.version for lease in saved.leases for number in lease.slots}
-        attempts |= {slot.identity: _waits(slot, leases.get(slot.number)) for slot in saved.slots}
-    # The archive comes last: what a run that goes on consumes meanwhile is in both.
-    found = archive.open(run)
-    for version in found.versions():
-        if prompt in found.columns(version)["prompt"]:
-            attempts |= {
-                row.identity: f"trained on by update {version + 1}: reward {row.reward:g}, {row.num_tokens} tokens"
-                for row in found.batch(version).trajectories
-            }
-    mine = sorted((identity, text) for identity, text in attempts.items() if identity.prompt == prompt)
-    if not mine:
+    attempts |= _in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
+    if not attempts:
         raise JournalError(f"{run}: prompt {prompt} was never issued")
-    print(f"{mine[0][0].task} prompt {prompt}")
-    for identity, text in mine:
+    print(f"{min(attempts).task} prompt {prompt}")
+    for identity, text in sorted(attempts.items()):
         print(f"  sample {identity.sample} attempt {identity.attempt}: {text}")
     return 0
+
+
+def _in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
+    """The attempts at a prompt that wait, or that came to nothing."""
+    counters = journal.counters()
+    if counters is None:
+        return {}
+    numbers = counters.shape.slots_of(prompt)
+    attempts = {one.identity: f"{one.state.replace('_', ' ')}: {one.reason}" for one in journal.ended(numbers)}
+    leases = {number: lease.version for lease in journal.leases() for number in lease.slots}
+    return attempts | {slot.identity: _waits(slot, leases.get(slot.number)) for slot in journal.slots(numbers)}
+
+
+def _in_archive(found: Archive, versions: Iterable[Made], prompt: int) -> dict[Identity, str]:
+    """The attempts at a prompt that were trained on. Only files whose range of prompts has it are opened."""
+    return {
+        trajectory.identity: (
+            f"trained on by update {made.version}: reward {trajectory.reward:g}, {trajectory.num_tokens} tokens"
+        )
+        for made in versions
+        if made.archived and made.archived.first_prompt <= prompt <= made.archived.last_prompt
+        for trajectory in found.batch(made.version - 1).trajectories
+        if trajectory.identity.prompt == prompt
+    }
 
 
 def _waits(slot: SavedSlot, leased: int | None) -> str:
     if leased is not None:
         return f"leased to update {leased + 1}"
-    return {"open": "to be sampled", "issued": f"issued to {slot.actor}", "ready": "ready"}[slot.state]
+    match slot.state:
+        case SlotState.OPEN:
+            return "to be sampled"
+        case SlotState.ISSUED:
+            return f"issued to {slot.actor}"
+        case state:
+            return state
 
 
-def _title(row: Trajectory) -> str:
-    identity = row.identity
-    return (
-        f"{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}, by {row.actor}"
-    )
+def _title(trajectory: Trajectory) -> str:
+    identity = trajectory.identity
+    name = f"{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}"
+    return f"{name}, by {trajectory.actor}"
 
 
-def _lines(batch: Batch, row: Trajectory, values: Floats | None, tokenizer: Tokenizer) -> Iterator[str]:
-    versions = ints(row.versions)
-    components = "".join(f", {name} {value:g}" for name, value in row.components.items())
-    yield f"\n{_title(row)}: reward {row.reward:g}{components}, {row.finish}, {row.num_tokens} tokens"
-    yield f"  prompt      {tokenizer.decode(ints(row.prompt_tokens))!r}"
-    yield f"  completion  {tokenizer.decode(ints(row.tokens))!r}"
-    yield f"  tokens      {' '.join(map(str, ints(row.tokens).tolist()))}"
-    yield f"  log-probs   {_numbers(floats(row.logprobs))}"
+def _lines(batch: Batch, trajectory: Trajectory, values: Floats | None, tokenizer: Tokenizer) -> Iterator[str]:
+    versions = ints(trajectory.versions)
+    components = "".join(f", {name} {value:g}" for name, value in trajectory.components.items())
+    end = f"{trajectory.finish}, {trajectory.num_tokens} tokens"
+    yield f"\n{_title(trajectory)}: reward {trajectory.reward:g}{components}, {end}"
+    yield f"  prompt      {tokenizer.decode(ints(trajectory.prompt_tokens))!r}"
+    yield f"  completion  {tokenizer.decode(ints(trajectory.tokens))!r}"
+    yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"
+    yield f"  log-probs   {_numbers(floats(trajectory.logprobs))}"
     if values is not None:
         yield f"  values      {_numbers(values)}"
-    if row.token_rewards:
-        yield f"  rewards     {_numbers(floats(row.token_rewards))}"
-    yield f"  versions    {_runs(versions)}; oldest token {batch.version - row.oldest_version} versions old"
-    if not flags(row.mask).all():
-        yield f"  not sampled by the policy: {int((~flags(row.mask)).sum())} tokens"
+    if trajectory.token_rewards:
+        yield f"  rewards     {_numbers(floats(trajectory.token_rewards))}"
+    yield f"  versions    {_runs(versions)}; oldest token {batch.version - trajectory.oldest_version} versions old"
+    if not flags(trajectory.mask).all():
+        yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum())} tokens"
 
 
 def _numbers(column: Floats) -> str:

@@ -4,8 +4,8 @@
     produces     tickets, batches, weights; the journal and the archive
     waits for    nothing but the disk; its callers wait here, on one condition that every change notifies
 
-    nothing is acknowledged before it is in the journal: those who come while one transaction runs share the next
-    no version is published before the batch that made it is in the archive, with what the critic said of it
+    nothing is acknowledged before it is in the journal: callers that come while one transaction runs share the next
+    no version is published before the batch that made it is in the archive, with the critic's values of it
 
 Queue and ledger share a process, so that a version becomes known, ends the lease of the batch that made it and lets
 engines pull it in one step. A new process fences out the one before it and rebuilds the queue from the journal; the
@@ -15,10 +15,11 @@ learner brings the weights again.
 # pyright: reportUnknownMemberType=false
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -28,15 +29,23 @@ from streamppo import process
 from streamppo.config.change import kept, learning
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
-from streamppo.queue.archive import Archive
+from streamppo.queue import report, snapshot
+from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.defects import limits_of
 from streamppo.queue.journal import Journal
-from streamppo.queue.records import Made
-from streamppo.queue.snapshot import DurableQueue
+from streamppo.queue.records import Archived, Made
+from streamppo.queue.rules import QueueRules
 from streamppo.queue.source import ArchivedRuns
+from streamppo.queue.state import QueueState, Settings
 from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
 
+if TYPE_CHECKING:
+    from streamppo.weights.transport import BucketRef
+
+log = logging.getLogger(__name__)
+PushedRefs: TypeAlias = "tuple[bytes, list[BucketRef]]"
+"""An encoded `Push`, and the references of its buckets."""
 POLL_S = 5.0
 """A long poll comes back empty after this, so that a caller that has died does not wait here for ever."""
 T = TypeVar("T")
@@ -46,23 +55,21 @@ class QueueActor(ArchivedRuns):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
     def __init__(self, config: bytes, run: str, model_path: str) -> None:
+        process.log_to_stdout("queue")
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path
-        self._queue = queue_of(self.config)
         self._journal = Journal(Path(run) / "journal.sqlite")
         self._journal.fence()
-        if (saved := self._journal.read()) is not None:
-            self._queue.restore(saved, self._journal.path)
+        self._queue = _rebuilt(settings_of(self.config), self._journal)
         self._made = self._journal.versions()
-        checksums = {made.version - 1: made.archive_sha256 for made in self._made.values() if made.archive_sha256}
-        self._archive = Archive(Path(run) / "archive", checksums)
+        self._archive = Archive(Path(run) / "archive", checksums(self._made.values()))
         self._archive.sweep()
-        self._archiving: dict[int, asyncio.Task[str]] = {}
+        self._archiving: dict[int, asyncio.Task[Archived]] = {}
         self._unwritten: list[Made] = []
         self._asked = self._written = 0
         self._writing = asyncio.Lock()
         self._broken: JournalError | None = None
-        self._ledger = Ledger()
+        self._ledger = Ledger[PushedRefs]()
         self._learner = 0
         self._stopped = False
         self._changed = asyncio.Condition()
@@ -75,7 +82,7 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def begin(self, version: int) -> int:
-        """A new driver, whose learner starts from `version`: nobody samples any more. Returns the newest version.
+        """Begin anew with a driver whose learner starts from `version`: nobody samples. Returns the newest version.
 
         Raises `CheckpointError` if versions must be redone and the configuration is not the one that made them, or if
         it changes what a run keeps.
@@ -85,14 +92,14 @@ class QueueActor(ArchivedRuns):
         if before:
             _refuse_other(kept(before[-1]), kept(self.config))
         if not before or learning(before[-1]) != learning(self.config):
-            if before and version < self._queue.version:
+            if before and version < self._queue.state.version:
                 raise CheckpointError(
-                    f"versions {version + 1} to {self._queue.version} must be redone as they were made, and the "
+                    f"versions {version + 1} to {self._queue.state.version} must be redone as they were made, and the "
                     "configuration is another one: resume without changes first, and stop with a signal"
                 )
-            self._journal.configure(self._queue.version, msgspec.msgpack.encode(self.config))
+            self._journal.configure(self._queue.state.version, msgspec.msgpack.encode(self.config))
         await self._commit()
-        return self._queue.version
+        return self._queue.state.version
 
     @ray.method
     async def another_life(self, known: str) -> str:
@@ -103,35 +110,36 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def silent(self, actors: list[str], limit_s: float) -> list[str]:
-        """Those of `actors` that have not called for `limit_s`."""
+        """The names of `actors` that have not called for `limit_s`."""
         present = time.monotonic()
         return [actor for actor in actors if present - self._heard.setdefault(actor, present) > limit_s]
 
     @ray.method
     async def lost(self, actor: str) -> None:
-        """What `actor` was sampling is sampled again by others, and it never gets another ticket."""
+        """Have others sample again what `actor` was sampling; it never gets another ticket."""
         self._queue.lost(actor)
         await self._commit()
         await self._notify()
 
     @ray.method
     async def stop(self) -> None:
-        """No more batches: whoever waits for one, or asks for a new one, gets none."""
+        """Lease no more batches: a rank that waits for one, or asks for a new one, gets none."""
         self._stopped = True
         await self._notify()
 
     @ray.method
     async def report(self) -> bytes:
         """The queue's counters."""
-        return encode(self._queue.report())
+        return encode(report.report(self._queue.state))
 
     @ray.method
     async def waiting_for(self) -> str:
-        """One sentence for the watchdog."""
-        return self._queue.waiting_for()
+        """One sentence for the watchdog: what the next batch waits for."""
+        return report.waiting_for(self._queue.settings, self._queue.state)
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
+    @ray.method
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
         """Up to `limit` tickets, as soon as there is one; none after `POLL_S`.
 
@@ -144,13 +152,15 @@ class QueueActor(ArchivedRuns):
             await self._commit()
         return encode(tickets or ())
 
+    @ray.method
     async def swapped(self, actor: str, engine_version: int) -> None:
         """The engine of `actor` holds `engine_version` from here on."""
         self._hear(actor, engine_version)
         await self._notify()
 
+    @ray.method
     async def deliver(self, trajectories: bytes, failures: bytes) -> None:
-        """What a rollout actor has finished since it last called; in the journal when this returns."""
+        """Store all that a rollout actor has finished since it last called; in the journal when this returns."""
         if self._queue.limits is None:
             self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
         try:
@@ -163,11 +173,12 @@ class QueueActor(ArchivedRuns):
             await self._commit()
         await self._notify()
 
-    async def weights_after(self, actor: str, version: int) -> tuple[bytes, list[Any]] | None:
+    @ray.method
+    async def weights_after(self, actor: str, version: int) -> "PushedRefs | None":
         """The newest push above `version`, as soon as there is one; None after `POLL_S`."""
         self._hear(actor, version)
         found = await self._poll(lambda: self._ledger.after(version))
-        return found[1] if found else None
+        return found.handle if found else None
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
@@ -175,9 +186,9 @@ class QueueActor(ArchivedRuns):
     async def take(self, version: int) -> bytes:
         """The batch of the update that starts at `version`, as soon as it is whole; nothing after `stop`.
 
-        What one rank has got before `stop` all ranks get. A version that was trained on before comes from the archive.
+        A batch that one rank has got before `stop` all ranks get. One that was trained on comes from the archive.
         """
-        if version < self._queue.version:
+        if version < self._queue.state.version:
             # The file has its name when its version is in the journal.
             await self._commit()
             return encode(await asyncio.to_thread(self._archive.batch, version))
@@ -191,23 +202,23 @@ class QueueActor(ArchivedRuns):
         return encode(batch)
 
     @ray.method
-    async def publish(self, push: bytes, refs: list[Any], values: bytes, learner: int) -> None:
-        """A new version: its batch is archived and consumed, its weights can be pulled, its admission slots are free.
+    async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
+        """Publish a version: archive and consume its batch, free its slots, and let engines pull its weights.
 
-        `values` are what the critic said of every token of the batch (float32); empty without one. A version that was
-        published before is compared with what it was. Raises `Diverged` if it is another one, and `QueueError` for a
+        `values` are the critic's, of every token of the batch (float32); empty without one. A version that was
+        published before must have the same weights again. Raises `Diverged` if it has others, and `QueueError` for a
         learner that was given up for dead.
         """
         described = decode(push, Push)
         version, self._learner = described.version, max(learner, self._learner)
         if learner < self._learner:
             raise QueueError(f"version {version} comes from learner {learner}, which was given up for dead")
-        checksum = await self._archive_of(version - 1, values) if version and version not in self._made else None
+        archived = await self._archive_of(version - 1, values) if version and version not in self._made else None
         # The same call, made twice, may have waited beside this one.
         known = self._made.get(version)
         if known is None:
             self._queue.publish(version)
-            self._made[version] = Made(version=version, digest=described.digest, archive_sha256=checksum)
+            self._made[version] = Made(version=version, digest=described.digest, archived=archived)
             self._unwritten.append(self._made[version])
             self._archiving.pop(version - 1, None)
         elif known.digest != described.digest:
@@ -216,19 +227,19 @@ class QueueActor(ArchivedRuns):
                 f"{known.digest[:12]}): the software, the device or the number of ranks is another one"
             )
         await self._commit()
-        if version >= self._queue.version:
+        if version >= self._queue.state.version:
             self._ledger.publish(described, (push, refs))
         await self._notify()
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _whole(self, version: int) -> Batch | None:
-        if version > self._queue.version + 1:
+        if version > self._queue.state.version + 1:
             return None
         return self._queue.take(version, leased_only=self._stopped)
 
     async def _commit(self) -> None:
-        """Until everything that has changed so far is in the journal."""
+        """Return when everything that has changed so far is in the journal."""
         self._asked += 1
         mine = self._asked
         async with self._writing:
@@ -237,17 +248,17 @@ class QueueActor(ArchivedRuns):
             if self._written >= mine:
                 return
             upto, made = self._asked, self._unwritten
-            changes, self._unwritten = self._queue.drain(), []
+            changes, self._unwritten = snapshot.drain(self._queue.settings, self._queue.state), []
             try:
                 await asyncio.to_thread(self._journal.write, changes, made, self._archive.settle)
             except JournalError as error:
-                # What was drained is written nowhere: nothing can be acknowledged by this process any more.
+                # The drained changes are written nowhere: this process can acknowledge nothing any more.
                 self._broken = error
                 raise
             self._written = upto
 
-    def _archive_of(self, version: int, values: bytes) -> asyncio.Task[str]:
-        """The writing of a leased batch, begun once."""
+    def _archive_of(self, version: int, values: bytes) -> asyncio.Task[Archived]:
+        """The task that writes a leased batch, begun once."""
         if version not in self._archiving:
             writing = asyncio.to_thread(self._archive.write, self._queue.leased(version), values)
             self._archiving[version] = asyncio.create_task(writing)
@@ -271,17 +282,17 @@ class QueueActor(ArchivedRuns):
             self._changed.notify_all()
 
 
-def _refuse_other(before: dict[str, Any], present: dict[str, Any]) -> None:
+def _refuse_other(before: Mapping[str, object], present: Mapping[str, object]) -> None:
     for name, value in before.items():
         if present[name] != value:
             raise CheckpointError(f"a run keeps its {name}: it was {value!r}, and cannot become {present[name]!r}")
 
 
-def queue_of(config: Config) -> DurableQueue:
+def settings_of(config: Config) -> Settings:
     """The queue that the configuration describes."""
     queue = config.queue
-    return DurableQueue(
-        task=config.task.__struct_config__.tag,  # pyright: ignore[reportArgumentType]
+    return Settings(
+        task=str(config.task.__struct_config__.tag),
         batch_size=queue.batch_size,
         samples_per_prompt=queue.samples_per_prompt,
         max_lag=queue.max_lag,
@@ -291,3 +302,13 @@ def queue_of(config: Config) -> DurableQueue:
         max_attempts=queue.max_attempts,
         max_failure_rate=queue.max_failure_rate,
     )
+
+
+def _rebuilt(settings: Settings, journal: Journal) -> QueueRules:
+    """The queue as of the journal's last transaction; a new one where there is none."""
+    saved = journal.read()
+    if saved is None:
+        return QueueRules(settings, QueueState())
+    state = snapshot.rebuild(settings, saved, journal.path)
+    log.info("rebuilt from its journal, at version %d with %d slots", state.version, len(saved.slots))
+    return QueueRules(settings, state)

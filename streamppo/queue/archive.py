@@ -11,17 +11,20 @@ trajectory has none of a name. Where there is a critic, `values` has for each to
 was sampled, as the update began. A file is complete when it has its name; it counts once the journal holds its SHA-256.
 
 It is written under a name of its writer, and gets its own within the transaction that records it: a queue that was
-given up for dead, and still writes, comes too late for that.
+given up for dead, and still writes, comes too late for that. The journal also knows the range of prompts of each file,
+so that a prompt is found without opening all of them.
 """
 
 # zarr and pyarrow leave parts of their signatures untyped.
 # pyright: standard
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 import zarr
 from numpy.typing import NDArray
@@ -31,12 +34,31 @@ from zarr.storage import ZipStore
 from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.queue.journal import Journal
-from streamppo.queue.records import Made
+from streamppo.queue.records import Archived, Made
 from streamppo.types import Batch, Identity, Trajectory, flags, floats, ints
 
+if TYPE_CHECKING:
+    import pyarrow
+
+Column: TypeAlias = NDArray[np.generic]
 FINISH = ("stop", "length")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
+
+
+class Attributes(msgspec.Struct):
+    """A batch's versions, and the words that columns of numbers stand for."""
+
+    version: int
+    min_version: int
+    tasks: list[str]
+    actors: list[str]
+    finishs: list[str]
+    component_names: list[str] = []
+
+    def words(self) -> dict[str, list[str]]:
+        """The words of each column of words."""
+        return {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
 
 
 class Archive:
@@ -51,8 +73,8 @@ class Archive:
         """The versions whose batch is here, in order."""
         return sorted(self.checksums)
 
-    def write(self, batch: Batch, values: bytes = b"") -> str:
-        """Make `batch` durable, but for its name, which `settle` gives it; returns the SHA-256 of its file.
+    def write(self, batch: Batch, values: bytes = b"") -> Archived:
+        """Make `batch` durable, but for its name, which `settle` gives it; returns the journal's record of the file.
 
         `values` are one float32 for each token of its completions, or empty. Raises `JournalError` if the disk refuses.
         """
@@ -61,27 +83,29 @@ class Archive:
             durable.folder(self.folder)
             _write(aside, batch, values)
             durable.flush(aside)
-            return durable.sha256(aside)
+            sha256 = durable.sha256(aside)
+        prompts = [trajectory.identity.prompt for trajectory in batch.trajectories]
+        return Archived(sha256=sha256, first_prompt=min(prompts), last_prompt=max(prompts))
 
     def settle(self, made: Made) -> None:
-        """Name the batch that made a version, if one did; it counts from here on. Only for whoever holds the journal.
+        """Give the batch that made a version its name, if there is one; it counts from here on.
 
-        Raises `JournalError` if the disk refuses.
+        To be called within the transaction that records it. Raises `JournalError` if the disk refuses.
         """
-        if made.archive_sha256 is None:
+        if made.archived is None:
             return
         version = made.version - 1
         with durable.naming(self.path(version), JournalError):
             durable.rename(self._aside(version), self.path(version))
-        self.checksums[version] = made.archive_sha256
+        self.checksums[version] = made.archived.sha256
 
     def sweep(self) -> None:
-        """Delete what others had not named when they died. Only for whoever holds the journal."""
+        """Delete files without a name, left by writers that died. Only for the writer that has fenced the journal."""
         with durable.naming(self.folder, JournalError):
             for path in self.folder.glob(f"*{durable.ASIDE}"):
                 path.unlink(missing_ok=True)
 
-    def columns(self, version: int) -> dict[str, NDArray[Any]]:
+    def columns(self, version: int) -> dict[str, Column]:
         """The columns of a batch as numpy arrays. Raises `JournalError` if it is missing or damaged."""
         return self._read(version)[0]
 
@@ -90,7 +114,7 @@ class Archive:
         columns, attributes = self._read(version)
         return _batch(columns, attributes)
 
-    def table(self, version: int) -> Any:
+    def table(self, version: int) -> "pyarrow.Table":
         """The batch as a pyarrow Table with one row for each trajectory; `.to_pandas()` makes it a frame."""
         import pyarrow
 
@@ -103,8 +127,8 @@ class Archive:
             rewards_at = columns.pop("token_reward_offsets").astype(np.int32)
             flat["token_rewards"] = pyarrow.ListArray.from_arrays(rewards_at, columns.pop("token_rewards"))
         if "components" in columns:
-            columns |= dict(zip(attributes["component_names"], columns.pop("components").T, strict=True))
-        words = {name: np.take(attributes[f"{name}s"], columns.pop(name)) for name in ("task", "actor", "finish")}
+            columns |= dict(zip(attributes.component_names, columns.pop("components").T, strict=True))
+        words = {name: _spelled(columns.pop(name), known) for name, known in attributes.words().items()}
         return pyarrow.table({**columns, **words, **flat})
 
     def path(self, version: int) -> Path:
@@ -115,7 +139,7 @@ class Archive:
         path = self.path(version)
         return durable.aside(path.with_name(f"{path.name}.{self._writer}"))
 
-    def _read(self, version: int) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    def _read(self, version: int) -> tuple[dict[str, Column], Attributes]:
         path, expected = self.path(version), self.checksums.get(version)
         if expected is None:
             raise JournalError(f"{path}: no batch of version {version} was recorded")
@@ -127,47 +151,52 @@ class Archive:
             raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
         with ZipStore(path, mode="r") as store:
             group = zarr.open_group(store, mode="r")
-            return {name: array[:] for name, array in group.arrays()}, dict(group.attrs)  # pyright: ignore
+            columns = {name: np.asarray(array[:]) for name, array in group.arrays()}
+            return columns, msgspec.convert(dict(group.attrs), Attributes)
 
 
 def open(run: Path) -> Archive:
     """The archive of the run in the folder `run`. Raises `JournalError` if it has none."""
     journal = Journal.of(run)
-    made = journal.versions().values()
+    versions = journal.versions().values()
     journal.close()
-    checksums = {version.version - 1: version.archive_sha256 for version in made if version.archive_sha256}
-    return Archive(run / "archive", checksums)
+    return Archive(run / "archive", checksums(versions))
+
+
+def checksums(versions: Iterable[Made]) -> dict[int, str]:
+    """The SHA-256 of each archived batch, by the batch's version."""
+    return {made.version - 1: made.archived.sha256 for made in versions if made.archived}
 
 
 def _write(path: Path, batch: Batch, values: bytes) -> None:
-    rows = batch.trajectories
-    words = {"task": [row.identity.task for row in rows], "actor": [row.actor for row in rows]}
+    trajectories = batch.trajectories
+    words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
     known = {name: sorted(set(column)) for name, column in words.items()}
-    known["finish"], words["finish"] = list(FINISH), [row.finish for row in rows]
-    columns: dict[str, NDArray[Any]] = {
-        "prompt": np.array([row.identity.prompt for row in rows]),
-        "sample": np.array([row.identity.sample for row in rows]),
-        "attempt": np.array([row.identity.attempt for row in rows]),
-        "reward": np.array([row.reward for row in rows], dtype=np.float64),
-        "prompt_tokens": ints(b"".join(row.prompt_tokens for row in rows)),
-        "prompt_offsets": _offsets([len(row.prompt_tokens) // 4 for row in rows]),
-        "offsets": _offsets([row.num_tokens for row in rows]),
-        **{name: read(b"".join(getattr(row, name) for row in rows)) for name, read in FLAT.items()},
+    known["finish"], words["finish"] = list(FINISH), [one.finish for one in trajectories]
+    columns: dict[str, Column] = {
+        "prompt": np.array([one.identity.prompt for one in trajectories]),
+        "sample": np.array([one.identity.sample for one in trajectories]),
+        "attempt": np.array([one.identity.attempt for one in trajectories]),
+        "reward": np.array([one.reward for one in trajectories], dtype=np.float64),
+        "prompt_tokens": ints(b"".join(one.prompt_tokens for one in trajectories)),
+        "prompt_offsets": _offsets([len(one.prompt_tokens) // 4 for one in trajectories]),
+        "offsets": _offsets([one.num_tokens for one in trajectories]),
+        **{name: read(b"".join(getattr(one, name) for one in trajectories)) for name, read in FLAT.items()},
         **{name: np.array([known[name].index(word) for word in column]) for name, column in words.items()},
     }
-    attributes: dict[str, Any] = {"version": batch.version, "min_version": batch.min_version}
+    attributes: dict[str, object] = {"version": batch.version, "min_version": batch.min_version}
     attributes |= {f"{name}s": found for name, found in known.items()}
-    if any(row.token_rewards for row in rows):
-        columns["token_rewards"] = floats(b"".join(row.token_rewards for row in rows))
-        columns["token_reward_offsets"] = _offsets([len(row.token_rewards) // 4 for row in rows])
+    if any(one.token_rewards for one in trajectories):
+        columns["token_rewards"] = floats(b"".join(one.token_rewards for one in trajectories))
+        columns["token_reward_offsets"] = _offsets([len(one.token_rewards) // 4 for one in trajectories])
     if values:
         columns["values"] = floats(values)
         assert len(columns["values"]) == len(columns["tokens"]), "one value for each token"
-    if names := sorted({name for row in rows for name in row.components}):
-        columns["components"] = np.array([[row.components.get(name, np.nan) for name in names] for row in rows])
+    if names := sorted({name for one in trajectories for name in one.components}):
+        columns["components"] = np.array([[one.components.get(name, np.nan) for name in names] for one in trajectories])
         attributes["component_names"] = names
-    if not all(row.versions_known for row in rows):
-        columns["versions_known"] = np.array([row.versions_known for row in rows])
+    if not all(one.versions_known for one in trajectories):
+        columns["versions_known"] = np.array([one.versions_known for one in trajectories])
     with ZipStore(path, mode="w") as store:
         group = zarr.create_group(store, attributes=attributes)
         for name, column in columns.items():
@@ -178,35 +207,38 @@ def _offsets(lengths: list[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _span(column: NDArray[Any], offsets: Any, row: int) -> NDArray[Any]:
-    return column[offsets[row] : offsets[row + 1]]
+def _present(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
+    return {name: number for name, number in zip(names, numbers, strict=True) if not math.isnan(number)}
 
 
-def _present(names: Sequence[str], numbers: NDArray[np.float64]) -> dict[str, float]:
-    return {name: float(number) for name, number in zip(names, numbers, strict=True) if not np.isnan(number)}
+def _spelled(column: Column, known: Sequence[str]) -> list[str]:
+    return [known[int(number)] for number in column]
 
 
-def _batch(columns: Mapping[str, NDArray[Any]], attributes: Mapping[str, Any]) -> Batch:
+def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
-    words = {name: np.take(attributes[f"{name}s"], columns[name]).tolist() for name in ("task", "actor", "finish")}
-    token_rewards, rewards_at = columns.get("token_rewards"), columns.get("token_reward_offsets")
-    components, names = columns.get("components"), attributes.get("component_names", ())
+    words = {name: _spelled(columns[name], known) for name, known in attributes.words().items()}
+    rewards_at = columns["token_reward_offsets"].tolist() if "token_rewards" in columns else None
+    components = columns["components"].tolist() if "components" in columns else None
     known = columns.get("versions_known")
-    rows: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     for row, reward in enumerate(columns["reward"].tolist()):
-        span = slice(at[row], at[row + 1])
+        tokens = slice(at[row], at[row + 1])
         number = {name: int(columns[name][row]) for name in ("prompt", "sample", "attempt")}
-        rows.append(
+        token_rewards = b""
+        if rewards_at is not None:
+            token_rewards = columns["token_rewards"][rewards_at[row] : rewards_at[row + 1]].tobytes()
+        trajectories.append(
             Trajectory(
                 identity=Identity(task=words["task"][row], **number),
                 actor=words["actor"][row],
                 prompt_tokens=columns["prompt_tokens"][prompt_at[row] : prompt_at[row + 1]].tobytes(),
-                finish=words["finish"][row],
+                finish=words["finish"][row],  # pyright: ignore[reportArgumentType]
                 reward=reward,
-                token_rewards=b"" if token_rewards is None else _span(token_rewards, rewards_at, row).tobytes(),
-                components={} if components is None else _present(names, components[row]),
+                token_rewards=token_rewards,
+                components={} if components is None else _present(attributes.component_names, components[row]),
                 versions_known=known is None or bool(known[row]),
-                **{name: columns[name][span].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
+                **{name: columns[name][tokens].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
             )
         )
-    return Batch(version=attributes["version"], min_version=attributes["min_version"], trajectories=tuple(rows))
+    return Batch(version=attributes.version, min_version=attributes.min_version, trajectories=tuple(trajectories))

@@ -1,4 +1,4 @@
-"""What arrives and cannot be trained on: it becomes a dead letter with one of these reasons."""
+"""Reasons why a trajectory cannot be trained on: it becomes a dead letter."""
 
 # transformers leaves parts of its signatures untyped, and exports what it does not list.
 # pyright: standard
@@ -19,7 +19,7 @@ LOGPROB_SLACK = 1e-4
 
 
 class Limits(NamedTuple):
-    """`vocabulary` are the tokens that the model has, `completion` and `prompt` the most tokens of each (None: any)."""
+    """Tokens that the model has, and the most tokens of a completion and of a prompt (None: any number)."""
 
     vocabulary: int
     completion: int
@@ -27,7 +27,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(config: Config, model_path: str) -> Limits:
-    """What the configuration and the model's config.json, in a folder or under a hub name, allow.
+    """The limits by the configuration and the model's config.json, in a folder or under a hub name.
 
     Raises `ModelError` if that cannot be read.
     """
@@ -56,7 +56,7 @@ def _prompt_limit(config: Config) -> int | None:
 
 
 def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:
-    """Why a trajectory cannot be trained on, or None."""
+    """The reason why a trajectory cannot be trained on, or None."""
     return _shape(trajectory) or _numbers(trajectory) or (limits and _beyond(trajectory, limits))
 
 

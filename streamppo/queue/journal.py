@@ -1,15 +1,15 @@
 """The durable record of what waits in the queue: SQLite in WAL mode. Pure: no Ray.
 
-runs/NAME/journal.sqlite       slots that are alive, leases, attempts that came to nothing, dead letters, and one row
+runs/NAME/journal.sqlite       slots that are held, leases, attempts that came to nothing, dead letters, and one row
                                for each published version
 runs/NAME/journal.tip          the number of the last transaction; a log that ends before it has lost some
 
-Whoever is to write begins with `fence`: those who wrote before, and may not be as dead as they are taken for, cannot
-write from then on, and neither can they name a file of the archive.
+A writer begins with `fence`: earlier writers, which may not be as dead as they are taken for, cannot write from then
+on, and neither can they name a file of the archive.
 
 A slot's row goes when its batch is consumed, because the archive names it from then on. So the journal is as large as
-the queue, but for a short row for each attempt that was lost, failed, too old or given up. SQLite checks its structure
-and nothing else: every row carries a checksum of its own.
+the queue, but for a short row for each attempt that was lost, failed, too old or given up. Columns beside a row's bytes
+are keys and nothing else. SQLite checks its structure and nothing else: every row carries a checksum of its own.
 """
 
 import sqlite3
@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 from zlib import crc32
 
 import msgspec
@@ -27,81 +27,92 @@ from streamppo.errors import JournalError
 from streamppo.queue.records import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
 from streamppo.types import decode, encode
 
+FORMAT = 2
+"""The number of the tables' format; a journal of another one is refused."""
 DEAD_LETTERS = 1000
 """Dead letters that are kept; the newest."""
+ALL = range(2**62)
+"""Every slot."""
 TIP = struct.Struct("<QI")
-TABLES = """
+T = TypeVar("T")
+TABLES = f"""
+begin immediate;
 create table if not exists state (name text primary key, value blob, checksum int) strict;
-create table if not exists slots (
-    number integer primary key, task text, prompt int, sample int, attempt int, state text, row blob, checksum int
-) strict;
+create table if not exists slots (number integer primary key, row blob, checksum int) strict;
 create table if not exists leases (version integer primary key, row blob, checksum int) strict;
-create table if not exists versions (version integer primary key, digest text, row blob, checksum int) strict;
+create table if not exists versions (version integer primary key, row blob, checksum int) strict;
 create table if not exists configs (version integer primary key, row blob, checksum int) strict;
 create table if not exists ended (
-    number integer, task text, prompt int, sample int, attempt int, state text, row blob, checksum int,
-    primary key (number, attempt)
-) strict;
+    number int, attempt int, row blob, checksum int, primary key (number, attempt)
+) strict, without rowid;
 create table if not exists dead_letters (
-    task text, prompt int, sample int, attempt int, reason text, row blob, checksum int,
-    primary key (task, prompt, sample, attempt)
+    prompt int, sample int, attempt int, row blob, checksum int, primary key (prompt, sample, attempt)
 ) strict;
+pragma user_version = {FORMAT};
+commit;
 """
 
 
 class Journal:
-    """One writer at a time. Raises `JournalError` that names the file for whatever SQLite or the disk refuses."""
+    """One writer at a time. Every method raises `JournalError`, which names the file, if SQLite or the disk refuses."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tip = path.with_name("journal.tip")
-        with self._named():
+        with self._errors_named():
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._verify_structure()
             self._db.execute("pragma journal_mode = wal")
             # An acknowledged trajectory survives a power cut, not only a kill.
             self._db.execute("pragma synchronous = full")
-            self._db.executescript(TABLES)
+            self._verify_format()
             self._number = self._last_transaction()
 
     @classmethod
     def of(cls, run: Path) -> "Journal":
-        """That of the run in the folder `run`. Raises `JournalError` if it has none, and makes none."""
+        """The journal of the run in the folder `run`. Raises `JournalError` if it has none, and makes none."""
         path = run / "journal.sqlite"
         if not path.is_file():
             raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
         return cls(path)
 
     def fence(self) -> None:
-        """Nobody who opened it before can write from here on, and what is read from here on has all that they wrote."""
+        """Keep everybody who opened it before from writing; all that they wrote is read from here on."""
         with self._transaction(fencing=True):
             pass
 
-    def write(self, changes: Changes, made: Sequence[Made] = (), settle: Callable[[Made], None] | None = None) -> None:
-        """One transaction. What is known already is written over by the same.
+    def write(
+        self, changes: Changes, made: Sequence[Made] = (), before_commit: Callable[[Made], None] | None = None
+    ) -> None:
+        """Write one transaction. Rows that are there already are replaced by the same.
 
-        `settle` is called within it for each of `made`: by nobody who was fenced out, and before it is known as made.
+        `before_commit` is called within it for each of `made`: never for a writer that was fenced out, and before the
+        version is known as made.
         """
         with self._transaction() as db:
-            if settle is not None:
+            if before_commit is not None:
                 for version in made:
-                    settle(version)
-            db.executemany("insert or replace into slots values (?, ?, ?, ?, ?, ?, ?, ?)", map(_slot, changes.slots))
+                    before_commit(version)
+            db.executemany(
+                "insert or replace into slots values (?, ?, ?)",
+                [(slot.number, *_checked(slot)) for slot in changes.slots],
+            )
             db.executemany(
                 "insert or replace into leases values (?, ?, ?)",
                 [(lease.version, *_checked(lease)) for lease in changes.leases],
             )
             db.executemany("delete from slots where number = ?", [(number,) for number in changes.gone])
-            db.executemany("insert or ignore into ended values (?, ?, ?, ?, ?, ?, ?, ?)", map(_slot, changes.ended))
             db.executemany(
-                "insert or ignore into versions values (?, ?, ?, ?)",
-                [(version.version, version.digest, *_checked(version)) for version in made],
+                "insert or ignore into ended values (?, ?, ?, ?)",
+                [(one.number, one.identity.attempt, *_checked(one)) for one in changes.ended],
+            )
+            db.executemany(
+                "insert or ignore into versions values (?, ?, ?)",
+                [(version.version, *_checked(version)) for version in made],
             )
             db.execute("delete from leases where version < ?", (changes.counters.version,))
             if changes.dead:
-                db.executemany(
-                    "insert or ignore into dead_letters values (?, ?, ?, ?, ?, ?, ?)", map(_dead, changes.dead)
-                )
+                db.executemany("insert or ignore into dead_letters values (?, ?, ?, ?, ?)", map(_dead, changes.dead))
                 db.execute(
                     "delete from dead_letters where rowid <= (select max(rowid) from dead_letters) - ?", (DEAD_LETTERS,)
                 )
@@ -109,52 +120,59 @@ class Journal:
 
     def read(self) -> Saved | None:
         """All that a queue is rebuilt from; None if nothing was ever written."""
-        with self._named():
-            found = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
-            if not found:
-                return None
-            slots = self._rows("slots", "select row, checksum from slots order by number", SavedSlot)
-            leases = self._rows("leases", "select row, checksum from leases order by version", Lease)
-        return Saved(found[0], tuple(slots), tuple(leases))
+        counters = self.counters()
+        return counters and Saved(counters, tuple(self.slots()), tuple(self.leases()))
+
+    def counters(self) -> Counters | None:
+        """The queue's counters; None if nothing was ever written."""
+        found = self._rows("state", "select value, checksum from state where name = 'counters'", Counters)
+        return found[0] if found else None
+
+    def slots(self, numbers: range = ALL) -> list[SavedSlot]:
+        """The slots that are held, of these numbers, by their number."""
+        query = "select row, checksum from slots where number >= ? and number < ? order by number"
+        return self._rows("slots", query, SavedSlot, numbers.start, numbers.stop)
+
+    def leases(self) -> list[Lease]:
+        """The leased batches, by version."""
+        return self._rows("leases", "select row, checksum from leases order by version", Lease)
 
     def versions(self) -> dict[int, Made]:
         """Every published version, in order."""
-        with self._named():
-            found = self._rows("versions", "select row, checksum from versions order by version", Made)
+        found = self._rows("versions", "select row, checksum from versions order by version", Made)
         return {version.version: version for version in found}
 
     def dead_letters(self) -> list[DeadLetter]:
-        """What arrived and could not be trained on, oldest first."""
-        with self._named():
-            return self._rows("dead_letters", "select row, checksum from dead_letters order by rowid", DeadLetter)
+        """The trajectories that arrived and could not be trained on, oldest first."""
+        return self._rows("dead_letters", "select row, checksum from dead_letters order by rowid", DeadLetter)
 
-    def ended(self) -> list[Ended]:
-        """Every attempt that came to nothing, by its slot and its number."""
-        with self._named():
-            return self._rows("ended", "select row, checksum from ended order by number, attempt", Ended)
+    def ended(self, numbers: range = ALL) -> list[Ended]:
+        """Every attempt at the slots of these numbers that came to nothing, by its slot and its number."""
+        query = "select row, checksum from ended where number >= ? and number < ? order by number, attempt"
+        return self._rows("ended", query, Ended, numbers.start, numbers.stop)
 
     def configs(self) -> dict[int, bytes]:
         """The encoded configurations of the run, by the version from which each of them holds."""
-        with self._named():
+        with self._errors_named():
             found = self._db.execute("select version, row, checksum from configs order by version").fetchall()
         for _, row, checksum in found:
             self._check("configs", row, checksum)
         return {version: row for version, row, _ in found}
 
     def configure(self, version: int, config: bytes) -> None:
-        """`config` holds from `version` on."""
+        """Note that `config` holds from `version` on."""
         with self._transaction() as db:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
     def close(self) -> None:
         """Fold the log into the file."""
-        with self._named():
+        with self._errors_named():
             self._db.close()
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _named(self) -> Generator[None]:
+    def _errors_named(self) -> Generator[None]:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
@@ -162,10 +180,10 @@ class Journal:
 
     @contextmanager
     def _transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
-        with self._named():
+        with self._errors_named():
             self._db.execute("begin immediate")
             try:
-                number = self._recorded()
+                number = self._transactions()
                 if number != self._number and not fencing:
                     raise JournalError(f"{self.path}: somebody else writes here: this queue was given up for dead")
                 if number == 0:
@@ -187,16 +205,30 @@ class Journal:
         if first != "ok":
             raise JournalError(f"{self.path}: damaged: {first}")
 
-    def _recorded(self) -> int:
+    def _verify_format(self) -> None:
+        """Make the tables of a new journal. Raises `JournalError` for one that another version of streamppo made."""
+        ((found,),) = self._db.execute("pragma user_version").fetchall()
+        ((tables,),) = self._db.execute("select count(*) from sqlite_master").fetchall()
+        if not tables:
+            self._db.executescript(TABLES)
+        elif found != FORMAT:
+            # The first format had no number.
+            raise JournalError(
+                f"{self.path}: made by another version of streamppo: its format is {found or 1}, and this version "
+                f"reads {FORMAT}: go on with the version that made the run, or begin a new one"
+            )
+
+    def _transactions(self) -> int:
+        """The number of the last transaction that is recorded."""
         found = self._rows("state", "select value, checksum from state where name = 'number'", int)
         return found[0] if found else 0
 
     def _last_transaction(self) -> int:
         """The number of the last transaction. Raises if the tip knows of a later one."""
         # A queue that may be at work makes the tip before its first transaction, and writes it after each of them.
-        begun = self._recorded() > 0
+        begun = self._transactions() > 0
         tip = self._tip.read_bytes() if self._tip.exists() else b""
-        number = self._recorded()
+        number = self._transactions()
         if not tip and begun:
             raise JournalError(f"{self._tip}: missing or empty, though {self.path} holds {number} transactions")
         if not tip:
@@ -210,11 +242,12 @@ class Journal:
             )
         return number
 
-    def _rows(self, table: str, query: str, kind: Any) -> list[Any]:
-        found = self._db.execute(query).fetchall()
+    def _rows(self, table: str, query: str, kind: type[T], *arguments: int) -> list[T]:
+        with self._errors_named():
+            found = self._db.execute(query, arguments).fetchall()
         return [self._decoded(table, row, checksum, kind) for row, checksum in found]
 
-    def _decoded(self, table: str, row: bytes, checksum: int, kind: Any) -> Any:
+    def _decoded(self, table: str, row: bytes, checksum: int, kind: type[T]) -> T:
         self._check(table, row, checksum)
         try:
             return decode(row, kind)
@@ -235,9 +268,6 @@ def _checked(value: object) -> tuple[bytes, int]:
     return row, crc32(row)
 
 
-def _slot(slot: SavedSlot | Ended) -> tuple[Any, ...]:
-    return slot.number, *msgspec.structs.astuple(slot.identity), slot.state, *_checked(slot)
-
-
-def _dead(letter: DeadLetter) -> tuple[Any, ...]:
-    return *msgspec.structs.astuple(letter.trajectory.identity), letter.reason, *_checked(letter)
+def _dead(letter: DeadLetter) -> tuple[int | bytes, ...]:
+    identity = letter.trajectory.identity
+    return identity.prompt, identity.sample, identity.attempt, *_checked(letter)

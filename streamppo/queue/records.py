@@ -1,17 +1,17 @@
-"""The queue as it lies in the journal, and what has changed since it was last written there."""
+"""The rows of the journal, and the changes that one transaction writes."""
 
 from typing import Literal, NamedTuple, TypeAlias
 
+from streamppo.queue.slot import SlotState
 from streamppo.types import Crossing, Identity, Trajectory
 
-State: TypeAlias = Literal["open", "issued", "ready"]
 Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "equal_group"]
 GIVEN_UP: tuple[Ending, ...] = ("abandoned", "equal_group")
-"""The endings after which nobody samples the slot again."""
+"""The endings after which the slot is abandoned."""
 
 
 class SavedSlot(Crossing, frozen=True):
-    """One slot that is still alive. `actor` and `call` say who samples it, and by which of its requests."""
+    """A slot that is held. Request `call` of `actor` has its ticket, or its trajectory is stored, or it is open."""
 
     number: int
     identity: Identity
@@ -21,15 +21,28 @@ class SavedSlot(Crossing, frozen=True):
     trajectory: Trajectory | None
 
     @property
-    def state(self) -> State:
-        """Where it stands in the drawing of slot.py; a lease is kept apart."""
-        return "ready" if self.trajectory else "issued" if self.actor else "open"
+    def state(self) -> SlotState:
+        """Open, issued or ready; a ready one is leased if a `Lease` names it."""
+        return SlotState.READY if self.trajectory else SlotState.ISSUED if self.actor else SlotState.OPEN
+
+
+class Shape(NamedTuple):
+    """The task's kind and the sizes of its groups and units: they give every slot its number."""
+
+    task: str
+    samples_per_prompt: int
+    unit_size: int
+
+    def slots_of(self, prompt: int) -> range:
+        """The numbers of a prompt's slots."""
+        first = prompt * self.samples_per_prompt
+        return range(first, first + self.samples_per_prompt)
 
 
 class Counters(Crossing, frozen=True):
     """Everything about a queue that is not one of its slots. A journal of another shape belongs to another run."""
 
-    shape: tuple[str, int, int]
+    shape: Shape
     version: int
     opened: int
     abandoned: int
@@ -63,16 +76,24 @@ class DeadLetter(Crossing, frozen=True):
     reason: str
 
 
+class Archived(Crossing, frozen=True):
+    """The file of one batch in the archive. All prompts of the batch are from `first_prompt` to `last_prompt`."""
+
+    sha256: str
+    first_prompt: int
+    last_prompt: int
+
+
 class Made(Crossing, frozen=True):
-    """A published version: its weights' digest, and the SHA-256 of the archived batch that made it."""
+    """A published version: its weights' digest, and the archived batch that made it; version 0 has none."""
 
     version: int
     digest: str
-    archive_sha256: str | None
+    archived: Archived | None
 
 
 class Changes(NamedTuple):
-    """What one transaction writes, in this order."""
+    """The changes that one transaction writes, in this order."""
 
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()

@@ -1,63 +1,96 @@
-"""What the queue remembers of one admission slot, and of the slots that are trained on together.
+"""One admission slot, its states, and the unit of slots that are trained on together.
 
-open -> in flight -> ready -> leased -> consumed
- ^          |          |
- +----------+----------+     failed, a dead letter, lost with its actor, too old: the same slot again, attempt + 1
-            |
-            +-> abandoned    failed too often: the slot is given up, and its unit with it
+open ---> issued ---> ready ---> leased ---> consumed
+ | ^        |  |        |  |
+ | +--------+--|--------+  |      failed, a dead letter, lost with its actor, too old: attempt + 1 is to be sampled
+ |             |           |
+ +-------------+-----------+--> abandoned     failed too often, or its group teaches nothing: the whole unit goes
+
+open        to be sampled
+issued      an actor has its ticket
+ready       its trajectory is stored; the other slots of its unit may still be missing
+leased      in the batch of an update
+consumed    its update has published a version
+abandoned   nobody samples it again
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from streamppo.queue.records import SavedSlot
 from streamppo.types import Identity, Trajectory, flags, ints
+
+
+class SlotState(StrEnum):
+    """A slot's place in the drawing above."""
+
+    OPEN = "open"
+    ISSUED = "issued"
+    READY = "ready"
+    LEASED = "leased"
+    CONSUMED = "consumed"
+    ABANDONED = "abandoned"
+
+
+NEXT: dict[SlotState, tuple[SlotState, ...]] = {
+    SlotState.OPEN: (SlotState.ISSUED, SlotState.ABANDONED),
+    SlotState.ISSUED: (SlotState.READY, SlotState.OPEN, SlotState.ABANDONED),
+    SlotState.READY: (SlotState.LEASED, SlotState.OPEN, SlotState.ABANDONED),
+    SlotState.LEASED: (SlotState.CONSUMED,),
+    SlotState.CONSUMED: (),
+    SlotState.ABANDONED: (),
+}
+"""The arrows of the drawing; any other transition is a bug of ours."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One trajectory to be. `number` is its age; `actor` is set while it is in flight, by its request `call`."""
+    """One trajectory to be. `number` is its age; request `call` of `actor` was the last one that got its ticket."""
 
     number: int
     identity: Identity
     unit: "Unit"
+    state: SlotState = SlotState.OPEN
     actor: str | None = None
     call: int = 0
     failures: int = 0
     trajectory: Trajectory | None = None
 
-    def saved(self) -> SavedSlot:
-        """As the journal keeps it."""
-        return SavedSlot(
-            number=self.number,
-            identity=self.identity,
-            actor=self.actor,
-            call=self.call,
-            failures=self.failures,
-            trajectory=self.trajectory,
-        )
-
     def __lt__(self, other: "Slot") -> bool:
         return self.number < other.number
 
+    def move(self, to: SlotState) -> None:
+        """Change the state along an arrow of the drawing."""
+        assert to in NEXT[self.state], f"slot {self.number} was {self.state} and cannot become {to}"
+        self.state = to
+
+    def issue(self, actor: str, call: int) -> None:
+        """Give the ticket to `actor`, as part of the answer to its request `call`."""
+        self.move(SlotState.ISSUED)
+        self.actor, self.call = actor, call
+
+    def store(self, trajectory: Trajectory) -> None:
+        """Keep the finished trajectory."""
+        self.move(SlotState.READY)
+        self.trajectory, self.actor = trajectory, None
+
     def reopen(self) -> None:
-        """To be sampled once more, under an identity that what is still on its way does not have."""
+        """Sample once more, under an identity that a trajectory still on its way does not have."""
+        self.move(SlotState.OPEN)
         old = self.identity
         self.identity = Identity(task=old.task, prompt=old.prompt, sample=old.sample, attempt=old.attempt + 1)
-        self.actor = None
-        self.trajectory = None
+        self.actor = self.trajectory = None
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """The slots that are trained on together: a whole group, or one alone."""
+    """The slots that are trained on together: a whole group, or one alone. `missing` of them are not ready."""
 
     slots: list[Slot] = field(default_factory=list[Slot])
     missing: int = 0
-    abandoned: bool = False
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All trajectories of a unit that is ready."""
+        """The trajectories that are stored; all of them once none is missing."""
         return [slot.trajectory for slot in self.slots if slot.trajectory is not None]
 
 

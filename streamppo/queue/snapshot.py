@@ -1,103 +1,109 @@
-"""The queue that can be written down and rebuilt. Pure: no Ray, no disk.
+"""The queue's state written down and built again. Pure: no Ray, no disk.
 
-drain     what has changed since the last call; all of it goes into one transaction of the journal
-restore   the inverse: the queue as of its last transaction, leases and requests included
+drain     all changes since the last call; they go into one transaction of the journal
+rebuild   the inverse: the state as of the last transaction, leases and requests included
 """
 
 import heapq
 from collections import Counter
 from pathlib import Path
 
-from streamppo.errors import JournalError, QueueError
+from streamppo.errors import JournalError
 from streamppo.queue.records import Changes, Counters, Lease, Saved, SavedSlot
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.slot import Slot, Unit
-from streamppo.types import Batch
+from streamppo.queue.rules import lease
+from streamppo.queue.slot import Slot, SlotState, Unit
+from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings, nothing_unwritten
 
 
-class DurableQueue(QueueRules):
-    """See `QueueRules` for the rules; this adds none."""
+def drain(settings: Settings, state: QueueState) -> Changes:
+    """All that has changed since the last call, for the journal."""
+    unwritten, state.unwritten = state.unwritten, nothing_unwritten()
+    leased = [(version, state.leases[version]) for version in unwritten.leases if version in state.leases]
+    return Changes(
+        counters=Counters(
+            shape=settings.shape,
+            version=state.version,
+            opened=state.opened,
+            abandoned=state.abandoned,
+            counts=dict(state.counts),
+            dropped=dict(state.dropped),
+            failed=dict(state.failed),
+            fenced=tuple(state.fenced),
+        ),
+        slots=tuple(_saved(slot) for slot in unwritten.slots.values()),
+        leases=tuple(_lease(version, batch) for version, batch in leased),
+        gone=tuple(unwritten.gone),
+        dead=tuple(unwritten.dead_letters),
+        ended=tuple(unwritten.ended),
+    )
 
-    def drain(self) -> Changes:
-        """What has changed since the last call, for the journal."""
-        leased = [version for version in self._new_leases if version in self._leases]
-        changes = Changes(
-            Counters(
-                shape=self._shape,
-                version=self.version,
-                opened=self._opened,
-                abandoned=self._abandoned,
-                counts=dict(self._counts),
-                dropped=dict(self._dropped),
-                failed=dict(self._failed),
-                fenced=tuple(self._fenced),
-            ),
-            tuple(slot.saved() for slot in self._touched.values()),
-            tuple(self._lease(version) for version in leased),
-            tuple(self._gone),
-            tuple(self._dead),
-            tuple(self._ended),
+
+def rebuild(settings: Settings, saved: Saved, path: Path) -> QueueState:
+    """The state that was saved in `path`. Raises `JournalError` for a queue of another shape."""
+    counters = saved.counters
+    if counters.shape != settings.shape:
+        raise JournalError(
+            f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
+            f"{tuple(counters.shape)}, which a run keeps, and the configuration says {tuple(settings.shape)}"
         )
-        self._touched, self._gone, self._new_leases, self._dead, self._ended = {}, [], [], [], []
-        return changes
+    state = QueueState(
+        version=counters.version,
+        opened=counters.opened,
+        abandoned=counters.abandoned,
+        counts=Counter(counters.counts),
+        dropped=Counter(counters.dropped),
+        failed=Counter(counters.failed),
+        fenced=set(counters.fenced),
+    )
+    for one in saved.slots:
+        _add(state, one, settings.unit_size)
+    for one in saved.leases:
+        firsts = dict.fromkeys(number - number % settings.unit_size for number in one.slots)
+        lease(state, one.version, one.min_version, [state.units[first] for first in firsts])
+    state.ready_units = sum(unit.missing == 0 for unit in state.units.values())
+    return state
 
-    def restore(self, saved: Saved, path: Path) -> None:
-        """Make this new queue the one that was saved in `path`. Raises `JournalError` for a queue of another shape."""
-        counters = saved.counters
-        if counters.shape != self._shape:
-            raise JournalError(
-                f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
-                f"{counters.shape}, which a run keeps, and the configuration says {self._shape}"
-            )
-        self.version, self._opened, self._abandoned = counters.version, counters.opened, counters.abandoned
-        self._counts, self._dropped = Counter(counters.counts), Counter(counters.dropped)
-        self._failed, self._fenced = Counter(counters.failed), set(counters.fenced)
-        for row in saved.slots:
-            self._restore_slot(row)
-        for lease in saved.leases:
-            units = list(dict.fromkeys(self._units[self._unit_of(number)] for number in lease.slots))
-            for unit in units:
-                self._forget(unit)
-            chosen = tuple(trajectory for unit in units for trajectory in unit.trajectories)
-            batch = Batch(version=lease.version, min_version=lease.min_version, trajectories=chosen)
-            self._leases[lease.version] = (batch, units)
-        self._ready_units = sum(unit.missing == 0 for unit in self._units.values())
 
-    def leased(self, version: int) -> Batch:
-        """The batch of `version`. Raises `QueueError` if it is not leased."""
-        if version not in self._leases:
-            raise QueueError(f"version {version + 1} was made without the batch of version {version}")
-        return self._leases[version][0]
+def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
+    unit = state.units.setdefault(saved.number - saved.number % unit_size, Unit(missing=unit_size))
+    slot = Slot(
+        number=saved.number,
+        identity=saved.identity,
+        unit=unit,
+        state=saved.state,
+        actor=saved.actor,
+        call=saved.call,
+        failures=saved.failures,
+        trajectory=saved.trajectory,
+    )
+    unit.slots.append(slot)
+    state.slots[saved.identity.prompt, saved.identity.sample] = slot
+    if slot.state is SlotState.OPEN:
+        heapq.heappush(state.open, slot)
+    elif slot.state is SlotState.READY:
+        unit.missing -= 1
+    elif slot.actor is not None:
+        _add_to_request(state, slot.actor, slot)
 
-    def lost_all(self) -> None:
-        """Nobody is left of those who were sampling; all of it is sampled again."""
-        for actor in {slot.actor for slot in self._slots.values() if slot.actor is not None}:
-            self.lost(actor)
-        # Whoever was fenced went with the rest, and the names are free for others.
-        self._fenced.clear()
 
-    def _restore_slot(self, row: SavedSlot) -> None:
-        unit = self._units.setdefault(self._unit_of(row.number), Unit(missing=self._unit_size))
-        slot = Slot(row.number, row.identity, unit, row.actor, row.call, row.failures, row.trajectory)
-        unit.slots.append(slot)
-        unit.missing -= slot.trajectory is not None
-        self._slots[row.identity.prompt, row.identity.sample] = slot
-        if slot.actor is not None:
-            call, slots = self._calls.get(slot.actor, (-1, []))
-            if slot.call >= call:
-                self._calls[slot.actor] = (slot.call, [*slots, slot] if slot.call == call else [slot])
-        elif slot.trajectory is None:
-            heapq.heappush(self._open, slot)
+def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
+    """An actor's last request is the one with the highest call, and all slots of that call are its answer."""
+    last, slots = state.calls.get(actor, NEVER)
+    if slot.call >= last:
+        state.calls[actor] = Request(slot.call, [*slots, slot] if slot.call == last else [slot])
 
-    def _lease(self, version: int) -> Lease:
-        batch, units = self._leases[version]
-        numbers = tuple(slot.number for unit in units for slot in unit.slots)
-        return Lease(version=version, min_version=batch.min_version, slots=numbers)
 
-    def _unit_of(self, number: int) -> int:
-        """The number of the first slot of its unit."""
-        return number - number % self._unit_size
+def _saved(slot: Slot) -> SavedSlot:
+    return SavedSlot(
+        number=slot.number,
+        identity=slot.identity,
+        actor=slot.actor,
+        call=slot.call,
+        failures=slot.failures,
+        trajectory=slot.trajectory,
+    )
 
-    @property
-    def _shape(self) -> tuple[str, int, int]:
-        return (self._task, self._samples, self._unit_size)
+
+def _lease(version: int, leased: LeasedBatch) -> Lease:
+    numbers = tuple(slot.number for unit in leased.units for slot in unit.slots)
+    return Lease(version=version, min_version=leased.batch.min_version, slots=numbers)

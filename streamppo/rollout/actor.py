@@ -34,7 +34,7 @@ from streamppo.types import (
     Trajectory,
     decode,
     encode,
-    told,
+    utf8_safe,
 )
 from streamppo.weights.transport import unpack
 
@@ -185,7 +185,7 @@ class RolloutActor:
                 )
             )
         except FAILURES as error:
-            failed = Failure(identity=ticket.identity, actor=self.name, stage=_stage(error), reason=told(error))
+            failed = Failure(identity=ticket.identity, actor=self.name, stage=_stage(error), reason=utf8_safe(error))
             self._finish(failed)
         self._free.release()
 
@@ -251,7 +251,7 @@ class RolloutActor:
             episode = await self.player.play(prompt, self._greedy)
             correct = (await self._score(prompt, episode)).total >= self.config.reward.correct_at
         except FAILURES as error:
-            return Answer(None, self.engine.version, self.engine.version, told(f"{_stage(error)}: {error}"))
+            return Answer(None, self.engine.version, self.engine.version, utf8_safe(f"{_stage(error)}: {error}"))
         return Answer(correct, int(episode.versions.min()), int(episode.versions.max()))
 
 

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, against a model that only remembers what it saw.
+"""Every order of events, against a model that only remembers what it saw.
 
 Engines of different versions, failures, actors that die, zombies that deliver late, deliveries twice, prefetch,
 requests whose answer is lost, and a queue that dies between any two calls and is rebuilt from what it had written down.
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamppo.errors import QueueError
+from streamppo.queue import report, snapshot
 from streamppo.queue.records import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
-from streamppo.queue.snapshot import DurableQueue
-from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, decode, encode, ints
+from streamppo.queue.rules import QueueRules
+from streamppo.queue.state import QueueState, Settings
+from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, decode, encode, ints
 
 ACTORS = ["a", "b", "c"]
 
@@ -58,7 +60,7 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int) -> None:
         self.max_lag, self.whole_groups, self.too_old = max_lag, whole_groups, too_old
         self.max_attempts = max_attempts
-        self.queue = self._new_queue()
+        self.queue = QueueRules(self._settings(), QueueState())
         self.disk = Disk()
         self.lives = dict.fromkeys(ACTORS, 0)
         self.calls = dict.fromkeys(ACTORS, 0)
@@ -98,8 +100,8 @@ class QueueMachine(RuleBasedStateMachine):
     def _name(self, actor: str) -> str:
         return f"{actor}.{self.lives[actor]}"
 
-    def _new_queue(self) -> DurableQueue:
-        return DurableQueue(
+    def _settings(self) -> Settings:
+        return Settings(
             task="t",
             batch_size=4,
             samples_per_prompt=2,
@@ -110,19 +112,25 @@ class QueueMachine(RuleBasedStateMachine):
             max_failure_rate=1.0,
         )
 
+    def _report(self) -> QueueReport:
+        return report.report(self.queue.state)
+
+    def _waiting_for(self) -> str:
+        return report.waiting_for(self.queue.settings, self.queue.state)
+
     @rule()
     def crash(self) -> None:
         """The queue dies; another one is rebuilt from what was acknowledged."""
-        self.disk.write(self.queue.drain())
-        before, self.queue = self.queue, self._new_queue()
-        self.queue.restore(self.disk.read(), Path("journal"))
-        assert self.queue.report() == before.report()
-        assert self.queue.waiting_for() == before.waiting_for()
+        self.write()
+        before = self._report(), self._waiting_for()
+        state = snapshot.rebuild(self._settings(), self.disk.read(), Path("journal"))
+        self.queue = QueueRules(self._settings(), state)
+        assert (self._report(), self._waiting_for()) == before
 
     @rule()
     def write(self) -> None:
         """Some of what happened is in one transaction, some in the next."""
-        self.disk.write(self.queue.drain())
+        self.disk.write(snapshot.drain(self.queue.settings, self.queue.state))
 
     @rule()
     def driver_dies(self) -> None:
@@ -174,7 +182,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._bury(actor)
         self.queue.lost(dead)
         try:
-            self.queue.issue(dead, self.queue.version, 1, 1_000_000)
+            self.queue.issue(dead, self.queue.state.version, 1, 1_000_000)
             raise AssertionError("a zombie got a ticket")
         except QueueError:
             pass
@@ -185,17 +193,17 @@ class QueueMachine(RuleBasedStateMachine):
             self.zombies.append(self._trajectory(identity, versions or [self.engines[actor]]))
         self.lives[actor] += 1
         self.calls[actor] = 0
-        self.engines[actor] = self.queue.version
+        self.engines[actor] = self.queue.state.version
 
     @rule(actor=st.sampled_from(ACTORS))
     def swap(self, actor: str) -> None:
-        self.engines[actor] = self.queue.version
+        self.engines[actor] = self.queue.state.version
 
     # --- learner -----------------------------------------------------------------------------------------
 
     @rule(ahead=st.integers(0, 1))
     def take(self, ahead: int) -> None:
-        self._take(self.queue.version + ahead)
+        self._take(self.queue.state.version + ahead)
 
     def _take(self, version: int) -> bool:
         batch = self.queue.take(version)
@@ -222,16 +230,16 @@ class QueueMachine(RuleBasedStateMachine):
             assert all(n % 2 == 0 and numbers[i + 1] == n + 1 for i, n in enumerate(numbers) if i % 2 == 0)
         return True
 
-    @precondition(lambda self: self.queue.version in self.leases)
+    @precondition(lambda self: self.queue.state.version in self.leases)
     @rule()
     def publish(self) -> None:
-        del self.leases[self.queue.version]
-        self.queue.publish(self.queue.version + 1)
+        del self.leases[self.queue.state.version]
+        self.queue.publish(self.queue.state.version + 1)
 
     @rule()
     def drain(self) -> None:
         """With one engine that keeps up, and no more failures, the next batch always comes: nothing can wedge."""
-        version = self.queue.version
+        version = self.queue.state.version
         for _ in range(60):
             if self._take(version):
                 return
@@ -239,43 +247,43 @@ class QueueMachine(RuleBasedStateMachine):
             self.issue("a", 6)
             for identity in list(self.flying):
                 self._deliver(identity)
-        raise AssertionError(f"no batch came: {self.queue.waiting_for()}")
+        raise AssertionError(f"no batch came: {self._waiting_for()}")
 
     # --- always ------------------------------------------------------------------------------------------
 
     @invariant()
     def the_counters_add_up(self) -> None:
-        report = self.queue.report()
-        assert report.in_flight == len(self.flying)
+        counted = self._report()
+        assert counted.in_flight == len(self.flying)
         leased = sum(len(batch.trajectories) for batch in self.leases.values())
-        assert report.consumed + leased == len(self.consumed)
-        live = report.ready + report.in_flight
-        assert live + len(self.consumed) + report.dropped["abandoned"] <= report.issued
+        assert counted.consumed + leased == len(self.consumed)
+        live = counted.ready + counted.in_flight
+        assert live + len(self.consumed) + counted.dropped["abandoned"] <= counted.issued
 
     @invariant()
     def admission_bounds_what_is_held(self) -> None:
         """Memory: whatever waits or flies fits into max_lag + 1 batches of the newest engine, and one prefetch."""
-        report = self.queue.report()
+        counted = self._report()
         newest = max(self.engines.values())
-        assert report.issued - report.dropped["abandoned"] <= (newest + self.max_lag + 1) * 4
+        assert counted.issued - counted.dropped["abandoned"] <= (newest + self.max_lag + 1) * 4
 
     @invariant()
     def nothing_is_lost(self) -> None:
         """Every slot that was ever opened is live, consumed or counted as abandoned."""
-        report = self.queue.report()
-        waiting = len({slot for slot in self.queue._slots})
-        assert waiting + len(self.consumed) + report.dropped["abandoned"] == report.issued
+        counted = self._report()
+        waiting = len({slot for slot in self.queue.state.slots})
+        assert waiting + len(self.consumed) + counted.dropped["abandoned"] == counted.issued
 
     @invariant()
     def every_attempt_is_in_one_place(self) -> None:
         """Alive, trained on, or ended with a reason, by its identity; and so is every slot, by its number."""
-        ended = self.disk.ended | {one.identity: one for one in self.queue._ended}
-        alive = {slot.identity for slot in self.queue._slots.values()}
+        ended = self.disk.ended | {one.identity: one for one in self.queue.state.unwritten.ended}
+        alive = {slot.identity for slot in self.queue.state.slots.values()}
         assert not alive & self.trained and not alive & set(ended) and not self.trained & set(ended)
         assert self.seen <= alive | self.trained | set(ended)
         given_up = {one.number for one in ended.values() if one.state in GIVEN_UP}
         slots = [one.prompt * 2 + one.sample for one in alive | self.trained] + list(given_up)
-        assert sorted(slots) == list(range(self.queue.report().issued))
+        assert sorted(slots) == list(range(self._report().issued))
 
     def _trajectory(self, identity: Identity, versions: list[int]) -> Trajectory:
         made = trajectory([5] * len(versions), versions=versions)

@@ -118,8 +118,7 @@ def batch(version: int) -> Batch:
 
 
 def record(archive: Archive, version: int) -> dict[int, str]:
-    checksum = archive.write(batch(version))
-    archive.settle(Made(version=version + 1, digest="", archive_sha256=checksum))
+    archive.settle(Made(version=version + 1, digest="", archived=archive.write(batch(version))))
     return archive.checksums
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, SupportsFloat
 
-from streamppo.types import Crossing, Reward, ScoredText, told
+from streamppo.types import Crossing, Reward, ScoredText, utf8_safe
 
 QUOTED = 200
 """Characters of a bad value or of an error that a reason quotes."""
@@ -25,7 +25,7 @@ NO_OPINION = Outcome()
 def failed(error: BaseException) -> Outcome:
     """The failure that an exception stands for."""
     text = f"{type(error).__name__}: {error}"[:QUOTED]
-    return Outcome(reason=told(text), retryable=bool(getattr(error, "retryable", False)))
+    return Outcome(reason=utf8_safe(text), retryable=bool(getattr(error, "retryable", False)))
 
 
 def too_late(timeout_s: float) -> Outcome:
@@ -91,8 +91,8 @@ def plain(reward: Reward) -> Reward:
         score=score,  # pyright: ignore[reportArgumentType]
         tokens=tuple(tokens),  # pyright: ignore[reportArgumentType]
         turns=tuple(turns),  # pyright: ignore[reportArgumentType]
-        components=dict(zip(map(told, reward.components), components, strict=True)),  # pyright: ignore[reportArgumentType]
-        explanation=told(reward.explanation),
+        components=dict(zip(map(utf8_safe, reward.components), components, strict=True)),  # pyright: ignore[reportArgumentType]
+        explanation=utf8_safe(reward.explanation),
     )
 
 

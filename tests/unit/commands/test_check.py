@@ -19,7 +19,7 @@ from streamppo.commands import memory_estimate as memory
 from streamppo.config import file as configfile
 from streamppo.learner import policy as learner_model
 from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.records import Archived, Changes, Made
 from streamppo.tasks.tokenizer import character_tokenizer
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
@@ -207,7 +207,9 @@ def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
 ) -> None:
     (tmp_path / "run").mkdir()
     journal = Journal(tmp_path / "run" / "journal.sqlite")
-    journal.write(Changes(COUNTERS), [Made(version=1, digest="", archive_sha256="0")])
+    journal.write(
+        Changes(COUNTERS), [Made(version=1, digest="", archived=Archived(sha256="0", first_prompt=0, last_prompt=0))]
+    )
     journal.close()
     code, output = checked(MATH, f"algorithm.critic.pretrain={tmp_path / 'run'}")
     assert code == 0 and f"critic         ok        learns from the 1 batches of {tmp_path / 'run'}" in output

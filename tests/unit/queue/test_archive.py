@@ -55,7 +55,7 @@ def rewarded(version: int = 3) -> Batch:
 
 
 def written(made: Archive, one: Batch, values: bytes = b"") -> Made:
-    return Made(version=one.version + 1, digest="", archive_sha256=made.write(one, values))
+    return Made(version=one.version + 1, digest="", archived=made.write(one, values))
 
 
 def recorded(run: Path, *batches: Batch, values: Mapping[int, bytes] = MappingProxyType({})) -> Archive:

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from conftest import COUNTERS, trajectory
 
 from streamppo import durable
 from streamppo.errors import JournalError
-from streamppo.queue.journal import DEAD_LETTERS, Journal
+from streamppo.queue.journal import DEAD_LETTERS, FORMAT, Journal
 from streamppo.queue.records import Changes, DeadLetter, Ended, Lease, Made, SavedSlot
 from streamppo.types import Identity
 
@@ -49,7 +50,7 @@ ENDED = (ended(4, "no"), ended(4, "no again", attempt=1))
 
 
 def made(version: int) -> Made:
-    return Made(version=version, digest=f"digest {version}", archive_sha256=None)
+    return Made(version=version, digest=f"digest {version}", archived=None)
 
 
 def everything(journal: Journal) -> object:
@@ -82,7 +83,7 @@ def test_writing_the_same_again_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_digest_of_a_version_is_never_written_over(tmp_path: Path) -> None:
     journal = filled(tmp_path / "journal.sqlite")
-    journal.write(Changes(COUNTERS), [Made(version=0, digest="another", archive_sha256="x")])
+    journal.write(Changes(COUNTERS), [Made(version=0, digest="another", archived=None)])
     assert journal.versions()[0].digest == "digest 0"
 
 
@@ -243,6 +244,36 @@ def test_a_log_that_was_cut_is_noticed_even_where_sqlite_is_content(tmp_path: Pa
     with pytest.raises(JournalError, match=r"ends with transaction 10, and 11 were acknowledged"):
         Journal(killed / "journal.sqlite")
     journal.close()
+
+
+def test_a_journal_of_another_format_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    filled(path).close()
+    for number, said in ((0, 1), (FORMAT - 1, 1), (FORMAT + 1, FORMAT + 1)):
+        with sqlite3.connect(path) as database:
+            database.execute(f"pragma user_version = {number}")
+        database.close()
+        with pytest.raises(
+            JournalError,
+            match=f"journal.sqlite: made by another .*: its format is {said}, and this version reads {FORMAT}",
+        ):
+            Journal(path)
+
+
+def test_a_journal_from_before_formats_had_numbers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("create table slots (number integer primary key, task text, row blob, checksum int) strict")
+    database.close()
+    with pytest.raises(JournalError, match="its format is 1, and this version reads 2"):
+        Journal(path)
+
+
+def test_the_rows_of_some_slots_are_found_by_their_numbers_alone(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal.sqlite")
+    assert [slot.number for slot in journal.slots(range(2, 5))] == [2, 3, 4]
+    assert journal.ended(range(4, 5)) == list(ENDED)
+    assert journal.ended(range(4)) == journal.ended(range(5, 9)) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

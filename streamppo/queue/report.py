@@ -1,0 +1,44 @@
+"""The queue's state for people: its counters, and the sentence that says what the next batch waits for."""
+
+from collections import Counter
+
+from streamppo.queue.records import GIVEN_UP, Ending
+from streamppo.queue.slot import SlotState
+from streamppo.queue.state import QueueState, Settings
+from streamppo.types import QueueReport
+
+DROPPED: tuple[Ending, ...] = ("too_old", *GIVEN_UP)
+"""Why a trajectory that was stored was not trained on."""
+
+
+def report(state: QueueState) -> QueueReport:
+    """Counters since the run began, and what the queue holds."""
+    counts, dropped = state.counts, state.dropped
+    waiting = Counter(slot.state for slot in state.slots.values())
+    return QueueReport(
+        version=state.version,
+        ready=waiting[SlotState.READY],
+        in_flight=waiting[SlotState.ISSUED],
+        issued=state.opened,
+        stored=counts["stored"],
+        consumed=counts["consumed"],
+        duplicates=counts["duplicates"],
+        dead_letters=counts["dead_letters"],
+        dropped={reason: dropped[reason] for reason in DROPPED} | {"lost": counts["lost"]},
+        masked_tokens=counts["masked_tokens"],
+        failed=dict(state.failed),
+        mean_tokens_consumed=counts["consumed_tokens"] / max(1, counts["consumed"]),
+        mean_tokens_dropped=counts["dropped_tokens"] / max(1, dropped["too_old"]),
+    )
+
+
+def waiting_for(settings: Settings, state: QueueState) -> str:
+    """Say in one sentence what the next batch waits for."""
+    actors = Counter(slot.actor for slot in state.slots.values() if slot.actor is not None)
+    in_flight = ", ".join(f"{count} at {actor}" for actor, count in sorted(actors.items())) or "none"
+    to_be_sampled = sum(slot.state is SlotState.OPEN for slot in state.slots.values())
+    leased = ", ".join(map(str, sorted(state.leases))) or "none"
+    return (
+        f"is at version {state.version} with {state.ready_units * settings.unit_size} of {settings.batch_size} "
+        f"trajectories ready, {to_be_sampled} to be sampled, in flight: {in_flight}, batches leased: {leased}"
+    )

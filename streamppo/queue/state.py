@@ -1,0 +1,116 @@
+"""The data of a queue: its settings, which never change, and its state, on which the rules operate.
+
+A queue that died is rebuilt by building its `QueueState` from the journal (snapshot.py).
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from streamppo.queue.records import DeadLetter, Ended, Shape
+from streamppo.queue.slot import Slot, Unit
+from streamppo.types import Batch
+
+
+class Settings(NamedTuple):
+    """The queue that a configuration describes.
+
+    `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together. `resample_equal` abandons groups
+    whose rewards are all equal, so that other prompts take their slots.
+    """
+
+    task: str
+    batch_size: int
+    samples_per_prompt: int
+    max_lag: int
+    whole_groups: bool
+    too_old: Literal["mask", "drop", "wait"]
+    max_attempts: int
+    max_failure_rate: float
+    resample_equal: bool = False
+
+    @property
+    def unit_size(self) -> int:
+        """Trajectories that are trained on together."""
+        return self.samples_per_prompt if self.whole_groups else 1
+
+    @property
+    def shape(self) -> Shape:
+        """The settings that every journal of a run has in common."""
+        return Shape(self.task, self.samples_per_prompt, self.unit_size)
+
+
+class LeasedBatch(NamedTuple):
+    """The batch of one update, and the units of slots that it consists of."""
+
+    batch: Batch
+    units: list[Unit]
+
+
+class Request(NamedTuple):
+    """The last request of an actor that got tickets, and their slots. An actor counts its requests in `call`."""
+
+    call: int
+    slots: list[Slot]
+
+
+NEVER = Request(-1, [])
+"""The last request of an actor that has made none."""
+
+
+@dataclass(slots=True)
+class Unwritten:
+    """Changes since the journal was last written: touched slots, those that are gone, new leases, and endings."""
+
+    slots: dict[int, Slot]
+    gone: list[int]
+    leases: list[int]
+    dead_letters: list[DeadLetter]
+    ended: list[Ended]
+
+
+def nothing_unwritten() -> Unwritten:
+    """No changes yet."""
+    return Unwritten({}, [], [], [], [])
+
+
+@dataclass(slots=True)
+class QueueState:
+    """Everything that a queue remembers.
+
+    opened, abandoned    slots since the run began; the others are held or consumed
+    units, slots         open, issued and ready ones, oldest first; by their first number, by (prompt, sample)
+    open                 a heap of slots to be sampled, oldest first; abandoned ones are skipped when they come up
+    ready_units          units that are whole
+    leases               batches by version, until the next version is published
+    calls                the last request of each actor, which is answered again in the same way
+    fenced               actors that were given up for dead
+    counts               dead_letters, stored, duplicates, lost, consumed, and tokens of several kinds
+    dropped, failed      slots by the reason that ended them, failures by their stage
+    """
+
+    version: int = 0
+    opened: int = 0
+    abandoned: int = 0
+    ready_units: int = 0
+    units: dict[int, Unit] = field(default_factory=dict[int, Unit])
+    slots: dict[tuple[int, int], Slot] = field(default_factory=dict[tuple[int, int], Slot])
+    open: list[Slot] = field(default_factory=list[Slot])
+    leases: dict[int, LeasedBatch] = field(default_factory=dict[int, LeasedBatch])
+    calls: dict[str, Request] = field(default_factory=dict[str, Request])
+    fenced: set[str] = field(default_factory=set[str])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    failed: Counter[str] = field(default_factory=Counter[str])
+    unwritten: Unwritten = field(default_factory=nothing_unwritten)
+
+    @property
+    def held(self) -> int:
+        """Slots that were opened and are neither consumed nor abandoned; leased ones are held."""
+        return self.opened - self.abandoned - self.counts["consumed"]
+
+    def forget(self, unit: Unit) -> None:
+        """Take a unit out of those that wait: it is leased, or abandoned."""
+        for slot in unit.slots:
+            del self.slots[slot.identity.prompt, slot.identity.sample]
+        del self.units[unit.slots[0].number]
