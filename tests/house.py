@@ -1,10 +1,11 @@
 """Measures the house: `python -m tests.house --table [FOLDER ...]` prints one column for each checkout.
 
-The bounds that tests hold are in tests/unit/test_house.py; what is counted, and how, is here.
+Each measure is a number and the places that it is made of; `BOUNDS` are held by tests/unit/test_house.py.
 """
 
 import argparse
 import ast
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,9 +13,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parent.parent
+BOUNDS = {
+    "files at the top of streamppo/": 8,
+    "units": 18,
+    "modules in an import cycle": 0,
+    "units in an import cycle": 0,
+    "largest file": 400,
+    "longest function": 60,
+    "most parameters before *": 6,
+    "deepest nesting": 3,
+}
+"""The most that each measure may be."""
 WH_WORDS = ("whoever", "whatever", "what", "those", "one that", "who", "which", "whether", "where", "whom", "whose")
-"""Words that no docstring begins with: a docstring begins with a verb or names its subject."""
+"""Words that no sentence of a docstring begins with: it begins with a verb or names its subject."""
 BROAD = ("Exception", "BaseException")
+NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 PATH_TO_BACKWARD = (
     ("cli", "_run"),
     ("run", "run"),
@@ -78,7 +91,18 @@ def arrows(found: Sequence[Source]) -> set[tuple[str, str]]:
 def cycles(found: Sequence[Source]) -> list[str]:
     """Modules that import each other, directly or through others; empty where imports make no cycle."""
     known = {source.name for source in found}
-    edges = {source.name: {to for to in imports(source, known) if to != source.name} for source in found}
+    return _in_cycles({source.name: {to for to in imports(source, known) if to != source.name} for source in found})
+
+
+def unit_cycles(found: Sequence[Source]) -> list[str]:
+    """Units that import each other, directly or through others."""
+    edges: dict[str, set[str]] = {}
+    for importer, imported in arrows(found):
+        edges.setdefault(importer, set()).add(imported)
+    return _in_cycles(edges)
+
+
+def _in_cycles(edges: dict[str, set[str]]) -> list[str]:
     return sorted(name for name in edges if name in _reachable(name, edges))
 
 
@@ -106,16 +130,45 @@ def length(function: Function) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
+def parameters(function: Function) -> int:
+    """Parameters before `*`; self, cls and autograd's ctx are not counted."""
+    positional = [*function.args.posonlyargs, *function.args.args]
+    return len([argument for argument in positional if argument.arg not in ("self", "cls", "ctx")])
+
+
+def nesting(node: ast.AST) -> int:
+    """The deepest chain of blocks under `node`; an elif is no deeper than its if."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.Lambda):
+            continue
+        elif_branch = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        own = isinstance(child, NESTS) and not elif_branch
+        deepest = max(deepest, own + nesting(child))
+    return deepest
+
+
+def undocumented(found: Sequence[Source]) -> list[str]:
+    """Modules, and public classes and functions at the top of a module, without a docstring."""
+    missing = []
+    for source in found:
+        public = [node for node in source.tree.body if isinstance(node, Function | ast.ClassDef)]
+        for node in [source.tree, *(node for node in public if not node.name.startswith("_"))]:
+            if source.text.strip() and ast.get_docstring(node) is None:
+                missing.append(f"{source.name}: {getattr(node, 'name', 'module')}")
+    return missing
+
+
 def docstrings(found: Sequence[Source]) -> Iterator[tuple[str, str]]:
     """(file and name, docstring) of every module, class and function, and of every documented constant or field."""
     for source in found:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
-                yield f"{source.path.name}: {getattr(node, 'name', 'module')}", text
+                yield f"{source.name}: {getattr(node, 'name', 'module')}", text
             body = node.body if isinstance(node, ast.Module | ast.ClassDef) else []
             for before, after in pairwise(body):
                 if isinstance(before, ast.Assign | ast.AnnAssign) and (text := _text(after)):
-                    yield f"{source.path.name}: {ast.unparse(before).split('=')[0].strip()}", text
+                    yield f"{source.name}: {ast.unparse(before).split('=')[0].strip()}", text
 
 
 def _text(node: ast.stmt) -> str | None:
@@ -124,22 +177,48 @@ def _text(node: ast.stmt) -> str | None:
     return None
 
 
-def begins_wrong(text: str) -> bool:
-    """A docstring's first words are a wh-word, or one of their kin."""
-    lowered = text.lower()
-    return any(lowered.startswith(f"{word} ") for word in WH_WORDS)
+def begins_wrong(text: str) -> list[str]:
+    """The sentences of a docstring that begin with a wh-word or one of its kin, each by its first words.
+
+    A sentence begins with the text, after a blank line, or with a capital letter after a full stop.
+    """
+    sentences = re.split(r"\n\s*\n|(?<=[.!?])[)\"'`\]]*\s+(?=[A-Z])", text)
+    words = re.compile(rf"\s*(?:{'|'.join(WH_WORDS)})\b", re.IGNORECASE)
+    return [" ".join(sentence.split()[:6]) for sentence in sentences if words.match(sentence)]
 
 
-def count_any(found: Sequence[Source]) -> int:
-    """Uses of `Any`, its imports left out."""
-    nodes = (node for source in found for node in ast.walk(source.tree))
-    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
+def wh_sentences(found: Sequence[Source]) -> list[str]:
+    """Sentences of docstrings that begin with a wh-word, each with its place."""
+    return [f"{place}: {words}" for place, text in docstrings(found) for words in begins_wrong(text)]
+
+
+def uses_of_any(found: Sequence[Source]) -> list[str]:
+    """Uses of `Any`, those in quoted types too, as module:line; its imports are left out."""
+    return [
+        f"{source.name}:{getattr(node, 'lineno', 0)}"
+        for source in found
+        for node in ast.walk(source.tree)
+        if _is_any(node) or (isinstance(node, ast.Constant) and isinstance(node.value, str) and _has_any(node.value))
+    ]
+
+
+def _is_any(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Name) and node.id == "Any") or (isinstance(node, ast.Attribute) and node.attr == "Any")
+
+
+def _has_any(text: str) -> bool:
+    if "Any" not in text:
+        return False
+    try:
+        return any(_is_any(node) for node in ast.walk(ast.parse(text, mode="eval")))
+    except SyntaxError:
+        return False
 
 
 def broad_excepts(found: Sequence[Source]) -> list[str]:
-    """Handlers of every exception there is, as file:line."""
+    """Handlers of every exception there is, as module:line."""
     return [
-        f"{source.path.name}:{node.lineno}"
+        f"{source.name}:{node.lineno}"
         for source in found
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ExceptHandler) and (node.type is None or set(_names(node.type)) & set(BROAD))
@@ -151,9 +230,9 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def prints(found: Sequence[Source]) -> list[str]:
-    """Calls of print, as file:line."""
+    """Calls of print, as module:line."""
     return [
-        f"{source.path.name}:{node.lineno}"
+        f"{source.name}:{node.lineno}"
         for source in found
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
@@ -194,31 +273,52 @@ def _called(body: ast.AST) -> set[str]:
 # --- the table -----------------------------------------------------------------------------------------------
 
 
-def table(repository: Path) -> dict[str, str]:
-    """The house in numbers."""
-    found = [source for source in sources(repository) if source.text.strip()]
-    lines = {source: len(source.text.splitlines()) for source in found}
-    total = sum(lines.values())
-    longest = max(length(function) for source in found for function in functions(source.tree))
-    texts = list(docstrings(found))
-    path_is_there = not breaks_in_path(found)
+class Measure(NamedTuple):
+    """A number, and the places that it is made of or was found at."""
+
+    value: float
+    places: Sequence[str] = ()
+
+
+def count(places: Sequence[str]) -> Measure:
+    """As many as there are places."""
+    return Measure(len(places), places)
+
+
+def largest(sizes: dict[str, int]) -> Measure:
+    """The largest size, and the three places that have the largest ones."""
+    return Measure(max(sizes.values()), sorted(sizes, key=lambda place: -sizes[place])[:3])
+
+
+def measures(found: Sequence[Source], path: Sequence[tuple[str, str]] = PATH_TO_BACKWARD) -> dict[str, Measure]:
+    """The house in numbers; `path` are the declared frames from the command to `.backward()`."""
+    found = [source for source in found if source.text.strip()]
+    lines = {source.name: len(source.text.splitlines()) for source in found}
+    inside = [(f"{source.name}: {function.name}", function) for source in found for function in functions(source.tree)]
+    total, anys = sum(lines.values()), uses_of_any(found)
     return {
-        "lines": f"{total}",
-        "files at the top of streamppo/": f"{len(list((repository / 'streamppo').glob('*.py')))}",
-        "units": f"{len({unit(source.name) for source in found} - {'streamppo'})}",
-        "arrows between units": f"{len(arrows(found))}",
-        "modules in an import cycle": f"{len(cycles(found))}",
-        "frames from the command to backward()": f"{len(PATH_TO_BACKWARD)}" if path_is_there else "another path",
-        "files on that path": f"{len({module for module, _ in PATH_TO_BACKWARD})}" if path_is_there else "another path",
-        "config fields declared": f"{len(config_fields(found))}",
-        "Any per 1,000 lines": f"{1000 * count_any(found) / total:.1f}",
-        "broad excepts": f"{len(broad_excepts(found))}",
-        "print": f"{len(prints(found))}",
-        "median file": f"{statistics.median(lines.values()):g}",
-        "largest file": f"{max(lines.values())}",
-        "longest function": f"{longest}",
-        "docstrings": f"{len(texts)}",
-        "of them begin with a wh-word": f"{sum(begins_wrong(text) for _, text in texts)}",
+        "lines": Measure(total),
+        "files at the top of streamppo/": count([s.name for s in found if s.path.parent.name == "streamppo"]),
+        "units": count(sorted({unit(source.name) for source in found} - {"streamppo"})),
+        "arrows between units": count([f"{a} -> {b}" for a, b in sorted(arrows(found))]),
+        "modules in an import cycle": count(cycles(found)),
+        "units in an import cycle": count(unit_cycles(found)),
+        "steps of the declared path not in the code": count(breaks_in_path(found, path)),
+        "frames from the command to backward()": count([f"{module}.{name}" for module, name in path]),
+        "files on that path": count(sorted({module for module, _ in path})),
+        "config fields declared": count(config_fields(found)),
+        "Any per 1,000 lines": Measure(round(1000 * len(anys) / total, 1), anys),
+        "broad excepts": count(broad_excepts(found)),
+        "print": count(prints(found)),
+        "print outside commands": count([place for place in prints(found) if ".commands." not in place]),
+        "median file": Measure(statistics.median(lines.values())),
+        "largest file": largest(lines),
+        "longest function": largest({place: length(function) for place, function in inside}),
+        "most parameters before *": largest({place: parameters(function) for place, function in inside}),
+        "deepest nesting": largest({place: nesting(function) for place, function in inside}),
+        "undocumented public things": count(undocumented(found)),
+        "docstrings": Measure(len(list(docstrings(found)))),
+        "sentences of them that begin with a wh-word": count(wh_sentences(found)),
     }
 
 
@@ -227,10 +327,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true", help="print the table (the only thing that this can do)")
     parser.add_argument("folders", nargs="*", type=Path, default=[REPOSITORY], help="checkouts (default: this one)")
-    columns = [table(folder.resolve()) for folder in parser.parse_args().folders]
-    print(f"{'':40}" + "".join(f"{folder.name:>16}" for folder in parser.parse_args().folders))
+    folders = parser.parse_args().folders
+    columns = [measures(sources(folder.resolve())) for folder in folders]
+    print(f"{'':44}" + "".join(f"{folder.name:>16}" for folder in folders))
     for name in columns[0]:
-        print(f"{name:40}" + "".join(f"{column[name]:>16}" for column in columns))
+        print(f"{name:44}" + "".join(f"{column[name].value:>16g}" for column in columns))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The mathematics of the update: pure torch functions of (tensors, masks, numbers), and nothing else of ours.
+"""The mathematics of the update: pure torch functions of tensors, masks and numbers, and nothing else of ours.
 
-layout        padded and packed responses, and the moves between them
+masked        sums, means and moves over the unmasked tokens of padded responses; shape checks
+ratios        exp of a log-ratio, bounded
 scan          the backward recurrence behind every multi-step estimate
 advantages    GAE, its length-adaptive lambda, the sequence-level form, whitening
 vtrace        off-policy returns
@@ -11,7 +12,7 @@ policy_losses current / proximal: PPO, CISPO, GSPO, sequence PPO, REINFORCE, DPP
 value_losses  the critic's loss and its explained variance
 kl            estimators, reward and loss forms, the adaptive coefficient
 aggregate     one number from many tokens, additive over any split
-tokens        log-probs and entropy from hidden states, never holding all logits
+chunked_head  log-probs and entropy from hidden states, never holding all logits
 diagnostics   how far apart the three policies are, before anything is truncated
 checks        refuses NaN and impossible log-probs at the boundary
 """

@@ -1,10 +1,14 @@
-"""What the boundary refuses before it reaches a loss: numbers that are not numbers, probabilities above one.
+"""Refuses numbers that are not numbers, and probabilities above one, before they reach a loss.
 
-Each check reads its result back from the device once; call it once a batch, not once a micro-batch.
+Every mask has the shape of the tensors beside it, any shape. Each check reads its result back from the device once;
+call it once a batch, not once a micro-batch.
 """
 
 import torch
 from torch import Tensor
+
+ABOVE_ZERO = 1e-3
+"""A log-probability may be above 0 by this much: rounding."""
 
 
 def check_finite(mask: Tensor, **tensors: Tensor) -> None:
@@ -15,11 +19,11 @@ def check_finite(mask: Tensor, **tensors: Tensor) -> None:
         refuse(name, tensor, mask & ~tensor.isfinite(), "not finite")
 
 
-def check_logprobs(mask: Tensor, *, tolerance: float = 1e-3, **logprobs: Tensor) -> None:
+def check_logprobs(mask: Tensor, **logprobs: Tensor) -> None:
     """Refuse log-probs that are NaN, infinite or positive beyond rounding at unmasked places: ValueError."""
     check_finite(mask, **logprobs)
     for name, tensor in logprobs.items():
-        refuse(name, tensor, mask & (tensor > tolerance), "above 0, so not a log-probability")
+        refuse(name, tensor, mask & (tensor > ABOVE_ZERO), "above 0, so not a log-probability")
 
 
 def check_any(mask: Tensor) -> None:

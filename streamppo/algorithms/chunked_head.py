@@ -5,23 +5,38 @@ N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass k
 few [C, V] float32 tensors, plus the weight's own gradient.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+class HeadContext(FunctionCtx):
+    """Carries tensors from the forward pass of `ChunkedHead` to its backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    chunk: int
 
 
 class ChunkedHead(torch.autograd.Function):
-    """(logprobs_N, entropy_N) of z = hidden weight^T * inverse_temperature, one chunk at a time.
+    """(logprobs_N, entropy_N) of a token's logits z, one chunk of tokens at a time.
 
-    With p = softmax(z) and H = -sum p log p:
-        d logprob_y / dz_k = [k = y] - p_k          d H / dz_k = -p_k (log p_k + H)
+        z        = hidden @ weight.T * inverse_temperature
+        log_p    = z - logsumexp(z)
+        logprob  = log_p[target]
+        entropy  = -sum_k(p_k * log_p_k)
+
+        d logprob / d z_k = (1 if k == target else 0) - p_k
+        d entropy / d z_k = -p_k * (log_p_k + entropy)
+
     Autocast stays outside: it would round the logits to bfloat16.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
+        ctx: HeadContext,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
@@ -45,7 +60,7 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor
+        ctx: HeadContext, grad_logprobs_N: Tensor, grad_entropy_N: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -97,14 +112,16 @@ def chunked_logprobs_entropy(
     chunk: int = 1024,
     float32_matmul: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs_N, entropy_N) of softmax(hidden W^T / temperature), differentiable in hidden and weight.
+    """(logprobs_N, entropy_N) of a linear head, differentiable in hidden and weight.
+
+        logprobs = log_softmax(hidden @ weight.T / temperature)[target]
 
     Entropy is that of the full distribution. `temperature` is the one the tokens were sampled at, a number or
     [N]. float32_matmul casts hidden and weight to float32 first (one copy of the weight, the closest
     agreement with an engine); without it the product runs in the weight's type. Autocast does not reach
     inside. Every target, masked or not, must be a token id in [0, V). Raises ValueError on shapes that do not
-    fit. The same numbers as `log_softmax(hidden @ weight.T / temperature)`; memory as in Cut Cross-Entropy,
-    https://arxiv.org/abs/2411.09009.
+    fit. Memory as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With chunk >= N this is
+    the plain formula.
     """
     N, D = hidden_ND.shape
     if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):

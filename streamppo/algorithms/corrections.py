@@ -1,8 +1,8 @@
 """The data is older than the proximal policy: weights = proximal / behavior, truncated, masked or off.
 
-B sequences, T response tokens (padded), N response tokens (packed). Every function returns a `Correction`
-whose detached `weights` multiply the per-token loss. A dropped token has weight 0 and still counts in the
-denominators (`aggregate`), so dropping shrinks the step and never inflates what remains.
+B sequences, T response tokens (padded), M unmasked tokens. Every function returns a `Correction` whose detached
+`weights` multiply the per-token loss. A dropped token has weight 0 and still counts in the denominators
+(`aggregate`), so dropping shrinks the step and never inflates the other tokens.
 """
 
 import math
@@ -11,133 +11,119 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.layout import check, fill, sequence_mean, sequence_sum, spread
+from streamppo.algorithms.masked import check_tokens, fill, sequence_mean, sequence_sum, spread
+from streamppo.algorithms.ratios import bounded_exp
 from streamppo.algorithms.scan import running_sum
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask", "off"]
-LOG_RATIO_BOUND = 20.0
 
 
 class Correction(NamedTuple):
-    """`weights` multiply the loss; `keep` is True where an unmasked token is kept. The mask's layout."""
+    """[B, T] each: `weights` multiply the loss; `keep` is True where an unmasked token is kept."""
 
     weights: Tensor
     keep: Tensor
 
 
-def log_weights(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    level: Level,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """log(proximal / behavior) of the token, of its whole response (sum), or its geometric mean; detached.
+def log_weights(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, level: Level) -> Tensor:
+    """[B, T], the log-ratio of the proximal to the behavior policy; detached.
 
-    Masked tokens are 0 and enter no sum. Not clamped: this is also what the diagnostics look at.
+        log_w_bt = proximal_logprobs_bt - behavior_logprobs_bt        token
+        log_W_b  = sum_t(log_w_bt)                                    sequence
+        log_W_b  = mean_t(log_w_bt)                                   geometric
+
+    Masked tokens are 0 and enter no sum. Not clamped: the diagnostics look at it too. On responses of one token the
+    three levels are the same. Raises ValueError on shapes that do not fit and unknown levels.
     """
-    check(mask, cu_seqlens, proximal_logprobs=proximal_logprobs, behavior_logprobs=behavior_logprobs)
-    difference = fill(proximal_logprobs.detach(), mask) - fill(behavior_logprobs.detach(), mask)
+    check_tokens(mask_BT, proximal_logprobs_BT=proximal_logprobs_BT, behavior_logprobs_BT=behavior_logprobs_BT)
+    log_w_BT = fill(proximal_logprobs_BT.detach(), mask_BT) - fill(behavior_logprobs_BT.detach(), mask_BT)
     if level == "token":
-        return difference
+        return log_w_BT
     if level == "sequence":
-        return spread(sequence_sum(difference, mask, cu_seqlens), mask, cu_seqlens)
+        return spread(sequence_sum(log_w_BT, mask_BT), mask_BT)
     if level == "geometric":
-        return spread(sequence_mean(difference, mask, cu_seqlens), mask, cu_seqlens)
+        return spread(sequence_mean(log_w_BT, mask_BT), mask_BT)
     raise ValueError(f"unknown level {level!r}: token, sequence or geometric")
 
 
 def importance_weights(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
+    proximal_logprobs_BT: Tensor,
+    behavior_logprobs_BT: Tensor,
+    mask_BT: Tensor,
     *,
     level: Level,
     mode: Mode,
     cap: float = 2.0,
     lo: float = 0.5,
     hi: float = 5.0,
-    cu_seqlens: Tensor | None = None,
 ) -> Correction:
     """Reweighting old data by w = proximal / behavior makes its gradient that of the proximal policy.
 
         truncate   weights = min(w, cap)                       bounded variance, some bias
         mask       weights = w if lo <= w <= hi else 0         outliers are noise: drop them
-        off        weights = 1                                 biased by whatever the lag is
+        off        weights = 1                                 biased by as much as the policies differ
 
     Truncation: Ionides 2008 (https://doi.org/10.1198/106186008X320456), for engine mismatch in LLM training
     TIS (https://fengyao.notion.site/off-policy-rl). Masking: IcePop, https://arxiv.org/abs/2510.18855.
     Decoupled from the clipped ratio as in https://arxiv.org/abs/2110.00641. With proximal == behavior all
-    modes give 1.
+    modes give 1. Raises ValueError on shapes that do not fit, unknown modes, an empty band, a cap that is not positive.
     """
-    log_w = log_weights(proximal_logprobs, behavior_logprobs, mask, level=level, cu_seqlens=cu_seqlens)
+    log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level=level)
     if mode == "off":
-        return Correction(mask.to(log_w.dtype), mask)
-    weights = log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        return Correction(mask_BT.to(log_w_BT.dtype), mask_BT)
+    weights_BT = bounded_exp(log_w_BT)
     if mode == "truncate":
         if not cap > 0:
             raise ValueError(f"cap must be positive, got {cap}")
-        return Correction(weights.clamp(max=cap).masked_fill(~mask, 0.0), mask)
+        return Correction(weights_BT.clamp(max=cap).masked_fill(~mask_BT, 0.0), mask_BT)
     if mode == "mask":
-        keep = mask & in_band(log_w, lo, hi)
-        return Correction(weights.masked_fill(~keep, 0.0), keep)
+        keep_BT = mask_BT & in_band(log_w_BT, lo, hi)
+        return Correction(weights_BT.masked_fill(~keep_BT, 0.0), keep_BT)
     raise ValueError(f"unknown mode {mode!r}: truncate, mask or off")
 
 
-def in_band(log_w: Tensor, lo: float, hi: float) -> Tensor:
-    """Bool: lo <= exp(log_w) <= hi, compared in log space where nothing overflows."""
+def in_band(log_w_BT: Tensor, lo: float, hi: float) -> Tensor:
+    """[B, T] bool: lo <= exp(log_w) <= hi, compared in log space so that nothing overflows."""
     if not 0 <= lo < hi:
         raise ValueError(f"the band needs 0 <= lo < hi, got lo={lo}, hi={hi}")
     log_lo = math.log(lo) if lo > 0 else -math.inf
-    return (log_w >= log_lo) & (log_w <= math.log(hi))
+    return (log_w_BT >= log_lo) & (log_w_BT <= math.log(hi))
 
 
 def truncate_and_mask(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
+    proximal_logprobs_BT: Tensor,
+    behavior_logprobs_BT: Tensor,
+    mask_BT: Tensor,
     *,
     cap: float = 2.0,
     mask_level: Literal["sequence", "geometric"] = "geometric",
     lo: float,
     hi: float,
-    cu_seqlens: Tensor | None = None,
 ) -> Correction:
     """MIS: the token's weight is truncated, and a response that is an outlier as a whole is dropped.
 
-        weights_t = min(w_t, cap) * [lo <= W <= hi],   W = product (sequence) or geometric mean of the w
+        weights_bt = min(w_bt, cap) if lo <= W_b <= hi else 0
 
+    W_b is the product (sequence) or the geometric mean (geometric) of the response's w_bt.
     Liu, Li et al. 2025, https://richardli.xyz/rl-collapse. The geometric mean does not grow with length, so
-    it does not drop responses for being long; the product does. With lo = 0, hi = inf this is truncation
-    alone.
+    it does not drop responses for being long; the product does. With lo = 0, hi = inf this is truncation alone.
     """
     tokens = importance_weights(
-        proximal_logprobs,
-        behavior_logprobs,
-        mask,
-        level="token",
-        mode="truncate",
-        cap=cap,
-        cu_seqlens=cu_seqlens,
+        proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token", mode="truncate", cap=cap
     )
-    log_w = log_weights(proximal_logprobs, behavior_logprobs, mask, level=mask_level, cu_seqlens=cu_seqlens)
-    keep = mask & in_band(log_w, lo, hi)
-    return Correction(tokens.weights.masked_fill(~keep, 0.0), keep)
+    log_W_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level=mask_level)
+    keep_BT = mask_BT & in_band(log_W_BT, lo, hi)
+    return Correction(tokens.weights.masked_fill(~keep_BT, 0.0), keep_BT)
 
 
 def second_moment_mask(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    threshold: float = 0.04,
-    cu_seqlens: Tensor | None = None,
+    proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, threshold: float = 0.04
 ) -> Correction:
-    """M2PO: drop the fewest tokens, largest |log w| first, so that the rest has mean (log w)^2 <= threshold.
+    """M2PO: drop as few tokens as possible, largest |log w| first, until the others have a small second moment.
 
         weights = w if kept else 0
+        mean over kept of (log w)^2 <= threshold
 
     https://arxiv.org/abs/2510.01161. The second moment cannot cancel as a mean log-ratio does, and it bounds
     the chi-squared of the weights. The mean is over the tokens given: a bound that holds on each rank holds
@@ -145,12 +131,12 @@ def second_moment_mask(
     """
     if threshold < 0:
         raise ValueError(f"threshold must not be negative, got {threshold}")
-    log_w = log_weights(proximal_logprobs, behavior_logprobs, mask, level="token", cu_seqlens=cu_seqlens)
-    order = log_w.abs()[mask].argsort(stable=True)
-    squares = log_w[mask].double().square()[order]
-    means = running_sum(squares[None])[0] / torch.arange(1, squares.shape[0] + 1, device=squares.device)
-    kept = torch.zeros_like(order, dtype=torch.bool)
-    kept[order[: int((means <= threshold).sum())]] = True
-    keep = torch.zeros_like(mask).masked_scatter(mask, kept)
-    weights = log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    return Correction(weights.masked_fill(~keep, 0.0), keep)
+    log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
+    log_w_M = log_w_BT[mask_BT]
+    order_M = log_w_M.abs().argsort(stable=True)
+    squares_M = log_w_M.double().square()[order_M]
+    means_M = running_sum(squares_M[None])[0] / torch.arange(1, squares_M.shape[0] + 1, device=squares_M.device)
+    kept_M = torch.zeros_like(order_M, dtype=torch.bool)
+    kept_M[order_M[: int((means_M <= threshold).sum())]] = True
+    keep_BT = torch.zeros_like(mask_BT).masked_scatter(mask_BT, kept_M)
+    return Correction(bounded_exp(log_w_BT).masked_fill(~keep_BT, 0.0), keep_BT)

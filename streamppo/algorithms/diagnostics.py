@@ -1,9 +1,9 @@
 """How far apart the three policies are, before anything is truncated.
 
-B sequences, T response tokens (padded), N response tokens (packed), K lag buckets, S sums.
+B sequences, T response tokens (padded), K lag buckets, S sums.
 Everything is made of sums, so a number over all ranks is: `off_policy_sums` on each, SUM all-reduce,
-`off_policy_of`. Truncated weights would hide what these are for: after min(w, cap) the effective sample size
-of a collapsed run looks healthy.
+`off_policy_of`. Truncated weights would hide the collapse that these are there to show: after min(w, cap) its
+effective sample size looks healthy.
 """
 
 from typing import NamedTuple
@@ -11,21 +11,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.corrections import LOG_RATIO_BOUND, log_weights
-from streamppo.algorithms.layout import check, fill, pad, sequence_count
+from streamppo.algorithms.corrections import log_weights
+from streamppo.algorithms.masked import check_tokens, fill, sequence_count
+from streamppo.algorithms.ratios import bounded_exp
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8)
+HIGH, LOW = 2.0, 0.5
+"""A weight above the one or below the other counts as high or low."""
+QUANTILES = (0.01, 0.5, 0.99)
+"""Of an update's ratios: both tails and the median."""
 
 
 class Divergence(NamedTuple):
     """Proximal against behavior over a set of tokens; w = proximal / behavior of a token, W of a response.
 
-    ess        (sum w)^2 / (n sum w^2): the fraction of the tokens that the weighted gradient really rests on
-    chi2       mean(w^2) - 1: the variance that the weights add
-    k1, k3     KL(behavior || proximal), estimated as mean(-log w) and mean(w - 1 - log w)
-    log_ppl    -mean log-prob, as the engine reported it and as the learner computes it
-    fraction   of tokens with w > high, w < low
+        ess       = sum(w)^2 / (n * sum(w^2))
+        chi2      = mean(w^2) - 1
+        k1        = mean(-log(w))
+        k3        = mean(w - 1 - log(w))
+        log_ppl   = -mean(logprobs)
+        fraction  = mean(w > HIGH), mean(w < LOW)
+
+    ess is the fraction of the tokens that the weighted gradient really rests on, chi2 the variance that the weights
+    add. k1 and k3 estimate KL(behavior || proximal). The log-probs are the engine's and the learner's.
     """
 
     tokens: float
@@ -53,7 +62,7 @@ class OffPolicy(NamedTuple):
 
 
 def in_buckets(lag: Tensor, member: Tensor) -> Tensor:
-    """[K, *] float64 one-hot of the lag bucket; all zero where `member` is False."""
+    """[K, *] float64 one-hot of the lag bucket, for lags of any shape; all zero where `member` is False."""
     edges = torch.tensor(LAST_LAG_OF_BUCKET, device=lag.device, dtype=lag.dtype)
     bucket = torch.bucketize(lag, edges)
     number = torch.arange(len(LAG_BUCKETS), device=lag.device).view(-1, *(1 for _ in lag.shape))
@@ -61,39 +70,32 @@ def in_buckets(lag: Tensor, member: Tensor) -> Tensor:
 
 
 def off_policy_sums(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    lag: Tensor,
-    *,
-    high: float = 2.0,
-    low: float = 0.5,
-    cu_seqlens: Tensor | None = None,
+    proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, lag_BT: Tensor
 ) -> Tensor:
-    """[K, 14] float64 sums by lag bucket; add over micro-batches and ranks, then `off_policy_of`.
+    """[K, S] float64 sums by lag bucket; add over micro-batches and ranks, then `off_policy_of`.
 
-    `lag` is that of each token (int, the mask's layout). A response counts in the bucket of its oldest
-    unmasked token. Log-ratios are clamped to +-20 only where they are exponentiated.
+    `lag_BT` is that of each token (int). A response counts in the bucket of its oldest unmasked token.
+    Log-ratios are clamped to +-20 only where they are exponentiated.
     """
-    check(mask, cu_seqlens, lag=lag)
-    log_w = log_weights(proximal_logprobs, behavior_logprobs, mask, level="token", cu_seqlens=cu_seqlens).double()
-    w = log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    engine, learner = fill(behavior_logprobs.detach(), mask), fill(proximal_logprobs.detach(), mask)
+    check_tokens(mask_BT, lag_BT=lag_BT)
+    log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token").double()
+    w_BT = bounded_exp(log_w_BT)
+    engine_BT, learner_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(proximal_logprobs_BT.detach(), mask_BT)
     columns = (
-        torch.ones_like(w), w, w.square(), log_w, w - 1 - log_w, log_w.abs(), log_w.square(),
-        engine.double(), learner.double(), (w > high).double(), (w < low).double(),
+        torch.ones_like(w_BT), w_BT, w_BT.square(),
+        log_w_BT, w_BT - 1 - log_w_BT, log_w_BT.abs(), log_w_BT.square(),
+        engine_BT.double(), learner_BT.double(), (w_BT > HIGH).double(), (w_BT < LOW).double(),
     )  # fmt: skip
-    token_KS = in_buckets(lag, mask).flatten(1) @ torch.stack(columns, -1).flatten(0, -2)
-    log_W_B = pad(log_w, cu_seqlens).sum(-1)
-    W_B = log_W_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    oldest_B = pad(lag.masked_fill(~mask, 0), cu_seqlens).amax(-1)
-    member_KB = in_buckets(oldest_B, sequence_count(mask, cu_seqlens) > 0)
+    token_KS = in_buckets(lag_BT, mask_BT).flatten(1) @ torch.stack(columns, -1).flatten(0, -2)
+    W_B = bounded_exp(log_w_BT.sum(-1))
+    oldest_B = lag_BT.masked_fill(~mask_BT, 0).amax(-1)
+    member_KB = in_buckets(oldest_B, sequence_count(mask_BT) > 0)
     return torch.cat([token_KS, member_KB @ torch.stack([torch.ones_like(W_B), W_B, W_B.square()], -1)], -1)
 
 
-def numbers(sums: Tensor) -> list[float]:
-    """A vector as floats, read back from the device at once."""
-    return [float(x) for x in sums.cpu()]
+def numbers(sums_S: Tensor) -> list[float]:
+    """The entries of a vector as floats, read back from the device at once."""
+    return [float(x) for x in sums_S.cpu()]
 
 
 def divergence_of(sums_S: list[float]) -> Divergence:
@@ -126,27 +128,19 @@ def off_policy_of(sums_KS: Tensor) -> OffPolicy:
 
 
 def off_policy(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    lag: Tensor,
-    *,
-    high: float = 2.0,
-    low: float = 0.5,
-    cu_seqlens: Tensor | None = None,
+    proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, lag_BT: Tensor
 ) -> OffPolicy:
-    """What the correction is up against: ESS, chi-squared, KL and perplexities of proximal against behavior.
+    """Show the correction's task: ESS, chi-squared, KL and perplexities of proximal against behavior.
 
-    Overall, by lag, and for lag 0 alone (engine numerics). ESS: Kong's measure, https://arxiv.org/abs/1602.03572;
-    k1 and k3: http://joschu.net/blog/kl-approx.html. With proximal == behavior ess is 1 and the rest is 0.
+    Overall, by lag, and for lag 0 alone (engine numerics); the equations are at `Divergence`. ESS: Kong's measure,
+    https://arxiv.org/abs/1602.03572; k1 and k3: http://joschu.net/blog/kl-approx.html.
+    With proximal == behavior ess is 1 and chi2, k1 and k3 are 0.
     """
-    return off_policy_of(
-        off_policy_sums(proximal_logprobs, behavior_logprobs, mask, lag, high=high, low=low, cu_seqlens=cu_seqlens)
-    )
+    return off_policy_of(off_policy_sums(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, lag_BT))
 
 
 class UpdateStatistics(NamedTuple):
-    """Current against proximal: KL(proximal || current), what was clipped on each side, the mean ratio."""
+    """Current against proximal: KL(proximal || current), the share clipped on each side, the mean ratio."""
 
     tokens: float
     k1: float
@@ -156,34 +150,28 @@ class UpdateStatistics(NamedTuple):
     ratio_mean: float
 
 
-def update_sums(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    mask: Tensor,
-    clipped: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+def update_sums(logprobs_BT: Tensor, proximal_logprobs_BT: Tensor, mask_BT: Tensor, clipped_BT: Tensor) -> Tensor:
     """[6] float64 sums for `update_statistics_of`: add them over micro-batches and ranks."""
-    check(mask, cu_seqlens, clipped=clipped)
-    log_r = log_weights(logprobs, proximal_logprobs, mask, level="token", cu_seqlens=cu_seqlens).double()
-    r = log_r.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    upper, lower = clipped & mask & (log_r > 0), clipped & mask & (log_r <= 0)
-    counted = mask.double()
-    columns = (counted, -log_r, r - 1 - log_r, upper.double(), lower.double(), r * counted)
+    check_tokens(mask_BT, clipped_BT=clipped_BT)
+    log_r_BT = log_weights(logprobs_BT, proximal_logprobs_BT, mask_BT, level="token").double()
+    r_BT = bounded_exp(log_r_BT)
+    clipped_BT = clipped_BT & mask_BT
+    upper_BT, lower_BT = clipped_BT & (log_r_BT > 0), clipped_BT & (log_r_BT <= 0)
+    counted_BT = mask_BT.double()
+    columns = (counted_BT, -log_r_BT, r_BT - 1 - log_r_BT, upper_BT.double(), lower_BT.double(), r_BT * counted_BT)
     return torch.stack([column.sum() for column in columns])
 
 
-def update_statistics_of(sums: Tensor) -> UpdateStatistics:
+def update_statistics_of(sums_S: Tensor) -> UpdateStatistics:
     """Means from `update_sums`; k3 is the approximate KL that `kl.stop_early` looks at."""
-    tokens, *totals = numbers(sums)
+    tokens, *totals = numbers(sums_S)
     return UpdateStatistics(tokens, *(total / max(tokens, 1.0) for total in totals))
 
 
-def ratio_quantiles(ratio: Tensor, mask: Tensor, *, at: tuple[float, ...] = (0.01, 0.5, 0.99)) -> tuple[float, ...]:
-    """Order statistics of the unmasked ratios (nearest rank, any layout); zeros where all is masked."""
-    ordered = ratio.detach()[mask].sort().values
+def ratio_quantiles(ratio_BT: Tensor, mask_BT: Tensor) -> tuple[float, ...]:
+    """The QUANTILES of the unmasked ratios (nearest rank); zeros where all is masked."""
+    ordered = ratio_BT.detach()[mask_BT].sort().values
     if ordered.numel() == 0:
-        return tuple(0.0 for _ in at)
+        return tuple(0.0 for _ in QUANTILES)
     last = ordered.numel() - 1
-    return tuple(float(ordered[round(q * last)]) for q in at)
+    return tuple(float(ordered[round(q * last)]) for q in QUANTILES)

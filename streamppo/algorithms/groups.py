@@ -1,10 +1,11 @@
 """Advantages without a critic: a trajectory against the others of its prompt.
 
-B sequences, T response tokens (padded), N response tokens (packed). `scores_B` is one score per trajectory,
-`group_ids_B` any integers that are equal within a group. All but the REINFORCE++ forms return one advantage
-per trajectory [B]; `layout.spread` puts it on the tokens. A trajectory alone in its group has nothing to be
-compared with and gets 0, before any whitening. A group must not be cut: compute these before the batch is divided
-over ranks.
+B sequences, T response tokens (padded). `scores_B` is one score per trajectory, `group_ids_B` any integers that are
+equal within a group. All but the REINFORCE++ forms return one advantage per trajectory [B]; `masked.spread` puts it on
+the tokens. A trajectory alone in its group has nothing to be compared with and gets 0, before any whitening. A group
+must not be cut: compute these before the batch is divided over ranks.
+
+In the formulas, of each trajectory's group: mean and std are those of its scores, n is its size.
 """
 
 from typing import NamedTuple
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms.advantages import whiten
-from streamppo.algorithms.layout import at_least_float32, check, fill, pack, pad, spread
+from streamppo.algorithms.masked import at_least_float32, check_tokens, fill, spread
 from streamppo.algorithms.scan import reverse_scan
+
+STD_FLOOR = 1e-6
+"""Added to a group's standard deviation before `grpo` divides by it, so that a group of equal scores gets 0."""
 
 
 class Compared(NamedTuple):
@@ -42,59 +46,63 @@ def compare(scores_B: Tensor, group_ids_B: Tensor) -> Compared:
     return Compared(scores_B.double() - mean_B, mean_B, size_B)
 
 
-def zero_variance(scores_B: Tensor, group_ids_B: Tensor, *, tolerance: float = 0.0) -> Tensor:
+def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """[B] bool: True where the whole group scored the same, so that it teaches nothing.
 
-    DAPO samples such prompts again (https://arxiv.org/abs/2503.14476). The default tolerance asks for equal
-    scores.
+    DAPO samples such prompts again (https://arxiv.org/abs/2503.14476).
     """
     same_BB = same_group(scores_B, group_ids_B)
     table_BB = scores_B[None, :].expand_as(same_BB)
     highest_B = table_BB.masked_fill(~same_BB, -torch.inf).amax(-1)
     lowest_B = table_BB.masked_fill(~same_BB, torch.inf).amin(-1)
-    return highest_B - lowest_B <= tolerance
+    return highest_B == lowest_B
 
 
-def grpo(scores_B: Tensor, group_ids_B: Tensor, *, unbiased: bool = True, eps: float = 1e-6) -> Tensor:
-    """GRPO: advantages = (score - mean) / (std + eps) within the group; [B].
+def grpo(scores_B: Tensor, group_ids_B: Tensor, *, unbiased: bool = True) -> Tensor:
+    """[B], GRPO: the score's distance from its group's mean, in standard deviations of the group.
+
+        advantages = (score - mean) / (std + STD_FLOOR)
 
     https://arxiv.org/abs/2402.03300. `unbiased` divides the variance by n - 1, as torch.std does in the
-    published trainers. Dividing by std gives easy and hard prompts the weight that their one odd answer
-    earns.
+    published trainers. Dividing by std gives easy and hard prompts more weight; without it this is `dr_grpo`.
     """
     centred_B, _, size_B = compare(scores_B, group_ids_B)
     same_BB = same_group(scores_B, group_ids_B).double()
     divisor_B = (size_B - 1).clamp(min=1) if unbiased else size_B
     std_B = (same_BB @ centred_B.square() / divisor_B).sqrt()
-    return (centred_B / (std_B + eps)).to(at_least_float32(scores_B).dtype)
+    return (centred_B / (std_B + STD_FLOOR)).to(at_least_float32(scores_B).dtype)
 
 
 def dr_grpo(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """Dr. GRPO: advantages = score - mean, with no std to favour questions that are nearly solved; [B].
+    """[B], Dr. GRPO: no division by std, so that nearly solved questions are not favoured.
 
-    https://arxiv.org/abs/2503.20783; its loss is aggregated with "constant". n / (n - 1) times this is
-    `rloo`.
+        advantages = score - mean
+
+    https://arxiv.org/abs/2503.20783; its loss is aggregated with "constant". n / (n - 1) times this is `rloo`.
     """
     return compare(scores_B, group_ids_B).centred.to(at_least_float32(scores_B).dtype)
 
 
 def rloo(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """RLOO: advantages = score - mean of the OTHERS, a baseline that does not depend on the trajectory; [B].
+    """[B], RLOO: the baseline is the mean of the OTHERS, which does not depend on the trajectory.
 
-        score - (sum - score) / (n - 1)  =  (score - mean) * n / (n - 1)
+        advantages = score - (n * mean - score) / (n - 1)
+                   = (score - mean) * n / (n - 1)
 
-    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740. Unbiased, where `dr_grpo` is by the factor (n - 1)
-    / n.
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740. Unbiased; `dr_grpo` is smaller by the factor (n - 1) / n.
     """
     centred_B, _, size_B = compare(scores_B, group_ids_B)
     return (centred_B * size_B / (size_B - 1).clamp(min=1)).to(at_least_float32(scores_B).dtype)
 
 
 def maxrl(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """MaxRL: advantages = (score - mean) / mean, towards the likelihood of success instead of its mean; [B].
+    """[B], MaxRL: towards the likelihood of success instead of its mean.
+
+        advantages = (score - mean) / mean        0 where mean = 0
 
     https://arxiv.org/abs/2602.02710: for 0/1 scores the gradient is that of log pass rate up to order n, so
-    hard prompts weigh 1 / pass rate. Scores must not be negative; a group that never scored gets 0.
+    hard prompts weigh 1 / pass rate. A group that always succeeds gets 0, as in `dr_grpo`.
+    Raises ValueError on negative scores.
     """
     if bool((scores_B < 0).any()):
         raise ValueError(f"MaxRL needs scores >= 0 (a success rate), got {float(scores_B.min())}")
@@ -103,31 +111,33 @@ def maxrl(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
     return scaled_B.to(at_least_float32(scores_B).dtype)
 
 
-def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, cu_seqlens: Tensor | None = None) -> Tensor:
-    """What is still to come: returns_t = rewards_t + gamma * returns_{t+1} over unmasked tokens."""
-    check(mask, cu_seqlens, rewards=rewards)
-    rewards_BT, mask_BT = pad(fill(rewards, mask), cu_seqlens), pad(mask, cu_seqlens)
-    return pack(reverse_scan(rewards_BT, torch.full_like(rewards_BT, gamma), mask_BT), cu_seqlens)
+def returns_to_go(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) -> Tensor:
+    """[B, T], the discounted sum of the rewards from token t on, over unmasked tokens.
 
-
-def reinforce_plus_plus(
-    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """REINFORCE++: returns-to-go, whitened over the tokens of the whole batch; in the mask's layout.
-
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262; put the KL penalty in the rewards (`kl.kl_reward`). Over
-    several ranks: `returns_to_go`, then `advantages.whiten` with summed moments.
+    returns_t = rewards_t + gamma * returns_{t+1}
     """
-    returns = returns_to_go(rewards, mask, gamma=gamma, cu_seqlens=cu_seqlens)
-    return whiten(returns, mask, cu_seqlens=cu_seqlens)
+    check_tokens(mask_BT, rewards_BT=rewards_BT)
+    rewards_BT = fill(rewards_BT, mask_BT)
+    return reverse_scan(rewards_BT, torch.full_like(rewards_BT, gamma), mask_BT)
 
 
-def reinforce_plus_plus_baseline(
-    scores_B: Tensor, group_ids_B: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """REINFORCE++-baseline: the group's mean as baseline, the BATCH's std as scale; the mask's layout.
+def reinforce_plus_plus(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) -> Tensor:
+    """[B, T], REINFORCE++: returns-to-go, whitened over the tokens of the whole batch.
+
+        advantages = whiten(returns_to_go(rewards))
+
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262; put the KL penalty in the rewards (`kl.kl_reward`).
+    With gamma = 1 and a final reward every token carries its trajectory's whitened score.
+    """
+    return whiten(returns_to_go(rewards_BT, mask_BT, gamma=gamma), mask_BT)
+
+
+def reinforce_plus_plus_baseline(scores_B: Tensor, group_ids_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T], REINFORCE++-baseline: the group's mean as baseline, the BATCH's std as scale.
+
+        advantages = whiten(score - mean)
 
     https://arxiv.org/abs/2501.03262. A group of two answers has a noisy std, a batch of hundreds has not.
+    Without the whitening this is `dr_grpo`.
     """
-    centred = spread(dr_grpo(scores_B, group_ids_B), mask, cu_seqlens)
-    return whiten(centred, mask, cu_seqlens=cu_seqlens)
+    return whiten(spread(dr_grpo(scores_B, group_ids_B), mask_BT), mask_BT)

@@ -1,98 +1,99 @@
 """KL divergence estimated from sampled tokens: a penalty in the reward, a term of the loss, an alarm.
 
-B sequences, T response tokens (padded), N response tokens (packed). All are estimates of KL(current ||
-reference) for tokens that the current policy sampled.
+B sequences, T response tokens (padded). All are estimates of KL(current || reference) for tokens that the current
+policy sampled.
 """
 
 from typing import Literal
 
 from torch import Tensor
 
-from streamppo.algorithms.layout import check, fill
+from streamppo.algorithms.masked import check_tokens, fill
+from streamppo.algorithms.ratios import LOG_RATIO_BOUND
 
 Estimator = Literal["k1", "k2", "k3"]
-LOG_RATIO_BOUND = 20.0
+
+TARGET_KL_SLACK = 1.5
+"""An update ends when its KL passes this many times its target: single minibatches scatter around it."""
 
 
-def kl(
-    logprobs: Tensor,
-    reference_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    kind: Estimator,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Three estimates of the same divergence from one token, with d = logprobs - reference_logprobs.
+def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, kind: Estimator) -> Tensor:
+    """[B, T]: three estimates of the same divergence from one token.
 
-        k1 = d          unbiased, and negative half of the time
-        k2 = d^2 / 2    biased but small; its GRADIENT is the unbiased one
-        k3 = exp(-d) - 1 + d    unbiased and never negative
+        d  = logprobs - reference_logprobs
+        k1 = d                     unbiased, and negative for half of the tokens
+        k2 = 0.5 * d^2             biased but small; its GRADIENT is the unbiased one
+        k3 = exp(-d) - 1 + d       unbiased and never negative
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html. d is clamped to +-20. All are 0 for equal policies.
+    Raises ValueError on shapes that do not fit and unknown kinds.
     """
-    check(mask, cu_seqlens, logprobs=logprobs, reference_logprobs=reference_logprobs)
-    difference = fill(logprobs, mask) - fill(reference_logprobs.detach(), mask)
-    difference = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    check_tokens(mask_BT, logprobs_BT=logprobs_BT, reference_logprobs_BT=reference_logprobs_BT)
+    difference_BT = fill(logprobs_BT, mask_BT) - fill(reference_logprobs_BT.detach(), mask_BT)
+    difference_BT = difference_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if kind == "k1":
-        return difference
+        return difference_BT
     if kind == "k2":
-        return 0.5 * difference.square()
+        return 0.5 * difference_BT.square()
     if kind == "k3":
-        return (-difference).expm1() + difference
+        return (-difference_BT).expm1() + difference_BT
     raise ValueError(f"unknown KL estimator {kind!r}: k1, k2 or k3")
 
 
 def kl_reward(
-    rewards: Tensor,
-    logprobs: Tensor,
-    reference_logprobs: Tensor,
-    mask: Tensor,
+    rewards_BT: Tensor,
+    logprobs_BT: Tensor,
+    reference_logprobs_BT: Tensor,
+    mask_BT: Tensor,
     *,
     beta: float,
     kind: Estimator = "k1",
-    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The penalty as part of the reward: rewards - beta * KL at every token, detached.
+    """[B, T]: the penalty as part of the reward of every token, detached.
+
+        rewards_t - beta * kl_t
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. With k1 the sum over a response is
     score - beta * log(current / reference) of the whole response.
     """
-    check(mask, cu_seqlens, rewards=rewards)
-    penalty = kl(logprobs.detach(), reference_logprobs, mask, kind=kind, cu_seqlens=cu_seqlens)
-    return fill(rewards, mask) - beta * penalty
+    check_tokens(mask_BT, rewards_BT=rewards_BT)
+    penalty_BT = kl(logprobs_BT.detach(), reference_logprobs_BT, mask_BT, kind=kind)
+    return fill(rewards_BT, mask_BT) - beta * penalty_BT
 
 
 def kl_loss(
-    logprobs: Tensor,
-    reference_logprobs: Tensor,
-    mask: Tensor,
+    logprobs_BT: Tensor,
+    reference_logprobs_BT: Tensor,
+    mask_BT: Tensor,
     *,
     kind: Estimator = "k3",
     straight_through: bool = False,
-    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The penalty as a term of the loss, per token; differentiable; aggregate it like the policy loss.
+    """[B, T]: the penalty as a term of the loss; differentiable; aggregate it like the policy loss.
 
-    GRPO's is k3 (https://arxiv.org/abs/2402.03300). An unbiased VALUE is not an unbiased GRADIENT: that of k1
+        kl_t(kind)                                         plain
+        stop(kl_t(kind)) + kl_t(k2) - stop(kl_t(k2))       straight_through
+
+    GRPO's is plain k3 (https://arxiv.org/abs/2402.03300). An unbiased VALUE is not an unbiased GRADIENT: that of k1
     is zero on average and that of k3 belongs to the reverse KL, while k2's is right on policy
-    (https://arxiv.org/abs/2510.01555). straight_through keeps the value of `kind` and takes the gradient of
-    k2.
+    (https://arxiv.org/abs/2510.01555). So straight_through keeps the value of `kind` and takes the gradient of k2;
+    with k2 both forms are the same.
     """
-    value = kl(logprobs, reference_logprobs, mask, kind=kind, cu_seqlens=cu_seqlens)
+    value_BT = kl(logprobs_BT, reference_logprobs_BT, mask_BT, kind=kind)
     if not straight_through:
-        return value
-    gradient = kl(logprobs, reference_logprobs, mask, kind="k2", cu_seqlens=cu_seqlens)
-    return value.detach() + gradient - gradient.detach()
+        return value_BT
+    gradient_BT = kl(logprobs_BT, reference_logprobs_BT, mask_BT, kind="k2")
+    return value_BT.detach() + gradient_BT - gradient_BT.detach()
 
 
 def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target: float, horizon: int) -> float:
-    """A proportional controller steers beta towards the target KL; observed_kl is per response.
+    """Steer beta towards the target KL with a proportional controller; observed_kl is per response.
 
-        error = clamp(observed_kl / target - 1, -0.2, 0.2);   beta <- beta * (1 + error * num_trajectories /
-        horizon)
+        error = clamp(observed_kl / target - 1, -0.2, 0.2)
+        beta  <- beta * max(0, 1 + error * num_trajectories / horizon)
 
-    Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593. At observed_kl == target beta stands
-    still.
+    Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593.
+    At observed_kl == target beta stands still. Raises ValueError where target or horizon is not positive.
     """
     if target <= 0 or horizon <= 0:
         raise ValueError(f"target and horizon must be positive, got {target} and {horizon}")
@@ -100,11 +101,13 @@ def next_beta(beta: float, observed_kl: float, num_trajectories: int, *, target:
     return beta * max(0.0, 1 + error * num_trajectories / horizon)
 
 
-def stop_early(approximate_kl: float, target_kl: float | None, *, slack: float = 1.5) -> bool:
-    """True when the rest of the update should be skipped: KL(proximal || current) > slack * target_kl.
+def stop_early(approximate_kl: float, target_kl: float | None) -> bool:
+    """Say if the rest of the update should be skipped, because the policy has moved far enough.
+
+        KL(proximal || current) > TARGET_KL_SLACK * target_kl
 
     The rule of Spinning Up and Stable-Baselines3
     (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Without a target the answer is always
     False; a NaN stops.
     """
-    return target_kl is not None and not approximate_kl <= slack * target_kl
+    return target_kl is not None and not approximate_kl <= TARGET_KL_SLACK * target_kl

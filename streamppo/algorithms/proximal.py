@@ -1,35 +1,30 @@
 """Proximal log-probs without a forward pass of their own.
 
-The tensors may have either layout; everything here is elementwise.
+B sequences, T response tokens (padded).
 """
 
 from torch import Tensor
 
-from streamppo.algorithms.layout import fill
+from streamppo.algorithms.masked import check_tokens, fill
 
 
-def single_step(behavior_logprobs: Tensor, logprobs: Tensor, lag: Tensor, mask: Tensor) -> Tensor:
-    """Where an update is one step, nothing moves before it: the proximal policy is the current one, detached."""
-    _check(mask, behavior_logprobs=behavior_logprobs, logprobs=logprobs, lag=lag)
-    return fill(logprobs.detach(), mask)
+def single_step(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: in an update of one step nothing moves before it, so the proximal policy is the current one, detached."""
+    check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
+    return fill(logprobs_BT.detach(), mask_BT)
 
 
-def loglinear(behavior_logprobs: Tensor, logprobs: Tensor, lag: Tensor, mask: Tensor) -> Tensor:
-    """The proximal policy lies between behavior and current, one version behind the latter: interpolate.
+def loglinear(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: the proximal policy lies between behavior and current, one version behind the latter: interpolate.
 
-        proximal = behavior / (lag + 1) + current * lag / (lag + 1)        (log-probs, detached)
+        weight_t   = 1 / (lag_t + 1)
+        proximal_t = weight_t * behavior_logprobs_t + (1 - weight_t) * logprobs_t        (detached)
 
     A-3PO, https://arxiv.org/abs/2512.06547: the weight of behavior is 1 / d with d = lag + 1, the versions
     from the token's to the one being made. At lag 0 the behavior policy IS the proximal one; for large lag
     the result is the current policy and the ratio goes to 1.
     """
-    _check(mask, behavior_logprobs=behavior_logprobs, logprobs=logprobs, lag=lag)
-    behavior, current = fill(behavior_logprobs.detach(), mask), fill(logprobs.detach(), mask)
-    weight = 1 / (fill(lag, mask).clamp(min=0).to(current.dtype) + 1)
-    return weight * behavior + (1 - weight) * current
-
-
-def _check(mask: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.shape != mask.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}")
+    check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
+    behavior_BT, current_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(logprobs_BT.detach(), mask_BT)
+    weight_BT = 1 / (fill(lag_BT, mask_BT).clamp(min=0).to(current_BT.dtype) + 1)
+    return weight_BT * behavior_BT + (1 - weight_BT) * current_BT

@@ -1,4 +1,4 @@
-"""The two pieces of every multi-step estimate: what follows a token, and a sum that runs backwards in time.
+"""The two pieces of every multi-step estimate: the token after a token, and a sum that runs backwards in time.
 
 B sequences, T response tokens (padded). Both skip masked tokens, so that an estimate on a response with tool
 output in the middle equals the estimate on the response without it.
@@ -19,10 +19,12 @@ def next_unmasked(x_BT: Tensor, mask_BT: Tensor, after_B: Tensor) -> Tensor:
 
 
 def reverse_scan(increments_BT: Tensor, decay_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The recurrence of all returns, y_t = increments_t + decay_t * y_{t+1}, in log2(T) doubling steps.
+    """[B, T], the recurrence of all returns, in log2(T) doubling steps.
+
+        y_t = increments_t + decay_t * y_{t+1}
 
     A masked token adds nothing and hands y_{t+1} on unchanged; the result there is zero. Each step combines
-    neighbours (d, x) and (d', x') into (d * d', x + d * x'), which is associative (Blelloch 1990,
+    neighbours (d, x) and (d', x') into (d * d', x + d * x'); this operation is associative (Blelloch 1990,
     https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf). With decay 1 this is a reversed cumulative sum.
     """
     total_BT = increments_BT.masked_fill(~mask_BT, 0.0)

@@ -1,7 +1,6 @@
 """V-trace: returns of the proximal policy from tokens that an older one sampled.
 
-B sequences, T response tokens (padded), N response tokens (packed), C rows of one block. `values` and
-`bootstrap_B` are as in `advantages`.
+B sequences, T response tokens (padded), C rows of one block. `values_BT` and `bootstrap_B` are as in `advantages`.
 """
 
 import math
@@ -11,81 +10,76 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms.advantages import Estimate, check_fraction, column
-from streamppo.algorithms.corrections import LOG_RATIO_BOUND, log_weights
-from streamppo.algorithms.layout import check, check_sequences, fill, pack, pad
+from streamppo.algorithms.corrections import log_weights
+from streamppo.algorithms.masked import check_sequences, check_tokens, fill
+from streamppo.algorithms.ratios import bounded_exp
 from streamppo.algorithms.scan import next_unmasked, reverse_scan, running_sum
 
 BLOCK_ELEMENTS = 2**22
+"""Entries of the largest [B, C, T] block that `cumulative_scan` holds: 32 MiB in float64."""
 LOG_OF_ZERO = -800.0
+"""Stands for log(0): its exponential is 0 in float64, and differences of it stay finite."""
 
 
 class TraceClip(NamedTuple):
-    """Where V-trace clips. The defaults are the published ones, with advantages left unweighted.
+    """The bounds of V-trace; the defaults are the published ones.
 
-    rho_bar      bound on the weight of one TD error: which policy's value is learned
-    c_bar        bound on the trace: how far credit travels, at which variance
+    rho_bar      bound on the weight of one TD error: decides the policy that the value is learned for
+    c_bar        bound on the trace: how far credit travels, at how much variance
     kind         "step" clips every factor of the trace, "cumulative" the product
-    rho_bar_pg   bound on the weight of the advantage; None where a `Correction` already weights the loss
     """
 
     rho_bar: float = 1.0
     c_bar: float = 1.0
     kind: Literal["step", "cumulative"] = "step"
-    rho_bar_pg: float | None = None
 
 
 PUBLISHED = TraceClip()
 
 
-def log_rho(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    lag: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """log(proximal / behavior) per token, exactly 0 where lag is 0: what differs there is numerics."""
-    log_w = log_weights(proximal_logprobs, behavior_logprobs, mask, level="token", cu_seqlens=cu_seqlens)
-    if lag is None:
-        return log_w
-    check(mask, cu_seqlens, lag=lag)
-    return log_w.masked_fill(lag == 0, 0.0)
+def log_rho(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, lag_BT: Tensor) -> Tensor:
+    """[B, T], log(proximal / behavior), exactly 0 at tokens of lag 0: a difference there is numerics, not age."""
+    check_tokens(mask_BT, lag_BT=lag_BT)
+    log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token")
+    return log_w_BT.masked_fill(lag_BT == 0, 0.0)
 
 
 def vtrace(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
     bootstrap_B: Tensor,
-    log_rho: Tensor,
+    log_rho_BT: Tensor,
     *,
     gamma: float | Tensor,
     lam: float | Tensor = 1.0,
     clip: TraceClip = PUBLISHED,
-    cu_seqlens: Tensor | None = None,
 ) -> Estimate:
     """GAE with every step weighted by how likely the proximal policy was to take it; rho = exp(log_rho).
 
-        delta_t = min(rho_bar, rho_t) (rewards_t + gamma v_{t+1} - v_t)
-        step         returns_s - v_s = sum_{t>=s} (gamma lam)^(t-s) prod_{s<=i<t} min(c_bar, rho_i) delta_t
-        cumulative   returns_s - v_s = sum_{t>=s} (gamma lam)^(t-s) min(c_bar, prod_{s<=i<t} rho_i) delta_t
-        advantages_t = min(rho_bar_pg, rho_t) (rewards_t + gamma (lam returns_{t+1} + (1 - lam) v_{t+1}) - v_t)
+        delta_t      = min(rho_bar, rho_t) * (rewards_t + gamma * values_{t+1} - values_t)
+        trace_st     = prod_{s<=i<t} min(c_bar, rho_i)        step
+        trace_st     = min(c_bar, prod_{s<=i<t} rho_i)        cumulative
+        returns_s    = values_s + sum_{t>=s} (gamma * lam)^(t-s) * trace_st * delta_t
+        next_t       = lam * returns_{t+1} + (1 - lam) * values_{t+1}
+        advantages_t = rewards_t + gamma * next_t - values_t
 
-    Espeholt et al. 2018, https://arxiv.org/abs/1802.01561. A product of clipped steps can only fall: at
-    realistic noise in the log-ratios a final reward's credit halves every 34 to 350 tokens. "cumulative"
-    clips the product instead (truncated importance sampling in https://arxiv.org/abs/2301.11321): O(T^2).
-    `gamma` may be a tensor in the mask's layout. All rho = 1 gives `gae`.
+    Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, also weights the advantage by min(rho_bar, rho_t); here a
+    `Correction` weights the loss instead. A product of clipped steps can only fall: at realistic noise in the
+    log-ratios a final reward's credit halves every 34 to 350 tokens. "cumulative" clips the product instead
+    (truncated importance sampling in https://arxiv.org/abs/2301.11321): O(T^2).
+    `gamma` may be [B, T], a discount for each step. All rho = 1 gives `gae`.
+    Raises ValueError on shapes that do not fit, unknown kinds, and a cumulative c_bar below 1.
     """
-    check(mask, cu_seqlens, rewards=rewards, values=values, log_rho=log_rho)
-    check_sequences(mask, cu_seqlens, bootstrap_B=bootstrap_B)
+    check_tokens(mask_BT, rewards_BT=rewards_BT, values_BT=values_BT, log_rho_BT=log_rho_BT)
+    check_sequences(mask_BT, bootstrap_B=bootstrap_B)
     check_fraction(gamma=gamma, lam=lam)
-    mask_BT, log_rho_BT = pad(mask, cu_seqlens), pad(fill(log_rho.detach(), mask), cu_seqlens)
-    values_BT, rewards_BT = pad(fill(values.detach(), mask), cu_seqlens), pad(fill(rewards, mask), cu_seqlens)
-    gamma_ = pad(fill(gamma, mask), cu_seqlens) if isinstance(gamma, Tensor) else gamma
+    log_rho_BT, values_BT = fill(log_rho_BT.detach(), mask_BT), fill(values_BT.detach(), mask_BT)
+    rewards_BT = fill(rewards_BT, mask_BT)
+    gamma_ = fill(gamma, mask_BT) if isinstance(gamma, Tensor) else gamma
     lam_ = column(lam, values_BT)
     decay_BT = (gamma_ * lam_).expand_as(values_BT)
-    rho_BT = log_rho_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    rho_BT = bounded_exp(log_rho_BT)
     next_values_BT = next_unmasked(values_BT, mask_BT, bootstrap_B.detach())
     delta_BT = rho_BT.clamp(max=clip.rho_bar) * (rewards_BT + gamma_ * next_values_BT - values_BT)
     if clip.kind == "step":
@@ -97,15 +91,16 @@ def vtrace(
     returns_BT = values_BT + error_BT
     next_returns_BT = next_unmasked(returns_BT, mask_BT, bootstrap_B.detach())
     q_BT = rewards_BT + gamma_ * (lam_ * next_returns_BT + (1 - lam_) * next_values_BT)
-    weight_BT = 1.0 if clip.rho_bar_pg is None else rho_BT.clamp(max=clip.rho_bar_pg)
-    advantages_BT = (weight_BT * (q_BT - values_BT)).masked_fill(~mask_BT, 0.0)
-    return Estimate(pack(advantages_BT, cu_seqlens), pack(returns_BT, cu_seqlens))
+    return Estimate((q_BT - values_BT).masked_fill(~mask_BT, 0.0), returns_BT)
 
 
 def cumulative_scan(delta_BT: Tensor, decay_BT: Tensor, log_rho_BT: Tensor, mask_BT: Tensor, c_bar: float) -> Tensor:
-    """sum_{t>=s} (prod_{s<=i<t} decay_i) min(c_bar, prod_{s<=i<t} rho_i) delta_t for every s.
+    """[B, T], the sum of V-trace with a clipped product, for every s.
+
+        sum_{t>=s} prod_{s<=i<t}(decay_i) * min(c_bar, prod_{s<=i<t}(rho_i)) * delta_t
 
     The clipped product is no recurrence, so this is a [C, T] triangle at a time, from prefix sums in float64.
+    Raises ValueError where c_bar is below 1.
     """
     if c_bar < 1:
         raise ValueError(f"cumulative clipping needs c_bar >= 1, got {c_bar}: an empty product is 1")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.layout import on_last_token
+from streamppo.algorithms.masked import on_last_token
 from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 

@@ -110,7 +110,7 @@ def _whitened(
         batch.mask_BT,
         shift_mean=config.shift_mean,
         unbiased=config.unbiased,
-        group_ids=batch.prompt_B if over == "group" else None,
+        group_ids_B=batch.prompt_B if over == "group" else None,
     )
     return estimate._replace(advantages=white)
 
@@ -160,7 +160,7 @@ def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: Scored, rewards_BT: 
 
 
 def _vtrace(choice: choices.VTrace, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
-    log_rho_BT = vtrace.log_rho(proximal.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, lag=batch.lag_BT)
+    log_rho_BT = vtrace.log_rho(proximal.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, lag_BT=batch.lag_BT)
     return vtrace.vtrace(
         rewards_BT,
         proximal.values_BT,

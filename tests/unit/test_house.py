@@ -1,17 +1,15 @@
-"""How the house is kept: format, lint, types, import direction, sizes, words."""
+"""The house is in order: format, lint, types, import direction, sizes, words; and its measures see each fault."""
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
 
+from tests import house
+
 SOURCES = sorted((REPOSITORY / "streamppo").rglob("*.py"))
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, MAX_NESTING = 400, 60, 6, 3
-NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 
 
 def tool(*command: str) -> None:
@@ -35,44 +33,135 @@ def test_imports_go_down_only() -> None:
     tool(str(Path(sys.executable).parent / "lint-imports"))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_files_and_functions_are_small(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE
-    for function in functions(ast.parse(text)):
-        lines = (function.end_lineno or function.lineno) - function.lineno + 1
-        assert lines <= MAX_FUNCTION, f"{function.name} has {lines} lines"
-        positional = [*function.args.posonlyargs, *function.args.args]
-        names = [argument.arg for argument in positional if argument.arg not in ("self", "cls", "ctx")]
-        assert len(names) <= MAX_PARAMETERS, f"{function.name} takes {len(names)} parameters before *"
-        assert nesting(function) <= MAX_NESTING, f"{function.name} nests {nesting(function)} deep"
+# --- the bounds ----------------------------------------------------------------------------------------------
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+@pytest.fixture(scope="module")
+def measured() -> dict[str, house.Measure]:
+    return house.measures(house.sources())
 
 
-def nesting(node: ast.AST, *, chained: bool = False) -> int:
-    """The deepest chain of blocks under `node`; an elif is no deeper than its if."""
-    deepest = 0
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        elif_branch = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
-        own = isinstance(child, NESTS) and not elif_branch
-        deepest = max(deepest, own + nesting(child))
-    return deepest
+@pytest.mark.parametrize("name", house.BOUNDS)
+def test_the_house_keeps_its_bounds(name: str, measured: dict[str, house.Measure]) -> None:
+    value, places = measured[name]
+    assert value <= house.BOUNDS[name], "\n".join([f"{name}: {value:g}, at most {house.BOUNDS[name]:g}", *places])
 
 
-def test_every_public_thing_has_a_docstring() -> None:
-    missing = []
-    for path in SOURCES:
-        tree = ast.parse(path.read_text())
-        public = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-        for node in [tree, *(node for node in public if not node.name.startswith("_"))]:
-            if ast.get_docstring(node) is None and path.read_text().strip():
-                missing.append(f"{path.name}: {getattr(node, 'name', 'module')}")
-    assert missing == []
+def test_every_public_thing_has_a_docstring(measured: dict[str, house.Measure]) -> None:
+    assert list(measured["undocumented public things"].places) == []
+
+
+# --- the measures find what they are for: one fault each in a package of two rooms ----------------------------
+
+ROOM = """\
+\"\"\"Holds one function.\"\"\"
+
+def walk(steps: int) -> int:
+    \"\"\"Walk that many steps.\"\"\"
+    return steps
+"""
+
+
+def package(folder: Path, **changed: str) -> dict[str, house.Measure]:
+    """Measure a package of the modules run, hall.door and yard.gate, some of them changed."""
+    modules = {
+        "run": '"""Goes in."""\nfrom streamppo.hall import door\n\ndef enter():\n    """Go."""\n    door.walk(1)\n',
+        "hall.door": '"""Opens."""\nfrom streamppo.yard.gate import walk as out\n\n'
+        'def walk(steps: int) -> None:\n    """Walk."""\n    out(steps).backward()\n',
+        "yard.gate": ROOM,
+    }
+    for name, text in {**modules, **{name.replace("_", "."): text for name, text in changed.items()}}.items():
+        path = (folder / "streamppo" / name.replace(".", "/")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return house.measures(house.sources(folder), (("run", "enter"), ("hall/door", "walk")))
+
+
+def test_a_clean_package_has_no_fault(tmp_path: Path) -> None:
+    clean = package(tmp_path)
+    faults = ("modules in an import cycle", "units in an import cycle", "Any per 1,000 lines", "broad excepts", "print")
+    assert [name for name in faults if clean[name].value] == []
+    assert clean["sentences of them that begin with a wh-word"].value == 0
+    assert clean["undocumented public things"].value == 0
+    assert clean["steps of the declared path not in the code"].value == 0
+    assert (clean["units"].value, clean["files at the top of streamppo/"].value) == (3, 1)
+
+
+def test_a_cycle_of_modules_and_of_their_rooms_is_found_even_inside_a_function(tmp_path: Path) -> None:
+    text = ROOM + "\ndef back():\n    from streamppo.hall.door import walk\n    walk(1)\n"
+    found = package(tmp_path, yard_gate=text)
+    assert list(found["modules in an import cycle"].places) == ["streamppo.hall.door", "streamppo.yard.gate"]
+    assert list(found["units in an import cycle"].places) == ["hall", "yard"]
+
+
+def test_rooms_in_a_cycle_are_found_where_no_two_modules_are(tmp_path: Path) -> None:
+    found = package(tmp_path, yard_wall="from streamppo.hall import door\n")
+    assert found["modules in an import cycle"].value == 0
+    assert list(found["units in an import cycle"].places) == ["hall", "yard"]
+
+
+def test_a_function_of_61_lines_passes_the_bound_and_one_of_60_keeps_it(tmp_path: Path) -> None:
+    for lines in (60, 61):
+        text = ROOM + "\ndef long():\n" + "    walk(1)\n" * (lines - 1)
+        longest = package(tmp_path, yard_gate=text)["longest function"]
+        assert longest.value == lines
+        assert longest.places[0] == "streamppo.yard.gate: long"
+        assert (longest.value > house.BOUNDS["longest function"]) == (lines == 61)
+
+
+def test_a_seventh_parameter_a_fourth_level_and_a_401st_line_pass_their_bounds(tmp_path: Path) -> None:
+    deep = "".join(f"{'    ' * level}if a:\n" for level in range(1, 5)) + "    " * 5 + "pass\n"
+    text = ROOM + "\ndef wide(a, b, c, d, e, f, g, *, h):\n" + deep
+    found = package(tmp_path, yard_gate=text + "#\n" * (401 - len(text.splitlines())))
+    for name in ("most parameters before *", "deepest nesting", "largest file"):
+        assert found[name].value == house.BOUNDS[name] + 1, name
+
+
+@pytest.mark.parametrize("use", ["x: Any = 1", "x: dict[str, Any] = {}", "x: typing.Any = 1", 'x: "list[Any]" = []'])
+def test_every_way_to_write_any_is_counted_and_a_sentence_with_the_word_is_not(tmp_path: Path, use: str) -> None:
+    text = f'"""Any number goes. Any."""\nimport typing\nfrom typing import Any\n\n{use}\ny = "Any"\n'
+    found = package(tmp_path, yard_wall=text.replace('y = "Any"', 'y = "Any word"'))
+    assert list(found["Any per 1,000 lines"].places) == ["streamppo.yard.wall:5"]
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "What it does.",
+        "one that walks",
+        "Walks. Those that stand do not.",
+        "Walks (far.) Whether it rains or not.",
+        "Walks.\n\n    where it can",
+    ],
+)
+def test_a_sentence_that_begins_with_a_wh_word_is_found_wherever_it_stands(tmp_path: Path, docstring: str) -> None:
+    found = package(tmp_path, yard_wall=f'"""{docstring}"""\n')
+    assert found["sentences of them that begin with a wh-word"].value == 1
+
+
+def test_a_wh_word_within_a_sentence_and_a_longer_word_are_in_order() -> None:
+    assert house.begins_wrong("Walks where it can, e.g. where it rains. Whole days. Whichever way.") == []
+
+
+def test_prints_and_broad_excepts_are_found_with_their_places(tmp_path: Path) -> None:
+    text = "try:\n    print(1)\nexcept (ValueError, Exception):\n    pass\ntry:\n    pass\nexcept OSError:\n    pass\n"
+    found = package(tmp_path, yard_wall=text, commands_show="print(2)\n")
+    assert list(found["print"].places) == ["streamppo.commands.show:1", "streamppo.yard.wall:2"]
+    assert list(found["print outside commands"].places) == ["streamppo.yard.wall:2"]
+    assert list(found["broad excepts"].places) == ["streamppo.yard.wall:3"]
+
+
+def test_a_declared_path_that_the_code_does_not_take_is_found(tmp_path: Path) -> None:
+    found = package(tmp_path, hall_door='"""Shut."""\ndef walk(steps):\n    """Stay."""\n')
+    assert list(found["steps of the declared path not in the code"].places) == ["hall/door.walk -> backward"]
+
+
+def test_a_public_thing_without_a_docstring_is_found(tmp_path: Path) -> None:
+    found = package(tmp_path, yard_wall='"""Stands."""\ndef climb(): ...\ndef _fall(): ...\n')
+    assert list(found["undocumented public things"].places) == ["streamppo.yard.wall: climb"]
+
+
+# --- words and names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", ["old_log" + "probs", "old_logp", "TO" + "DO", "FIX" + "ME", "pickle.lo" + "ads"])

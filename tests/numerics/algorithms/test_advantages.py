@@ -6,14 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layout import LAYOUTS, Layout, Mask, Rows, assert_rows, compact, ragged_mask, random_rows
+from padded_rows import Mask, Padded, Rows, assert_rows, compact, ragged_mask, random_rows
 
 from streamppo.algorithms.advantages import (
-    Moments,
     adaptive_lambda,
     gae,
     gae_actor_critic,
-    moments,
     sequence_level,
     whiten,
 )
@@ -30,44 +28,40 @@ def slow_rows(rewards: Rows, values: Rows, bootstrap: list[float], gamma: float,
     return [slow_gae(r, v, b, gamma, k) for r, v, b, k in zip(rewards, values, bootstrap, lam, strict=True)]
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
-def test_gae_with_tool_tokens_in_the_middle_equals_gae_on_the_compacted_sequence(
-    packed: bool, gamma: float, lam: float
-) -> None:
+def test_gae_with_tool_tokens_in_the_middle_equals_gae_on_the_compacted_sequence(gamma: float, lam: float) -> None:
     mask = ragged_mask()
     rewards, values = random_rows(mask, 1), random_rows(mask, 2)
     bootstrap = [0.0, 0.7, 0.0, -1.3, 0.4, 2.0]
-    lay = Layout(mask, packed)
+    padded = Padded(mask)
     got = gae(
-        lay.tensor(rewards),
-        lay.tensor(values),
-        lay.mask,
+        padded.tensor(rewards),
+        padded.tensor(values),
+        padded.mask,
         torch.tensor(bootstrap, dtype=torch.float64),
         gamma=gamma,
         lam=lam,
-        cu_seqlens=lay.cu_seqlens,
     )
     kept = compact(values, mask)
     expected = slow_rows(compact(rewards, mask), kept, bootstrap, gamma, [lam] * len(mask))
-    assert_rows(lay.unmasked(got.advantages), expected)
+    assert_rows(padded.unmasked(got.advantages), expected)
     returns = [[a + v for a, v in zip(*av, strict=True)] for av in zip(expected, kept, strict=True)]
-    assert_rows(lay.unmasked(got.returns), returns)
-    assert got.advantages[~lay.mask].abs().sum() == 0
-    assert got.returns[~lay.mask].abs().sum() == 0
+    assert_rows(padded.unmasked(got.returns), returns)
+    assert got.advantages[~padded.mask].abs().sum() == 0
+    assert got.returns[~padded.mask].abs().sum() == 0
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4), st.booleans())
-def test_gae_survives_every_pattern_of_masked_tokens(mask: Mask, packed: bool) -> None:
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=4))
+def test_gae_survives_every_pattern_of_masked_tokens(mask: Mask) -> None:
     rewards, values = random_rows(mask, 1), random_rows(mask, 2)
     bootstrap = [0.5] * len(mask)
-    lay = Layout(mask, packed)
+    padded = Padded(mask)
     after = torch.tensor(bootstrap, dtype=torch.float64)
-    got = gae(lay.tensor(rewards), lay.tensor(values), lay.mask, after, gamma=0.9, lam=0.8, cu_seqlens=lay.cu_seqlens)
+    got = gae(padded.tensor(rewards), padded.tensor(values), padded.mask, after, gamma=0.9, lam=0.8)
     expected = slow_rows(compact(rewards, mask), compact(values, mask), bootstrap, 0.9, [0.8] * len(mask))
-    assert_rows(lay.unmasked(got.advantages), expected)
+    assert_rows(padded.unmasked(got.advantages), expected)
 
 
 def test_the_worked_example_boil_the_shoe_gives_plus_1_minus_8_minus_1_and_errors_1_64_1() -> None:
@@ -81,37 +75,34 @@ def test_the_worked_example_boil_the_shoe_gives_plus_1_minus_8_minus_1_and_error
 def test_lambda_one_is_monte_carlo_minus_the_value() -> None:
     mask = ragged_mask(3)
     rewards, values = random_rows(mask, 1), random_rows(mask, 2)
-    lay = Layout(mask, True)
+    padded = Padded(mask)
     got = gae(
-        lay.tensor(rewards), lay.tensor(values), lay.mask, torch.zeros(len(mask)), gamma=1.0, lam=1.0,
-        cu_seqlens=lay.cu_seqlens,
+        padded.tensor(rewards), padded.tensor(values), padded.mask, torch.zeros(len(mask)), gamma=1.0, lam=1.0,
     )  # fmt: skip
     to_go = [[sum(r[t:]) for t in range(len(r))] for r in compact(rewards, mask)]
-    assert_rows(lay.unmasked(got.returns), to_go)
+    assert_rows(padded.unmasked(got.returns), to_go)
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
-def test_lambda_may_differ_by_sequence_and_between_actor_and_critic(packed: bool) -> None:
+def test_lambda_may_differ_by_sequence_and_between_actor_and_critic() -> None:
     mask = ragged_mask(7)
     rewards, values = random_rows(mask, 1), random_rows(mask, 2)
     lam = [0.1 * (b + 1) for b in range(len(mask))]
     zeros = [0.0] * len(mask)
-    lay = Layout(mask, packed)
+    padded = Padded(mask)
     got = gae_actor_critic(
-        lay.tensor(rewards),
-        lay.tensor(values),
-        lay.mask,
+        padded.tensor(rewards),
+        padded.tensor(values),
+        padded.mask,
         torch.zeros(len(mask)),
         gamma=0.97,
         lam_actor=torch.tensor(lam, dtype=torch.float64),
         lam_critic=1.0,
-        cu_seqlens=lay.cu_seqlens,
     )
     kept_r, kept_v = compact(rewards, mask), compact(values, mask)
-    assert_rows(lay.unmasked(got.advantages), slow_rows(kept_r, kept_v, zeros, 0.97, lam))
+    assert_rows(padded.unmasked(got.advantages), slow_rows(kept_r, kept_v, zeros, 0.97, lam))
     critic = slow_rows(kept_r, kept_v, zeros, 0.97, [1.0] * len(mask))
     returns = [[a + v for a, v in zip(*av, strict=True)] for av in zip(critic, kept_v, strict=True)]
-    assert_rows(lay.unmasked(got.returns), returns)
+    assert_rows(padded.unmasked(got.returns), returns)
 
 
 def test_a_truncated_response_learns_from_the_critics_value_after_its_last_token() -> None:
@@ -159,14 +150,13 @@ def test_adaptive_lambda_grows_with_the_length_and_never_leaves_the_unit_interva
         adaptive_lambda(torch.tensor([3]), 0.0)
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
-def test_the_sequence_level_form_gives_every_token_score_minus_baseline(packed: bool) -> None:
+def test_the_sequence_level_form_gives_every_token_score_minus_baseline() -> None:
     mask = ragged_mask()
-    lay = Layout(mask, packed)
+    padded = Padded(mask)
     scores, baseline = torch.arange(len(mask)).double(), torch.full((len(mask),), 0.5, dtype=torch.float64)
-    got = sequence_level(scores, baseline, lay.mask, cu_seqlens=lay.cu_seqlens)
-    assert_rows(lay.unmasked(got.advantages), [[b - 0.5 for m in row if m] for b, row in enumerate(mask)])
-    assert_rows(lay.unmasked(got.returns), [[float(b) for m in row if m] for b, row in enumerate(mask)])
+    got = sequence_level(scores, baseline, padded.mask)
+    assert_rows(padded.unmasked(got.advantages), [[b - 0.5 for m in row if m] for b, row in enumerate(mask)])
+    assert_rows(padded.unmasked(got.returns), [[float(b) for m in row if m] for b, row in enumerate(mask)])
 
 
 def slow_whiten(x: list[float], shift_mean: bool, unbiased: bool, eps: float) -> list[float]:
@@ -176,42 +166,26 @@ def slow_whiten(x: list[float], shift_mean: bool, unbiased: bool, eps: float) ->
     return [(v - mean) / math.sqrt(variance + eps) + (0.0 if shift_mean else mean) for v in x]
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("shift_mean", [True, False])
 @pytest.mark.parametrize("unbiased", [True, False])
-def test_whitening_sees_unmasked_tokens_only_over_the_batch_or_within_a_group(
-    packed: bool, shift_mean: bool, unbiased: bool
-) -> None:
+def test_whitening_sees_unmasked_tokens_only_over_the_batch_or_within_a_group(shift_mean: bool, unbiased: bool) -> None:
     mask = ragged_mask()
     rows = random_rows(mask, 5, 2.0, 5.0)
-    lay = Layout(mask, packed)
+    padded = Padded(mask)
     kept = compact(rows, mask)
-    flat = iter(slow_whiten([x for row in kept for x in row], shift_mean, unbiased, 1e-4))
-    got = whiten(
-        lay.tensor(rows), lay.mask, shift_mean=shift_mean, unbiased=unbiased, eps=1e-4, cu_seqlens=lay.cu_seqlens
-    )
-    assert_rows(lay.unmasked(got), [[next(flat) for _ in row] for row in kept])
-    assert got[~lay.mask].abs().sum() == 0
+    flat = iter(slow_whiten([x for row in kept for x in row], shift_mean, unbiased, 1e-8))
+    got = whiten(padded.tensor(rows), padded.mask, shift_mean=shift_mean, unbiased=unbiased)
+    assert_rows(padded.unmasked(got), [[next(flat) for _ in row] for row in kept])
+    assert got[~padded.mask].abs().sum() == 0
 
     groups = [7, 7, 3, 3, 7, 9]
     got = whiten(
-        lay.tensor(rows), lay.mask, shift_mean=shift_mean, unbiased=unbiased, eps=1e-4,
-        group_ids=torch.tensor(groups), cu_seqlens=lay.cu_seqlens,
+        padded.tensor(rows), padded.mask, shift_mean=shift_mean, unbiased=unbiased,
+        group_ids_B=torch.tensor(groups),
     )  # fmt: skip
     members = {g: [x for row, h in zip(kept, groups, strict=True) if h == g for x in row] for g in set(groups)}
-    white = {g: iter(slow_whiten(x, shift_mean, unbiased, 1e-4)) for g, x in members.items()}
-    assert_rows(lay.unmasked(got), [[next(white[g]) for _ in row] for row, g in zip(kept, groups, strict=True)])
-
-
-def test_whitening_with_moments_added_over_ranks_equals_whitening_the_whole_batch() -> None:
-    mask = ragged_mask()
-    lay = Layout(mask, False)
-    x = lay.tensor(random_rows(mask, 5, 2.0, 5.0))
-    halves = [slice(0, 2), slice(2, None)]
-    parts = [moments(x[h], lay.mask[h]) for h in halves]
-    total = Moments(*(a + b for a, b in zip(*parts, strict=True)))
-    got = torch.cat([whiten(x[h], lay.mask[h], total=total) for h in halves])
-    torch.testing.assert_close(got, whiten(x, lay.mask), rtol=1e-12, atol=1e-12)
+    white = {g: iter(slow_whiten(x, shift_mean, unbiased, 1e-8)) for g, x in members.items()}
+    assert_rows(padded.unmasked(got), [[next(white[g]) for _ in row] for row, g in zip(kept, groups, strict=True)])
 
 
 def test_whitening_equal_values_or_one_token_gives_zero_and_never_nan() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_layout import LAYOUTS, Layout, Rows, assert_rows, compact, logprob_rows, near, ragged_mask
+from padded_rows import Padded, Rows, assert_rows, compact, logprob_rows, near, ragged_mask
 
 from streamppo.algorithms.corrections import (
     Correction,
@@ -36,25 +36,24 @@ def slow_weight(w: float, mode: Mode, cap: float, lo: float, hi: float) -> float
     return min(w, cap) if mode == "truncate" else (w if lo <= w <= hi else 0.0)
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_of_every_level_and_mode_equal_the_slow_ones(packed: bool, level: Level, mode: Mode) -> None:
+def test_weights_of_every_level_and_mode_equal_the_slow_ones(level: Level, mode: Mode) -> None:
     mask = ragged_mask(1)
     behavior = logprob_rows(mask, 3)
     proximal = near(behavior, 4)
-    lay = Layout(mask, packed)
+    padded = Padded(mask)
     got = importance_weights(
-        lay.tensor(proximal), lay.tensor(behavior), lay.mask,
-        level=level, mode=mode, cap=1.1, lo=0.8, hi=1.2, cu_seqlens=lay.cu_seqlens,
+        padded.tensor(proximal), padded.tensor(behavior), padded.mask,
+        level=level, mode=mode, cap=1.1, lo=0.8, hi=1.2,
     )  # fmt: skip
     ratios = slow_ratios(compact(proximal, mask), compact(behavior, mask), level)
     expected = [[slow_weight(w, mode, 1.1, 0.8, 1.2) for w in row] for row in ratios]
-    assert_rows(lay.unmasked(got.weights), expected)
+    assert_rows(padded.unmasked(got.weights), expected)
     kept = [[float(mode != "mask" or 0.8 <= w <= 1.2) for w in row] for row in ratios]
-    assert_rows(lay.unmasked(got.keep), kept)
-    assert got.weights[~lay.mask].abs().sum() == 0
-    assert not got.keep[~lay.mask].any()
+    assert_rows(padded.unmasked(got.keep), kept)
+    assert got.weights[~padded.mask].abs().sum() == 0
+    assert not got.keep[~padded.mask].any()
     assert not got.weights.requires_grad
 
 
@@ -62,24 +61,23 @@ def test_weights_of_every_level_and_mode_equal_the_slow_ones(packed: bool, level
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_policies_give_weights_of_one(level: Level, mode: Mode) -> None:
     mask = ragged_mask(1)
-    lay = Layout(mask, False)
-    same = lay.tensor(logprob_rows(mask, 3))
-    got = importance_weights(same, same, lay.mask, level=level, mode=mode)
-    assert torch.equal(got.weights, lay.mask.double())
-    assert torch.equal(got.keep, lay.mask)
+    padded = Padded(mask)
+    same = padded.tensor(logprob_rows(mask, 3))
+    got = importance_weights(same, same, padded.mask, level=level, mode=mode)
+    assert torch.equal(got.weights, padded.mask.double())
+    assert torch.equal(got.keep, padded.mask)
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("mask_level", ["sequence", "geometric"])
-def test_truncating_tokens_and_masking_responses_is_the_product_of_both(packed: bool, mask_level: str) -> None:
+def test_truncating_tokens_and_masking_responses_is_the_product_of_both(mask_level: str) -> None:
     mask = ragged_mask(1)
     behavior = logprob_rows(mask, 3)
     proximal = near(behavior, 4)
-    lay = Layout(mask, packed)
+    padded = Padded(mask)
     level: Level = "sequence" if mask_level == "sequence" else "geometric"
     got = truncate_and_mask(
-        lay.tensor(proximal), lay.tensor(behavior), lay.mask,
-        cap=1.1, mask_level=level, lo=0.93, hi=1.07, cu_seqlens=lay.cu_seqlens,
+        padded.tensor(proximal), padded.tensor(behavior), padded.mask,
+        cap=1.1, mask_level=level, lo=0.93, hi=1.07,
     )  # fmt: skip
     kept = compact(proximal, mask), compact(behavior, mask)
     tokens, whole = slow_ratios(*kept, "token"), slow_ratios(*kept, level)
@@ -87,29 +85,24 @@ def test_truncating_tokens_and_masking_responses_is_the_product_of_both(packed: 
         [min(w, 1.1) if 0.93 <= W <= 1.07 else 0.0 for w, W in zip(*rows, strict=True)]
         for rows in zip(tokens, whole, strict=True)
     ]
-    assert_rows(lay.unmasked(got.weights), expected)
+    assert_rows(padded.unmasked(got.weights), expected)
     assert {x > 0 for row in expected for x in row} == {True, False}
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("threshold", [0.0, 0.005, 0.02, 1.0])
-def test_m2po_drops_the_fewest_tokens_that_bring_the_second_moment_under_the_threshold(
-    packed: bool, threshold: float
-) -> None:
+def test_m2po_drops_the_fewest_tokens_that_bring_the_second_moment_under_the_threshold(threshold: float) -> None:
     mask = ragged_mask(1)
     behavior = logprob_rows(mask, 3)
     proximal = near(behavior, 4)
-    lay = Layout(mask, packed)
-    got = second_moment_mask(
-        lay.tensor(proximal), lay.tensor(behavior), lay.mask, threshold=threshold, cu_seqlens=lay.cu_seqlens
-    )
+    padded = Padded(mask)
+    got = second_moment_mask(padded.tensor(proximal), padded.tensor(behavior), padded.mask, threshold=threshold)
     ratios = slow_ratios(compact(proximal, mask), compact(behavior, mask), "token")
     left = sorted(math.log(w) ** 2 for row in ratios for w in row)
     while left and sum(left) / len(left) > threshold:
         left.pop()
     bound = left[-1] if left else -1.0
     expected = [[w if math.log(w) ** 2 <= bound + 1e-15 else 0.0 for w in row] for row in ratios]
-    assert_rows(lay.unmasked(got.weights), expected)
+    assert_rows(padded.unmasked(got.weights), expected)
     assert int(got.keep.sum()) == len(left)
 
 
@@ -140,6 +133,6 @@ def test_an_open_band_drops_nothing_and_bad_knobs_are_refused() -> None:
         log_weights(one, one, mask, level="word")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="threshold"):
         second_moment_mask(one, one, mask, threshold=-1.0)
-    with pytest.raises(ValueError, match="behavior_logprobs has shape"):
+    with pytest.raises(ValueError, match="behavior_logprobs_BT has shape"):
         importance_weights(one, one[:, :1], mask, level="token", mode="off")
     assert isinstance(second_moment_mask(one, one, ~mask), Correction)

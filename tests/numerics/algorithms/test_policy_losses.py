@@ -6,9 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_layout import (
-    LAYOUTS,
-    Layout,
+from padded_rows import (
+    Padded,
     Rows,
     assert_rows,
     compact,
@@ -113,25 +112,24 @@ def slow_gradient(slow: Slow, lp: Rows, px: Rows, adv: Rows) -> Rows:
     return [[(total(b, t, h) - total(b, t, -h)) / (2 * h) for t in range(len(row))] for b, row in enumerate(lp)]
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_value_and_gradient_equal_the_plain_float_definition(packed: bool, name: str) -> None:
+def test_value_and_gradient_equal_the_plain_float_definition(name: str) -> None:
     fast, slow = LOSSES[name]
     mask = ragged_mask(2, 8)
     proximal, adv = logprob_rows(mask, 3), random_rows(mask, 6)
     current = near(proximal, 7)
-    lay = Layout(mask, packed)
-    logprobs = lay.tensor(current).requires_grad_()
-    got = fast(logprobs, lay.tensor(proximal), lay.tensor(adv), lay.mask, cu_seqlens=lay.cu_seqlens)
+    padded = Padded(mask)
+    logprobs = padded.tensor(current).requires_grad_()
+    got = fast(logprobs, padded.tensor(proximal), padded.tensor(adv), padded.mask)
     lp, px, a = compact(current, mask), compact(proximal, mask), compact(adv, mask)
-    assert_rows(lay.unmasked(got.loss), slow_rows(slow, lp, lp, px, a))
-    assert got.loss[~lay.mask].abs().sum() == 0
-    assert not got.clipped[~lay.mask].any()
+    assert_rows(padded.unmasked(got.loss), slow_rows(slow, lp, lp, px, a))
+    assert got.loss[~padded.mask].abs().sum() == 0
+    assert not got.clipped[~padded.mask].any()
     assert got.clipped.dtype == torch.bool
     got.loss.sum().backward()
     assert logprobs.grad is not None
-    assert_rows(lay.unmasked(logprobs.grad), slow_gradient(slow, lp, px, a), 1e-6)
-    assert logprobs.grad[~lay.mask].abs().sum() == 0
+    assert_rows(padded.unmasked(logprobs.grad), slow_gradient(slow, lp, px, a), 1e-6)
+    assert logprobs.grad[~padded.mask].abs().sum() == 0
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -199,9 +197,9 @@ def test_gspo_under_sequence_mean_token_mean_has_the_gradient_of_the_sequence_fo
 
 def test_wide_bounds_turn_clipped_and_dppo_into_the_plain_surrogate() -> None:
     mask = ragged_mask(2)
-    lay = Layout(mask, False)
+    padded = Padded(mask)
     rows = logprob_rows(mask, 3)
-    args = (lay.tensor(near(rows, 7)), lay.tensor(rows), lay.tensor(random_rows(mask, 6)), lay.mask)
+    args = (padded.tensor(near(rows, 7)), padded.tensor(rows), padded.tensor(random_rows(mask, 6)), padded.mask)
     plain = policy_losses.importance_weighted(*args).loss
     assert torch.equal(policy_losses.clipped(*args, clip_low=1e9, clip_high=1e9).loss, plain)
     assert torch.equal(policy_losses.dppo_tv(*args, delta=1.0).loss, plain)
@@ -236,5 +234,5 @@ def test_bad_knobs_are_refused() -> None:
         policy_losses.sapo(*args, tau_positive=0.0)
     with pytest.raises(ValueError, match="delta"):
         policy_losses.dppo_tv(*args, delta=-0.1)
-    with pytest.raises(ValueError, match="advantages has shape"):
+    with pytest.raises(ValueError, match="advantages_BT has shape"):
         policy_losses.reinforce(one, one, one[0], one == 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_layout import LAYOUTS, Layout, assert_rows, compact, logprob_rows, near, ragged_mask, random_rows
+from padded_rows import Padded, assert_rows, compact, logprob_rows, near, ragged_mask, random_rows
 
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.kl import Estimator, kl, kl_loss, kl_reward, next_beta, stop_early
@@ -20,19 +20,16 @@ def slow_regression(error: float, kind: ValueKind, delta: float) -> float:
     return delta * (abs(error) - 0.5 * delta)
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("kind", ["mse", "huber"])
-def test_the_value_loss_equals_its_definition_and_reports_what_was_clipped(
-    packed: bool, clip: float | None, kind: ValueKind
-) -> None:
+def test_the_value_loss_equals_its_definition_and_reports_what_was_clipped(clip: float | None, kind: ValueKind) -> None:
     mask = ragged_mask(2)
     values, anchors, returns = (random_rows(mask, seed) for seed in (1, 2, 3))
-    lay = Layout(mask, packed)
-    current = lay.tensor(values).requires_grad_()
+    padded = Padded(mask)
+    current = padded.tensor(values).requires_grad_()
     got = value_loss(
-        current, lay.tensor(anchors), lay.tensor(returns), lay.mask,
-        clip=clip, kind=kind, huber_delta=0.3, cu_seqlens=lay.cu_seqlens,
+        current, padded.tensor(anchors), padded.tensor(returns), padded.mask,
+        clip=clip, kind=kind, huber_delta=0.3,
     )  # fmt: skip
     loss, clipped = [], []
     for rows in zip(*(compact(rows, mask) for rows in (values, anchors, returns)), strict=True):
@@ -44,8 +41,8 @@ def test_the_value_loss_equals_its_definition_and_reports_what_was_clipped(
             bounded = slow_regression(moved - g, kind, 0.3)
             loss[-1].append(max(free, bounded))
             clipped[-1].append(float(bounded > free))
-    assert_rows(lay.unmasked(got.loss), loss)
-    assert_rows(lay.unmasked(got.clipped), clipped)
+    assert_rows(padded.unmasked(got.loss), loss)
+    assert_rows(padded.unmasked(got.clipped), clipped)
     got.loss.sum().backward()
     assert current.grad is not None
     assert current.grad.isfinite().all()
@@ -57,57 +54,49 @@ def test_critic_errors_of_the_worked_example_are_half_of_1_64_1() -> None:
     assert got.loss.tolist() == [[0.5, 32.0, 0.5]]
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
-def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_one(packed: bool) -> None:
+def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_one() -> None:
     mask = ragged_mask(2)
     rows = random_rows(mask, 1)
-    lay = Layout(mask, packed)
-    returns = lay.tensor(rows)
-    assert explained_variance(returns, returns, lay.mask, cu_seqlens=lay.cu_seqlens) == pytest.approx(1.0)
+    padded = Padded(mask)
+    returns = padded.tensor(rows)
+    assert explained_variance(returns, returns, padded.mask) == pytest.approx(1.0)
     constant = torch.full_like(returns, 3.0)
-    assert explained_variance(constant, returns, lay.mask, cu_seqlens=lay.cu_seqlens) == pytest.approx(0.0)
+    assert explained_variance(constant, returns, padded.mask) == pytest.approx(0.0)
     guess = random_rows(mask, 2)
     flat = [x for row in compact(rows, mask) for x in row]
     errors = [
         x - y for r, g in zip(compact(rows, mask), compact(guess, mask), strict=True) for x, y in zip(r, g, strict=True)
     ]
     expected = 1 - statistics.pvariance(errors) / statistics.pvariance(flat)
-    assert explained_variance(lay.tensor(guess), returns, lay.mask, cu_seqlens=lay.cu_seqlens) == pytest.approx(
-        expected
-    )
-    assert explained_variance(returns, constant, lay.mask, cu_seqlens=lay.cu_seqlens) == 0.0
-    assert explained_variance(returns, returns, torch.zeros_like(lay.mask), cu_seqlens=lay.cu_seqlens) == 0.0
+    assert explained_variance(padded.tensor(guess), returns, padded.mask) == pytest.approx(expected)
+    assert explained_variance(returns, constant, padded.mask) == 0.0
+    assert explained_variance(returns, returns, torch.zeros_like(padded.mask)) == 0.0
 
 
 def slow_kl(d: float, kind: Estimator) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_kl_in_the_loss_and_in_the_reward_equals_its_definition(packed: bool, kind: Estimator) -> None:
+def test_kl_in_the_loss_and_in_the_reward_equals_its_definition(kind: Estimator) -> None:
     mask = ragged_mask(2)
     reference, rewards = logprob_rows(mask, 3), random_rows(mask, 5)
     current = near(reference, 4)
-    lay = Layout(mask, packed)
-    logprobs = lay.tensor(current).requires_grad_()
+    padded = Padded(mask)
+    logprobs = padded.tensor(current).requires_grad_()
     pairs = zip(compact(current, mask), compact(reference, mask), strict=True)
     difference = [[x - y for x, y in zip(*pair, strict=True)] for pair in pairs]
     expected = [[slow_kl(d, kind) for d in row] for row in difference]
-    straight = kl_loss(
-        logprobs, lay.tensor(reference), lay.mask, kind=kind, straight_through=True, cu_seqlens=lay.cu_seqlens
-    )
-    plain = kl_loss(logprobs, lay.tensor(reference), lay.mask, kind=kind, cu_seqlens=lay.cu_seqlens)
-    assert_rows(lay.unmasked(plain), expected)
-    assert_rows(lay.unmasked(straight), expected)
+    straight = kl_loss(logprobs, padded.tensor(reference), padded.mask, kind=kind, straight_through=True)
+    plain = kl_loss(logprobs, padded.tensor(reference), padded.mask, kind=kind)
+    assert_rows(padded.unmasked(plain), expected)
+    assert_rows(padded.unmasked(straight), expected)
     straight.sum().backward()
     assert logprobs.grad is not None
-    assert_rows(lay.unmasked(logprobs.grad), difference)
-    shaped = kl_reward(
-        lay.tensor(rewards), logprobs, lay.tensor(reference), lay.mask, beta=0.3, kind=kind, cu_seqlens=lay.cu_seqlens
-    )
+    assert_rows(padded.unmasked(logprobs.grad), difference)
+    shaped = kl_reward(padded.tensor(rewards), logprobs, padded.tensor(reference), padded.mask, beta=0.3, kind=kind)
     rows = zip(compact(rewards, mask), expected, strict=True)
-    assert_rows(lay.unmasked(shaped), [[r - 0.3 * k for r, k in zip(*pair, strict=True)] for pair in rows])
+    assert_rows(padded.unmasked(shaped), [[r - 0.3 * k for r, k in zip(*pair, strict=True)] for pair in rows])
     assert not shaped.requires_grad
 
 
@@ -153,7 +142,7 @@ def test_the_interpolated_proximal_policy_is_behavior_at_lag_0_and_nears_the_cur
     got = loglinear(behavior, current, torch.tensor([[0, 1, 3, 5]]), mask)
     assert got.tolist() == [[-2.0, -1.5, -1.25, 0.0]]
     assert not got.requires_grad
-    with pytest.raises(ValueError, match="lag has shape"):
+    with pytest.raises(ValueError, match="lag_BT has shape"):
         loglinear(behavior, current, torch.zeros(1, 3), mask)
 
 
@@ -163,25 +152,24 @@ def test_in_an_update_of_one_step_the_proximal_policy_is_the_current_one_as_a_co
     got = single_step(behavior, current, torch.tensor([[0, 4, 0]]), mask)
     assert got.tolist() == [[-1.0, -3.0, 0.0]]
     assert not got.requires_grad
-    with pytest.raises(ValueError, match="behavior_logprobs has shape"):
+    with pytest.raises(ValueError, match="behavior_logprobs_BT has shape"):
         single_step(behavior[:, :2], current, torch.zeros(1, 3), mask)
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("anchor", [loglinear, single_step])
-def test_the_proximal_policy_is_the_same_padded_and_packed(packed: bool, anchor: Callable[..., torch.Tensor]) -> None:
+def test_the_proximal_policy_equals_its_definition_at_every_unmasked_token(anchor: Callable[..., torch.Tensor]) -> None:
     mask = ragged_mask(5)
     behavior, current = logprob_rows(mask, 1), logprob_rows(mask, 2)
     lag = [[float(t % 4) for t in range(len(row))] for row in mask]
-    lay = Layout(mask, packed)
-    got = anchor(lay.tensor(behavior), lay.tensor(current), lay.tensor(lag), lay.mask)
+    padded = Padded(mask)
+    got = anchor(padded.tensor(behavior), padded.tensor(current), padded.tensor(lag), padded.mask)
 
     def between(b: float, c: float, age: float) -> float:
         return c if anchor is single_step else b / (age + 1) + c * age / (age + 1)
 
     rows = zip(*(compact(rows, mask) for rows in (behavior, current, lag)), strict=True)
-    assert_rows(lay.unmasked(got), [[between(*numbers) for numbers in zip(*row, strict=True)] for row in rows])
-    assert not got[~lay.mask].any()
+    assert_rows(padded.unmasked(got), [[between(*numbers) for numbers in zip(*row, strict=True)] for row in rows])
+    assert not got[~padded.mask].any()
 
 
 def test_nan_infinite_and_positive_logprobs_are_refused_where_they_would_be_used() -> None:

@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
-from test_layout import LAYOUTS, Layout, assert_rows, compact, logprob_rows, near, ragged_mask, random_rows
+from padded_rows import Padded, assert_rows, compact, logprob_rows, near, ragged_mask, random_rows
 
 from streamppo.algorithms.advantages import gae
 from streamppo.algorithms.vtrace import TraceClip, log_rho, vtrace
 
 Row = list[float]
+OLD = torch.tensor(1)
+"""The lag of tokens that another version sampled."""
 
 
 def slow_vtrace(
@@ -30,50 +32,51 @@ def slow_vtrace(
             total += (gamma * lam) ** (t - s) * trace * delta[t]
         returns.append(values[s] + total)
     next_returns = [*returns, bootstrap][1:]
-    weight = [1.0 if clip.rho_bar_pg is None else min(clip.rho_bar_pg, r) for r in rho]
-    advantages = [
-        weight[t] * (rewards[t] + gamma * (lam * next_returns[t] + (1 - lam) * following[t]) - values[t])
-        for t in range(T)
-    ]
+    advantages = [rewards[t] + gamma * (lam * next_returns[t] + (1 - lam) * following[t]) - values[t] for t in range(T)]
     return advantages, returns
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("lam", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize(
     "clip",
     [
         TraceClip(),
-        TraceClip(1.2, 1.1, "step", 1.5),
+        TraceClip(1.2, 1.1, "step"),
         TraceClip(kind="cumulative"),
-        TraceClip(1.3, 1.2, "cumulative", 2.0),
+        TraceClip(1.3, 1.2, "cumulative"),
     ],
     ids=str,
 )
-def test_vtrace_equals_its_double_sum_on_the_compacted_sequence(packed: bool, lam: float, clip: TraceClip) -> None:
+def test_vtrace_equals_its_double_sum_on_the_compacted_sequence(lam: float, clip: TraceClip) -> None:
     mask = ragged_mask(2)
     rewards, values, behavior = random_rows(mask, 1), random_rows(mask, 2), logprob_rows(mask, 3)
     proximal = near(behavior, 4)
     bootstrap = [0.3 * b for b in range(len(mask))]
-    lay = Layout(mask, packed)
-    log_rhos = log_rho(lay.tensor(proximal), lay.tensor(behavior), lay.mask, cu_seqlens=lay.cu_seqlens)
+    padded = Padded(mask)
+    log_rhos = log_rho(padded.tensor(proximal), padded.tensor(behavior), padded.mask, lag_BT=OLD.expand_as(padded.mask))
     got = vtrace(
-        lay.tensor(rewards), lay.tensor(values), lay.mask, torch.tensor(bootstrap, dtype=torch.float64), log_rhos,
-        gamma=0.95, lam=lam, clip=clip, cu_seqlens=lay.cu_seqlens,
-    )  # fmt: skip
+        padded.tensor(rewards),
+        padded.tensor(values),
+        padded.mask,
+        torch.tensor(bootstrap, dtype=torch.float64),
+        log_rhos,
+        gamma=0.95,
+        lam=lam,
+        clip=clip,
+    )
     pairs = zip(compact(proximal, mask), compact(behavior, mask), strict=True)
     rho = [[math.exp(p - b) for p, b in zip(*pb, strict=True)] for pb in pairs]
     slow = [
         slow_vtrace(r, v, b, w, clip, gamma=0.95, lam=lam)
         for r, v, b, w in zip(compact(rewards, mask), compact(values, mask), bootstrap, rho, strict=True)
     ]
-    assert_rows(lay.unmasked(got.advantages), [advantages for advantages, _ in slow])
-    assert_rows(lay.unmasked(got.returns), [returns for _, returns in slow])
-    assert got.advantages[~lay.mask].abs().sum() == 0
+    assert_rows(padded.unmasked(got.advantages), [advantages for advantages, _ in slow])
+    assert_rows(padded.unmasked(got.returns), [returns for _, returns in slow])
+    assert got.advantages[~padded.mask].abs().sum() == 0
 
 
 def test_vtrace_gives_the_published_numbers_of_rlax() -> None:
-    """The inputs and expected arrays of google-deepmind/rlax, rlax/_src/vtrace_test.py."""
+    """The inputs and expected arrays of google-deepmind/rlax, rlax/_src/vtrace_test.py; rlax weights advantages too."""
     behavior = torch.tensor(
         [
             [[8.9, 0.7], [5.0, 1.0], [0.6, 0.1], [-0.9, -0.1]],
@@ -91,11 +94,14 @@ def test_vtrace_gives_the_published_numbers_of_rlax() -> None:
     discounts = torch.tensor([[0.0, 0.89, 0.85, 0.99], [0.88, 1.0, 0.83, 0.95]])
     values = torch.tensor([[2.1, 1.1, -3.1, 0.0], [3.1, 0.1, -1.1, 7.4]])
     mask = torch.ones(2, 4, dtype=torch.bool)
-    log_rhos = log_rho(target.gather(-1, actions)[..., 0], behavior.gather(-1, actions)[..., 0], mask)
+    log_rhos = log_rho(
+        target.gather(-1, actions)[..., 0], behavior.gather(-1, actions)[..., 0], mask, lag_BT=OLD.expand_as(mask)
+    )
     got = vtrace(
         rewards, values, mask, torch.tensor([8.4, -1.2]), log_rhos,
-        gamma=discounts, lam=1.0, clip=TraceClip(rho_bar_pg=1.0),
+        gamma=discounts, lam=1.0,
     )  # fmt: skip
+    weighted = got.advantages * log_rhos.exp().clamp(max=1.0)
     errors = [[-1.6155143, -3.4973226, 1.8670533, 50.316002], [1.4662437, 3.6116405, -8.3327293e-5, -13.54]]
     advantages = [
         [-1.6155143, -3.4973226, 1.8670534, 50.316002],
@@ -103,21 +109,20 @@ def test_vtrace_gives_the_published_numbers_of_rlax() -> None:
     ]
     for b in range(2):
         assert (got.returns - values)[b].tolist() == pytest.approx(errors[b], rel=1e-3, abs=1e-6)
-        assert got.advantages[b].tolist() == pytest.approx(advantages[b], rel=1e-3, abs=1e-6)
+        assert weighted[b].tolist() == pytest.approx(advantages[b], rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("packed", LAYOUTS)
 @pytest.mark.parametrize("kind", ["step", "cumulative"])
-def test_vtrace_with_all_rho_one_is_gae(packed: bool, kind: str) -> None:
+def test_vtrace_with_all_rho_one_is_gae(kind: str) -> None:
     mask = ragged_mask(4)
-    lay = Layout(mask, packed)
-    rewards, values = lay.tensor(random_rows(mask, 1)), lay.tensor(random_rows(mask, 2))
-    same = lay.tensor(logprob_rows(mask, 3))
+    padded = Padded(mask)
+    rewards, values = padded.tensor(random_rows(mask, 1)), padded.tensor(random_rows(mask, 2))
+    same = padded.tensor(logprob_rows(mask, 3))
     bootstrap = torch.linspace(0, 1, len(mask)).double()
-    clip = TraceClip(kind="step" if kind == "step" else "cumulative", rho_bar_pg=1.0)
-    rhos = log_rho(same, same, lay.mask, cu_seqlens=lay.cu_seqlens)
-    got = vtrace(rewards, values, lay.mask, bootstrap, rhos, gamma=0.98, lam=0.9, clip=clip, cu_seqlens=lay.cu_seqlens)
-    expected = gae(rewards, values, lay.mask, bootstrap, gamma=0.98, lam=0.9, cu_seqlens=lay.cu_seqlens)
+    clip = TraceClip(kind="step" if kind == "step" else "cumulative")
+    rhos = log_rho(same, same, padded.mask, lag_BT=OLD.expand_as(padded.mask))
+    got = vtrace(rewards, values, padded.mask, bootstrap, rhos, gamma=0.98, lam=0.9, clip=clip)
+    expected = gae(rewards, values, padded.mask, bootstrap, gamma=0.98, lam=0.9)
     torch.testing.assert_close(got.advantages, expected.advantages)
     torch.testing.assert_close(got.returns, expected.returns)
 
@@ -125,7 +130,7 @@ def test_vtrace_with_all_rho_one_is_gae(packed: bool, kind: str) -> None:
 def test_tokens_of_the_learners_own_version_have_rho_exactly_one() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     proximal, behavior = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.1, -1.2, -1.3]])
-    got = log_rho(proximal, behavior, mask, lag=torch.tensor([[0, 1, 0]]))
+    got = log_rho(proximal, behavior, mask, lag_BT=torch.tensor([[0, 1, 0]]))
     assert got.tolist() == [[0.0, pytest.approx(0.2), 0.0]]
 
 

@@ -1,0 +1,72 @@
+"""The few operations on masked response tokens that every function here needs.
+
+B sequences, T response tokens (padded on the right).
+
+`mask_BT` is bool and True only for tokens that the policy sampled and that are trained. A masked place may hold
+anything, NaN included: it is replaced before it is used, never multiplied by zero.
+Sums run along the padded rows: they are deterministic on a GPU, unlike scattered additions.
+"""
+
+import torch
+from torch import Tensor
+
+
+def check_tokens(mask_BT: Tensor, **tensors_BT: Tensor) -> None:
+    """Refuse a mask that is not bool [B, T], and tensors that do not have its shape (ValueError with the name)."""
+    if mask_BT.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, not {mask_BT.dtype}: use mask.bool()")
+    if mask_BT.dim() != 2:
+        raise ValueError(f"mask has shape {tuple(mask_BT.shape)}; it must be [B, T]")
+    for name, tensor in tensors_BT.items():
+        if tensor.shape != mask_BT.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask_BT.shape)}")
+
+
+def check_sequences(mask_BT: Tensor, **tensors_B: Tensor) -> None:
+    """Refuse tensors that do not have one entry for each sequence (ValueError with the name)."""
+    for name, tensor in tensors_B.items():
+        if tensor.shape != mask_BT.shape[:1]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({mask_BT.shape[0]},)")
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Widen x to float32, of any shape; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def fill(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T], x where the mask is True, 0 elsewhere; a masked NaN reaches neither result nor gradient."""
+    return at_least_float32(x_BT).masked_fill(~mask_BT, 0.0)
+
+
+def sequence_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B], the sum of x over the unmasked tokens of each sequence."""
+    return fill(x_BT, mask_BT).sum(-1)
+
+
+def sequence_count(mask_BT: Tensor) -> Tensor:
+    """[B] long, the number of unmasked tokens of each sequence."""
+    return mask_BT.sum(-1)
+
+
+def sequence_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B], the mean of x over the unmasked tokens of each sequence; 0 for a sequence that has none."""
+    return sequence_sum(x_BT, mask_BT) / sequence_count(mask_BT).clamp(min=1)
+
+
+def spread(x_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T], each sequence's number at each of its unmasked tokens, zero at masked ones."""
+    return x_B[:, None].expand(mask_BT.shape).masked_fill(~mask_BT, 0)
+
+
+def last_token(mask_BT: Tensor) -> Tensor:
+    """[B, T] bool, True at the last unmasked token of each sequence that has one."""
+    remaining_BT = mask_BT.flip(-1).cumsum(-1).flip(-1)
+    return mask_BT & (remaining_BT == 1)
+
+
+def on_last_token(x_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T] token rewards: each sequence's score on its last unmasked token, zero elsewhere."""
+    check_tokens(mask_BT)
+    check_sequences(mask_BT, x_B=x_B)
+    return spread(x_B, last_token(mask_BT))
