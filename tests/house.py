@@ -16,7 +16,7 @@ WH_WORDS = ("whoever", "whatever", "what", "those", "one that", "who", "which", 
 """Words that no docstring begins with: a docstring begins with a verb or names its subject."""
 BROAD = ("Exception", "BaseException")
 PATH_TO_BACKWARD = (
-    ("cli", "_run"),
+    ("cli", "run"),
     ("run", "run"),
     ("run", "train"),
     ("learner/rank", "update"),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from streamppo.commands.echo import echo
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError
 from streamppo.queue import archive
@@ -23,14 +24,14 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     batch, columns = found.batch(version), found.columns(version)
     tokenizer = Tokenizer(model_path(config, run))
     rewards = [row.reward for row in batch.trajectories]
-    print(
+    echo(
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
         f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
     )
     ends = columns["offsets"][1:].tolist()
     for row, end in zip(batch.trajectories[:count], ends, strict=False):
         values = columns["values"][end - row.num_tokens : end] if "values" in columns else None
-        print("\n".join(_lines(batch, row, values, tokenizer)))
+        echo("\n".join(_lines(batch, row, values, tokenizer)))
     return 0
 
 
@@ -39,12 +40,12 @@ def inspect_dead_letters(run: Path, count: int) -> int:
     journal = Journal.of(run)
     letters = journal.dead_letters()
     journal.close()
-    print(f"{len(letters)} dead letters")
+    echo(f"{len(letters)} dead letters")
     for letter in reversed(letters[-count:] if count else []):
         row = letter.trajectory
         # Their columns may not even be whole numbers of entries.
         tokens = ints(row.tokens[: len(row.tokens) // 4 * 4]).tolist()
-        print(f"\n{_title(row)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
+        echo(f"\n{_title(row)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
     return 0
 
 
@@ -68,9 +69,9 @@ def inspect_prompt(run: Path, prompt: int) -> int:
     mine = sorted((identity, text) for identity, text in attempts.items() if identity.prompt == prompt)
     if not mine:
         raise JournalError(f"{run}: prompt {prompt} was never issued")
-    print(f"{mine[0][0].task} prompt {prompt}")
+    echo(f"{mine[0][0].task} prompt {prompt}")
     for identity, text in mine:
-        print(f"  sample {identity.sample} attempt {identity.attempt}: {text}")
+        echo(f"  sample {identity.sample} attempt {identity.attempt}: {text}")
     return 0
 
 
