@@ -1,4 +1,4 @@
-"""`python -m streamppo` is `streamppo`."""
+"""`python -m streamppo`: the same as `streamppo`."""
 
 import sys
 

@@ -19,6 +19,8 @@ StreamppoError
     └── Interrupted        SIGINT or SIGTERM
 """
 
+import signal
+
 
 class StreamppoError(Exception):
     """Base of all: catching this catches what streamppo foresaw, and nothing else."""
@@ -90,4 +92,8 @@ class LearnerLost(RunError):
 
 
 class Interrupted(RunError):
-    """The run was asked to stop by a signal."""
+    """A signal asked the run to stop: its `number`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number

@@ -29,7 +29,7 @@ WH_WORDS = ("whoever", "whatever", "what", "those", "one that", "who", "which", 
 BROAD = ("Exception", "BaseException")
 NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 PATH_TO_BACKWARD = (
-    ("cli", "_run"),
+    ("cli", "run"),
     ("run", "run"),
     ("run", "train"),
     ("learner/rank", "update"),

@@ -1,4 +1,4 @@
-"""Well-known data sets, from their original files to one parquet file: `streamppo data NAME --from FOLDER --to FILE`.
+"""`streamppo data`: well-known data sets, from their original files to one parquet file.
 
 name           original files                                   columns written, besides data_source
 gsm8k          train.jsonl, test.jsonl                          prompt, answer, solution
@@ -10,9 +10,10 @@ full_hh_rlhf   train-*.parquet, test-*.parquet, or jsonl        prompt (messages
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from streamppo import durable
+from streamppo.commands.echo import echo
 from streamppo.errors import TaskError
 from streamppo.tasks import read
 from streamppo.tasks.scorers.answers import boxed, marked
@@ -21,11 +22,33 @@ LETTERS = "ABCDEFGH"
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
-Rows = Iterator[dict[str, Any]]
+Name = Literal["gsm8k", "math", "hellaswag", "full_hh_rlhf"]
+Rows = Iterator[dict[str, object]]
 
 
-def gsm8k(folder: Path, split: str) -> Rows:
-    """openai/grade-school-math: the answer is what follows ####."""
+def data(name: Name, folder: Path, to: Path, split: str) -> int:
+    """Write one split of a data set to a parquet file and print the number of rows; the exit code is 0.
+
+    Raises `TaskError` for files of another layout, and for a place where no file can be written.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    if not folder.is_dir():
+        raise TaskError(f"{folder}: no such folder")
+    try:
+        rows = [{"data_source": name, **row} for row in LAYOUTS[name](folder, split)]
+    except KeyError as error:
+        raise TaskError(f"{folder}: the rows of {name} have a column {error}, these have not") from error
+    with durable.naming(to, TaskError):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), to)
+    echo(f"{to}: {len(rows)} rows")
+    return 0
+
+
+def _gsm8k(folder: Path, split: str) -> Rows:
+    """openai/grade-school-math: the answer follows ####."""
     for where, row in read.rows(str(_file(folder, f"{split}.jsonl")), split):
         answer = marked(row["answer"])
         if answer is None:
@@ -33,7 +56,7 @@ def gsm8k(folder: Path, split: str) -> Rows:
         yield {"prompt": row["question"], "answer": answer.replace(",", ""), "solution": row["answer"]}
 
 
-def math(folder: Path, split: str) -> Rows:
+def _math(folder: Path, split: str) -> Rows:
     r"""hendrycks/math: one file for each problem; the answer is the solution's last \boxed{}."""
     files = sorted((folder / split).rglob("*.json"))
     if not files:
@@ -52,7 +75,7 @@ def math(folder: Path, split: str) -> Rows:
         }
 
 
-def hellaswag(folder: Path, split: str) -> Rows:
+def _hellaswag(folder: Path, split: str) -> Rows:
     """rowanz/hellaswag: the endings become choices with letters."""
     name = {"train": "train", "test": "val", "validation": "val"}.get(split, split)
     for _, row in read.rows(str(_file(folder, f"hellaswag_{name}.jsonl")), split):
@@ -64,7 +87,7 @@ def hellaswag(folder: Path, split: str) -> Rows:
         }
 
 
-def full_hh_rlhf(folder: Path, split: str) -> Rows:
+def _full_hh_rlhf(folder: Path, split: str) -> Rows:
     """Dahoas/full-hh-rlhf: the dialogue up to the last answer as messages, and the two answers."""
     for where, row in read.rows(str(folder), split):
         yield {
@@ -74,32 +97,12 @@ def full_hh_rlhf(folder: Path, split: str) -> Rows:
         }
 
 
-PREPARED: dict[str, Callable[[Path, str], Rows]] = {
-    "gsm8k": gsm8k,
-    "math": math,
-    "hellaswag": hellaswag,
-    "full_hh_rlhf": full_hh_rlhf,
+LAYOUTS: dict[Name, Callable[[Path, str], Rows]] = {
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "hellaswag": _hellaswag,
+    "full_hh_rlhf": _full_hh_rlhf,
 }
-
-
-def prepare(name: str, folder: Path, to: Path, split: str) -> int:
-    """Write one split of the data set `name`; the number of rows. Raises `TaskError` for files of another layout.
-
-    And for a place where no file can be written.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    if not folder.is_dir():
-        raise TaskError(f"{folder}: no such folder")
-    try:
-        rows = [{"data_source": name, **row} for row in PREPARED[name](folder, split)]
-    except KeyError as error:
-        raise TaskError(f"{folder}: the rows of {name} have a column {error}, these have not") from error
-    with durable.naming(to, TaskError):
-        to.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), to)
-    return len(rows)
 
 
 def _file(folder: Path, name: str) -> Path:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
+from streamppo.commands.echo import echo
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError
 from streamppo.queue import archive
@@ -26,14 +27,14 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     batch, columns = found.batch(version), found.columns(version)
     tokenizer = Tokenizer(model_path(config, run))
     rewards = [trajectory.reward for trajectory in batch.trajectories]
-    print(
+    echo(
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
         f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
     )
     ends = columns["offsets"][1:].tolist()
     for trajectory, end in zip(batch.trajectories[:count], ends, strict=False):
         values = floats(columns["values"][end - trajectory.num_tokens : end].tobytes()) if "values" in columns else None
-        print("\n".join(_lines(batch, trajectory, values, tokenizer)))
+        echo("\n".join(_lines(batch, trajectory, values, tokenizer)))
     return 0
 
 
@@ -42,12 +43,12 @@ def inspect_dead_letters(run: Path, count: int) -> int:
     journal = Journal.of(run)
     letters = journal.dead_letters()
     journal.close()
-    print(f"{len(letters)} dead letters")
+    echo(f"{len(letters)} dead letters")
     for letter in reversed(letters[-count:] if count else []):
         trajectory = letter.trajectory
         # Their columns may not even be whole numbers of entries.
         tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
-        print(f"\n{_title(trajectory)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
+        echo(f"\n{_title(trajectory)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
     return 0
 
 
@@ -64,9 +65,9 @@ def inspect_prompt(run: Path, prompt: int) -> int:
     attempts |= _in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
     if not attempts:
         raise JournalError(f"{run}: prompt {prompt} was never issued")
-    print(f"{min(attempts).task} prompt {prompt}")
+    echo(f"{min(attempts).task} prompt {prompt}")
     for identity, text in sorted(attempts.items()):
-        print(f"  sample {identity.sample} attempt {identity.attempt}: {text}")
+        echo(f"  sample {identity.sample} attempt {identity.attempt}: {text}")
     return 0
 
 

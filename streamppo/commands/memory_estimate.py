@@ -1,11 +1,12 @@
-"""How much memory a rank and an engine will take: arithmetic on the model's configuration, before anything is loaded.
+"""Memory that a rank and an engine will take: arithmetic on the model's configuration, before anything is loaded.
 
-Estimates: allocators round up, and what CUDA, NCCL and SGLang's graphs take for themselves (1 to 3 GiB) is not in them.
+Estimates: allocators round up, and 1 to 3 GiB that CUDA, NCCL and SGLang's graphs take for themselves are not counted.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
@@ -22,9 +23,9 @@ PROBED = 64
 
 
 class Sizes(NamedTuple):
-    """A model in numbers: parameters as counts, what one token takes in bytes of the compute type.
+    """A model in numbers: parameters as counts, and bytes of one token in the compute type.
 
-    `layer` is one transformer layer; `rest` is what is in none of them: embeddings, norm, head.
+    `layer` is one transformer layer; `rest` is everything outside of the layers: embeddings, norm, head.
     """
 
     parameters: int
@@ -59,7 +60,7 @@ class RankMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All parts together."""
         return sum(self)
 
 
@@ -72,15 +73,15 @@ class EngineMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Weights and cache together."""
         return self.weights + self.cache
 
 
-def sizes(hf_config: Any, model: Model) -> Sizes:
-    """Build the model of `hf_config` without memory and look at it.
+def sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
+    """Build the model of `hf_config` without memory and count.
 
-    Raises `ModelError` for one that is not built as llama is, of `layers` with keys and values of their own, or that
-    computes nothing without memory.
+    Raises `ModelError` for a model that is not built like llama, of `layers` with keys and values of their own, or that
+    cannot compute without memory.
     """
     try:
         return _sizes(hf_config, model)
@@ -90,9 +91,7 @@ def sizes(hf_config: Any, model: Model) -> Sizes:
         ) from error
 
 
-def _sizes(hf_config: Any, model: Model) -> Sizes:
-    from transformers import AutoModelForCausalLM
-
+def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
     dtype = getattr(torch, model.dtype)
     with torch.device("meta"):
         lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
@@ -118,9 +117,9 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def _activations(lm: Any) -> int:
-    """Bytes that one layer keeps of one token for the backward pass: what a second layer adds to a first.
+    """Bytes that one layer keeps of one token for the backward pass: the difference of two layers and one.
 
-    Rows of one token, so that no attention matrix is counted, which flash-attn and SDPA do not keep either.
+    Rows have one token, so that no attention matrix is counted: flash-attn and SDPA keep none either.
     """
     body = lm.base_model
     all_layers, kept = body.layers, []
@@ -131,11 +130,11 @@ def _activations(lm: Any) -> int:
     return (kept[1] - kept[0]) // PROBED
 
 
-def _kept(body: Any) -> int:
+def _kept(body: torch.nn.Module) -> int:
     """Bytes of all that a forward pass keeps, parameters left out."""
     own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
     # The storages themselves are held, so that no address is used twice.
-    found: dict[int, Any] = {}
+    found: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -154,11 +153,12 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     """One learner rank, where `longest` is the longest row in tokens. A critic of its own is taken to be as large.
 
     state        float32 weights, gradients and moments, over all ranks
-    gathered     weights in the compute type: what is in no layer, and two layers (a small model: all of it); their
-                 gradients, and those in float32 on their way to the ranks
+    gathered     weights in the compute type of two layers and of all that is in no layer (a small model: all of it);
+                 their gradients, and those in float32 on their way to the ranks
     activations  of the micro-batch in every layer, or with checkpointing its input to each and one layer's
     head         logits of a chunk, the head's float32 copy and its gradient
-    reference    a second, frozen policy's shards; what its pass gathers is freed before there are gradients
+    reference    the shards of a second, frozen policy; the weights that its pass gathers are freed before there are
+                 gradients
     """
     learner, critic = config.learner, config.algorithm.critic.model
     own = critic != "head"
@@ -184,8 +184,8 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
 def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMemory | None:
     """One engine on one of its GPUs, of which `free` bytes are free when it starts. None for a server that is not ours.
 
-    On a GPU SGLang keeps `mem_fraction_static` of what is free for weights and cache. Everywhere else the cache holds
-    `context` tokens for every slot from the start.
+    On a GPU SGLang keeps `mem_fraction_static` of the free memory for weights and cache. Everywhere else the cache
+    holds `context` tokens for every slot from the start.
     """
     gpus = max(1, int(config.rollout.gpus))
     weights = model.parameters * model.element // gpus

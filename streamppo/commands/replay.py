@@ -1,18 +1,20 @@
-"""The run's updates once more, from its archive: the learner's own code, with the archive in the place of the queue.
+"""`streamppo replay`: the run's updates once more, from its archive, by the learner's own code without any engine.
 
-without changes   every version must come out with the bytes that it had; a what-if otherwise
-RUN/replays/1.json    what was recorded and what was made, side by side for each version
+without changes       every version must come out with the bytes that it had
+with changes          what the same batches would have done under another configuration
+RUN/replays/1.json    the recorded numbers beside the new ones, for each version
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import msgspec
 import ray
 from ray.exceptions import RayError
 
+from streamppo.commands.echo import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, model_path
 from streamppo.driver.actors import make_ranks
@@ -22,16 +24,24 @@ from streamppo.errors import Diverged, JournalError, RunError
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
 from streamppo.queue.source import ArchiveSource, as_source
-from streamppo.telemetry import metrics_file as lines
+from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport, decode
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
-"""The metrics of the printed table; the report has all of them."""
+"""The metrics of the printed tables; the report has all of them."""
 LINES = 20
-"""Versions of the printed table."""
+"""Versions of the printed tables."""
 
 
-def rerun(run: Path, to: int | None, changes: Sequence[str]) -> int:
+class Curve(TypedDict):
+    """One update as it was in the run, if its line is there, and as it is in the replay."""
+
+    version: int
+    recorded: Mapping[str, object] | None
+    replayed: Mapping[str, float]
+
+
+def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     """Make versions 1 to `to` again, with `changes` to the configuration. The exit code is 0 if all were made.
 
     Raises `Diverged` if there are no changes and a version has other weights than it had.
@@ -57,7 +67,7 @@ def rerun(run: Path, to: int | None, changes: Sequence[str]) -> int:
         _print_curves(_curves(run, reports))
     else:
         _compare(recorded, digests)
-    print(f"report: {path}")
+    echo(f"report: {path}")
     return 0
 
 
@@ -66,7 +76,10 @@ def _changed(encoded: bytes, changes: Sequence[str]) -> Config:
 
 
 def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[int, str], list[UpdateReport]]:
-    """(digest of every version, report of every update). Each configuration holds from its version on."""
+    """Make versions 1 to `last`: the digest of every version, the report of every update.
+
+    Each of `configs` holds from its version on.
+    """
     first = configs[0]
     init_ray(first)
     archive = ray.remote(ArchiveSource).options(num_cpus=0, max_concurrency=100).remote(str(run))
@@ -83,26 +96,44 @@ def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[i
 
 
 def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str]) -> None:
+    """Print one row for each version. Raises `Diverged` if a digest is another one."""
+    rows = table("version", "weights", "")
     other: list[int] = []
     for version, digest in sorted(digests.items()):
         same = digest == recorded[version].digest
-        print(f"version {version:5d}  {digest[:16]}  {'as recorded' if same else recorded[version].digest[:16]}")
+        rows.add_row(f"{version}", digest[:16], "as recorded" if same else f"recorded: {recorded[version].digest[:16]}")
         other += [] if same else [version]
+    console().print(rows)
     if other:
         raise Diverged(
             f"{len(other)} of {len(digests)} versions have other weights than they had, the first is {other[0]}: "
             "the software, the device or the number of ranks is another one"
         )
-    print(f"{len(digests)} versions, all of them bit for bit as they were")
+    echo(f"{len(digests)} versions, all of them bit for bit as they were")
 
 
-def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[dict[str, Any]]:
-    """What each update was like in the run and in the replay."""
-    before = {line["update"]: line for line in lines.updates(run)}
+def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[Curve]:
+    recorded = {line["update"]: line for line in metrics_file.updates(run)}
     return [
-        {"version": report.version, "recorded": before.get(report.version), "replayed": report.metrics}
+        {"version": report.version, "recorded": recorded.get(report.version), "replayed": report.metrics}
         for report in reports
     ]
+
+
+def _print_curves(curves: Sequence[Curve]) -> None:
+    """Print two rows for each shown version: the run's metrics, and below them those of the replay."""
+    rows = table("version", "", *SHOWN)
+    for column in rows.columns[2:]:
+        column.justify = "right"
+    for curve in curves[:: max(1, len(curves) // LINES)]:
+        rows.add_row(f"{curve['version']}", "run", *(_number(curve["recorded"] or {}, name) for name in SHOWN))
+        rows.add_row("", "replay", *(_number(curve["replayed"], name) for name in SHOWN))
+    console().print(rows)
+
+
+def _number(metrics: Mapping[str, object], name: str) -> str:
+    value = metrics.get(name)
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
 def _report(
@@ -123,10 +154,3 @@ def _report(
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
-
-
-def _print_curves(curves: Sequence[Mapping[str, Any]]) -> None:
-    print("version  " + "  ".join(f"{name + ': run, replay':>24}" for name in SHOWN))
-    for row in curves[:: max(1, len(curves) // LINES)]:
-        pairs = [((row["recorded"] or {}).get(name, float("nan")), row["replayed"][name]) for name in SHOWN]
-        print(f"{row['version']:7d}  " + "  ".join(f"{before:11.4g}, {after:11.4g}" for before, after in pairs))

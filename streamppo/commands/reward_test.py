@@ -1,9 +1,8 @@
-"""`streamppo reward-test`: a few completions, the reward as the trainer would run it, and a table. No training."""
+"""`streamppo reward-test`: a few completions, scored as a run would score them, in a table. No training."""
 
 import asyncio
 import json
 import logging
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import transformers
 from msgspec import structs
 
+from streamppo.commands.echo import console, echo, log_to_stderr, table
 from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
 from streamppo.config.task import DataTask, Source
 from streamppo.errors import TaskError
@@ -32,9 +32,11 @@ from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 WIDTH = 40
 """Characters of a completion, and of an explanation, in the table."""
 
+log = logging.getLogger(__name__)
+
 
 class Tried(NamedTuple):
-    """One completion, its reward or why there is none, and how long that took."""
+    """One completion, its reward or the reason why there is none, and how long that took."""
 
     completion: str
     reward: Reward | None
@@ -42,19 +44,19 @@ class Tried(NamedTuple):
     seconds: float
 
 
-def run(config: Config, count: int, completions: Path | None) -> int:
+def reward_test(config: Config, count: int, completions: Path | None) -> int:
     """Print the table; the exit code is 0 only if every completion has a reward."""
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder, _reward_models(config) as models:
+    with log_to_stderr(), tempfile.TemporaryDirectory() as folder, _reward_models(config) as models:
         path = model_path(config, Path(folder))
         if config.model.path == BUILTIN:
             tiny.make(config, Path(path))
         tokenizer = Tokenizer(path)
         task = tasks.build(config.task, config.seed, tokenizer)
         tried, reports = asyncio.run(_try(config, task, tokenizer, path, count, completions, models=models))
-    print(_table(tried))
-    print(_summary(tried, reports))
+    _print_table(tried)
+    echo(_summary(tried, reports))
     return 0 if all(one.reward is not None for one in tried) else 1
 
 
@@ -68,7 +70,7 @@ async def _try(
     *,
     models: Mapping[str, Any],
 ) -> tuple[list[Tried], Sequence[ScorerReport]]:
-    rewards = Rewards(config.reward, _complain, models)
+    rewards = Rewards(config.reward, log.info, models)
     await rewards.start(task.sources())
     try:
         if completions is not None:
@@ -89,11 +91,7 @@ async def _engine(config: Config, path: str) -> Engine:
     from transformers import AutoModelForCausalLM
 
     tensors = {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
-    return await build.engine(config, "reward-test", path, 0, tensors, say=_complain)
-
-
-def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
+    return await build.engine(config, "reward-test", path, 0, tensors, say=log.info)
 
 
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:
@@ -173,12 +171,15 @@ def _reward_models(config: Config) -> Iterator[Mapping[str, Any]]:
 # --- the table -----------------------------------------------------------------------------------------------
 
 
-def _table(tried: Sequence[Tried]) -> str:
-    lines = [f"{'#':>3}  {'reward':>9}  {'ms':>8}  {'completion':{WIDTH}}  components, explanation or error"]
+def _print_table(tried: Sequence[Tried]) -> None:
+    rows = table("#", "reward", "ms", "completion", "components, explanation or error")
+    for column in rows.columns[:3]:
+        column.justify, column.no_wrap = "right", True
     for number, one in enumerate(tried):
         reward = "failed" if one.reward is None else f"{one.reward.total:.4g}"
-        lines.append(f"{number:3}  {reward:>9}  {one.seconds * 1e3:8.1f}  {_cut(one.completion):{WIDTH}}  {_note(one)}")
-    return "\n".join(line.rstrip() for line in lines)
+        style = "red" if one.reward is None else None
+        rows.add_row(f"{number}", reward, f"{one.seconds * 1e3:.1f}", _cut(one.completion), _note(one), style=style)
+    console().print(rows)
 
 
 def _note(one: Tried) -> str:
@@ -194,7 +195,7 @@ def _cut(text: str) -> str:
 
 
 def _summary(tried: Sequence[Tried], reports: Sequence[ScorerReport]) -> str:
-    totals: list[Any] = [one.reward.total for one in tried if one.reward is not None]
+    totals = [one.reward.total for one in tried if one.reward is not None]
     mean = f"mean reward {sum(totals) / len(totals):.4g}, " if totals else ""
     lines = [f"{len(tried)} completions: {mean}{len(tried) - len(totals)} failed"]
     for report in reports:

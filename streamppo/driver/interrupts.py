@@ -28,7 +28,7 @@ class Interrupts:
     def check(self) -> None:
         """Raise `Interrupted` if there was a signal."""
         if self._noted is not None:
-            raise Interrupted(f"stopped by {signal.Signals(self._noted).name}")
+            raise Interrupted(self._noted)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number

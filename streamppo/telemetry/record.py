@@ -1,23 +1,23 @@
-"""What a run leaves behind: a live line on the terminal, metrics.jsonl, summary.json.
+"""The numbers of a run as it goes: a live line on the terminal, metrics.jsonl, and summary.json at the end.
 
-runs/NAME/metrics.jsonl    one line for whatever happens, as it happens
-runs/NAME/summary.json     the whole run in one object, written when its driver ends; not there while one lives, nor
+runs/NAME/metrics.jsonl    one line for every event, as it happens
+runs/NAME/summary.json     the whole run in one object, written when its driver ends; absent while a driver lives, and
                            after one that was killed
 """
 
 import json
-import sys
+import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from streamppo import durable
 from streamppo.errors import RunError
-from streamppo.telemetry import metrics_file as lines
-from streamppo.telemetry import summary
+from streamppo.telemetry import metrics_file, summary
+from streamppo.telemetry.live import LiveLine
+from streamppo.telemetry.summary import Summary
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
@@ -25,11 +25,13 @@ SUMMARY = "summary.json"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 
+log = logging.getLogger(__name__)
+
 
 class Record:
-    """One run's numbers. `started` is the `time.perf_counter()` at which the command began.
+    """The numbers of one run. `started` is the `time.perf_counter()` at which the command began.
 
-    In the folder of an earlier part of the run it goes on after `version`, the last update that is written down there,
+    In the folder of an earlier part of the run the record continues after `version`, the last update with a line there,
     and its seconds after those of the last line. Raises `RunError` where metrics.jsonl is damaged.
     """
 
@@ -38,54 +40,46 @@ class Record:
         self.seed = seed
         self.updates = updates
         self.checksum = ""
-        before = lines.read(folder)
+        before = metrics_file.read(folder)
         self.version = max((line["update"] for line in before if "update" in line), default=0)
         self._started = started - (before[-1]["wall_s"] if before else 0.0)
-        self._live = sys.stdout.isatty()
-        self._printed = 0.0
-        lines.mend(folder)
-        # It tells of the parts before this one.
+        self._live = LiveLine()
+        metrics_file.mend(folder)
+        # It is about the parts before this one.
         (folder / SUMMARY).unlink(missing_ok=True)
-        self._file = (folder / lines.METRICS).open("a", buffering=1)
-        self._write("part", 1 + sum("part" in line for line in before), version=self.version)
+        self._file = (folder / metrics_file.METRICS).open("a", buffering=1)
+        self._write("part", 1 + sum("part" in line for line in before), {"version": self.version})
 
     @property
     def wall_s(self) -> float:
-        """Seconds that the run has gone on for: this part since its command, earlier ones up to their last line."""
+        """Seconds that the run has lasted: this part since its command, earlier ones up to their last line."""
         return time.perf_counter() - self._started
 
-    def say(self, text: str) -> None:
-        """One lasting line on the terminal."""
-        print(f"\r\033[K{text}" if self._live else text, flush=True)
-
     def update(self, report: UpdateReport) -> bool:
-        """One update was made. False if it was only made again, and is written down already."""
+        """Write down an update. False if it was only made again, and has its line already."""
         if report.version <= self.version:
             self._write("redone", report.version)
             return False
         lags = {str(lag): count for lag, count in report.lag_histogram.items()}
-        self._write("update", report.version, **report.metrics, lag_histogram=lags)
+        self._write("update", report.version, {**report.metrics, "lag_histogram": lags})
         self.version = report.version
-        if self._live:
-            print(f"\r\033[K{self._line(report)}", end="", flush=True)
-        elif self.wall_s - self._printed > 10 or report.version == self.updates:
-            self._printed = self.wall_s
-            print(self._line(report), flush=True)
+        self._live.show(self._line(report), last=report.version == self.updates)
         return True
 
     def evaluation(self, asked: int, parts: Sequence[EvaluationReport]) -> None:
-        """All actors have answered the evaluation that was asked for after update `asked`."""
+        """Write down the answers of all actors to the evaluation that was asked for after update `asked`."""
         count, failed = sum(part.count for part in parts), sum(part.failed for part in parts)
         accuracy = sum(part.correct for part in parts) / count if count else float("nan")
-        versions = (min(part.min_version for part in parts), max(part.max_version for part in parts))
-        self._write("evaluation", asked, accuracy=accuracy, count=count, failed=failed, versions=versions)
-        noted = f", {failed} without a score" if failed else ""
-        self.say(f"[{self.wall_s:6.1f}s] version {asked:4d}: accuracy {accuracy:.3f} on {count} held-out{noted}")
+        versions = [min(part.min_version for part in parts), max(part.max_version for part in parts)]
+        answers = {"accuracy": accuracy, "count": count, "failed": failed, "versions": versions}
+        self._write("evaluation", asked, answers)
+        without = f", {failed} without a score" if failed else ""
+        log.info(f"[{self.wall_s:6.1f}s] version {asked:4d}: accuracy {accuracy:.3f} on {count} held-out{without}")
 
     def restart(self, stage: str, reason: str) -> None:
-        """A stage died, and is started again."""
-        self._write("restart", stage, reason=reason)
-        self.say(f"{reason}; starting {stage} again")
+        """Write down that a stage died, and is started again."""
+        self._write("restart", stage, {"reason": reason})
+        log.info(f"{reason}; starting {stage} again")
 
     def _line(self, report: UpdateReport) -> str:
         m = report.metrics
@@ -95,23 +89,24 @@ class Record:
             f"learner waits {m['wait_s'] / m['update_s']:.0%}"
         )
 
-    def _write(self, kind: str, value: int | str, **more: Any) -> None:
-        line = {kind: value, "wall_s": self.wall_s, **more}
-        with durable.naming(self.folder / lines.METRICS, RunError):
+    def _write(self, kind: str, value: int | str, more: Mapping[str, object] | None = None) -> None:
+        line = {kind: value, "wall_s": self.wall_s, **(more or {})}
+        with durable.naming(self.folder / metrics_file.METRICS, RunError):
             self._file.write(json.dumps(line) + "\n")
 
-    def close(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> dict[str, Any]:
+    def close(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> Summary:
         """Write summary.json and return it. `outcome` is `FINISHED` or why the run ended early.
 
-        Raises `RunError` if it cannot be written; after another error that is only said.
+        Raises `RunError` if it cannot be written; after another error that is only logged.
         """
+        self._live.close()
         path = self.folder / SUMMARY
         try:
             with self._after(outcome):
                 self._write("end", outcome)
-            content = {
+            content: Summary = {
                 "outcome": outcome,
-                **summary.of_lines(lines.read(self.folder)),
+                **summary.of_lines(metrics_file.read(self.folder)),
                 **summary.of_queue(queue),
                 "engines": summary.of_engines(engines),
                 "checksum": self.checksum,
@@ -121,17 +116,17 @@ class Record:
             with self._after(outcome), durable.naming(path, RunError):
                 durable.write(path, (json.dumps(content, indent=2) + "\n").encode())
         finally:
-            # A line that is still held here was refused before, and that was told.
+            # A line that the file still holds back was refused before, and the refusal was reported then.
             with suppress(OSError):
                 self._file.close()
         return content
 
     @contextmanager
     def _after(self, outcome: str) -> Generator[None]:
-        """What the disk refuses after another error does not hide it."""
+        """Log a refusal of the disk if the run failed already, so that it does not hide the first error."""
         try:
             yield
         except RunError as error:
             if outcome == FINISHED:
                 raise
-            self.say(str(error))
+            log.info(str(error))

@@ -1,12 +1,12 @@
 """summary.json: a whole run in numbers, over all its parts; a part is one life of its driver.
 
-The lines of metrics.jsonl and the queue's counters, which are in the journal, outlive a kill -9: what is made of them
-is of the whole run. What only engines know is that of those at work at the end, and stands under `engines`.
+The lines of metrics.jsonl and the queue's counters, which are in the journal, outlive a kill -9: numbers made of them
+are of the whole run. Only engines know the rest; it is of the engines at work at the end, and stands under `engines`.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import msgspec
 
@@ -14,16 +14,91 @@ from streamppo.telemetry.metrics_file import Line
 from streamppo.types import EngineReport, QueueReport
 
 STAGES = ("rollout", "queue", "learner")
-"""What is started again when it dies."""
+"""The stages that are started again when they die."""
 WINDOW = 10
 """Updates that "start" and "final" rewards are averaged over."""
 
 
-def of_lines(lines: Sequence[Line]) -> dict[str, Any]:
-    """What the lines of a run, at least one, say together. `wall_s` is that of the last of them."""
+class Ends(TypedDict):
+    """A number at the start of a run and at its end."""
+
+    start: float | None
+    final: float | None
+
+
+class Lag(TypedDict):
+    """Lags of all tokens, in versions; None where there was no token."""
+
+    mean: float | None
+    p99: int | None
+    max: int | None
+    histogram: dict[int, int]
+
+
+class OfLines(TypedDict):
+    """Numbers that the lines of metrics.jsonl give."""
+
+    eval_accuracy: Ends
+    evaluations: list[tuple[int, float]]
+    reward: Ends
+    updates: int
+    redone: int
+    parts: int
+    restarts: dict[str, int]
+    wall_s: float
+    first_update_s: float | None
+    tokens_trained: float
+    lag: Lag
+    learner_idle_share: float
+    pushes: int
+    push_ms: float
+
+
+class OfQueue(TypedDict):
+    """Counts of the queue since the run began; None where it was not asked, because the run ended early."""
+
+    trajectories: int | None
+    dropped: dict[str, int] | None
+    failed: dict[str, int] | None
+    dead_letters: int | None
+    mean_tokens: dict[str, float] | None
+
+
+class OfEngines(TypedDict):
+    """Counts of the engines at the end, each since it started.
+
+    `tokens_per_s` is the sum over engines, each over its own `seconds`. `restarts` are deaths of an engine's own
+    processes that its actor has survived.
+    """
+
+    actors: list[dict[str, str | int]]
+    tokens: int
+    tokens_per_s: float
+    seconds: float
+    idle_share: float
+    swaps: int
+    swap_ms: float
+    restarts: int
+    scorers: list[dict[str, str | int | float]]
+    too_long: dict[str, int]
+
+
+class Summary(OfLines, OfQueue):
+    """The content of summary.json. `outcome` is "finished" or why the run ended early."""
+
+    outcome: str
+    engines: OfEngines | None
+    checksum: str
+    seed: int
+    versions: dict[str, str]
+
+
+def of_lines(lines: Sequence[Line]) -> OfLines:
+    """Sum up the lines of a run, at least one. `wall_s` is that of the last of them."""
     updates = [line for line in lines if "update" in line]
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
+    update_s = sum(line["update_s"] for line in updates)
     return {
         "eval_accuracy": _ends([accuracy for _, accuracy in evaluations], 1),
         "evaluations": evaluations,
@@ -34,16 +109,16 @@ def of_lines(lines: Sequence[Line]) -> dict[str, Any]:
         "restarts": {stage: restarts[stage] for stage in STAGES},
         "wall_s": lines[-1]["wall_s"],
         "first_update_s": updates[0]["wall_s"] if updates else None,
-        "tokens_trained": _total(updates, "tokens_trained"),
+        "tokens_trained": sum(line["tokens_trained"] for line in updates),
         "lag": _lag([line["lag_histogram"] for line in updates]),
-        "learner_idle_share": _total(updates, "wait_s") / max(_total(updates, "update_s"), 1e-9),
+        "learner_idle_share": sum(line["wait_s"] for line in updates) / max(update_s, 1e-9),
         "pushes": len(updates),
-        "push_ms": _total(updates, "push_ms") / max(len(updates), 1),
+        "push_ms": sum(line["push_ms"] for line in updates) / max(len(updates), 1),
     }
 
 
-def of_queue(queue: QueueReport | None) -> dict[str, Any]:
-    """What the queue has counted since the run began; None where it was not asked, because the run ended early."""
+def of_queue(queue: QueueReport | None) -> OfQueue:
+    """Name the counts of the queue."""
     return {
         "trajectories": queue and queue.consumed,
         "dropped": queue and queue.dropped,
@@ -53,12 +128,8 @@ def of_queue(queue: QueueReport | None) -> dict[str, Any]:
     }
 
 
-def of_engines(engines: Sequence[EngineReport]) -> dict[str, Any] | None:
-    """What the engines of the end have counted, each since it started; None where none was asked.
-
-    `tokens_per_s` is what they make together, each over its own `seconds`. `restarts` are deaths of an engine's own
-    processes that its actor has survived.
-    """
+def of_engines(engines: Sequence[EngineReport]) -> OfEngines | None:
+    """Sum up the engines; None where none was asked."""
     if not engines:
         return None
     idle_s, swaps = sum(engine.idle_s for engine in engines), sum(engine.swaps for engine in engines)
@@ -77,29 +148,34 @@ def of_engines(engines: Sequence[EngineReport]) -> dict[str, Any] | None:
     }
 
 
-def _lag(histograms: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-    """Mean, 99th percentile and maximum, in versions, over all tokens; and the histogram itself."""
+def _lag(histograms: Sequence[Mapping[str, int]]) -> Lag:
     histogram: Counter[int] = Counter()
     for one in histograms:
         histogram.update({int(lag): count for lag, count in one.items()})
     total = sum(histogram.values())
     if not total:
         return {"mean": None, "p99": None, "max": None, "histogram": {}}
-    seen, p99 = 0, 0
-    for p99 in sorted(histogram):
-        seen += histogram[p99]
-        if seen >= 0.99 * total:
-            break
     mean = sum(lag * count for lag, count in histogram.items()) / total
-    return {"mean": mean, "p99": p99, "max": max(histogram), "histogram": dict(sorted(histogram.items()))}
+    return {
+        "mean": mean,
+        "p99": _percentile(histogram, 0.99),
+        "max": max(histogram),
+        "histogram": dict(sorted(histogram.items())),
+    }
 
 
-def _ends(values: Sequence[float], window: int) -> dict[str, float | None]:
+def _percentile(histogram: Mapping[int, int], share: float) -> int:
+    """Find the smallest lag such that `share` of all tokens have no larger one."""
+    wanted, seen = share * sum(histogram.values()), 0
+    for lag in sorted(histogram):
+        seen += histogram[lag]
+        if seen >= wanted:
+            return lag
+    return max(histogram)
+
+
+def _ends(values: Sequence[float], window: int) -> Ends:
     if not values:
         return {"start": None, "final": None}
     first, last = values[:window], values[-window:]
     return {"start": sum(first) / len(first), "final": sum(last) / len(last)}
-
-
-def _total(updates: Sequence[Line], name: str) -> float:
-    return sum(line[name] for line in updates)

@@ -146,9 +146,8 @@ def test_the_command_says_why_it_does_nothing(
     assert main([*command, "3"]) == 1
     assert f"is not running: `streamppo resume {tmp_path} rollout.actors=3`" in capsys.readouterr().err
     for wrong in ("0", "-1", "1.5", "many"):
-        with pytest.raises(SystemExit):
-            main([*command, wrong])
-        assert f"'{wrong}' is not a whole number from 1 on" in capsys.readouterr().err
+        assert main([*command, wrong]) == 2
+        assert "--rollouts" in capsys.readouterr().err
     with lock.driver_lock(tmp_path):
         assert main(["resume", str(tmp_path)]) == 1
     assert "already running" in capsys.readouterr().err
@@ -159,7 +158,7 @@ def test_a_number_that_no_run_may_have_is_refused_by_the_command(
 ) -> None:
     configfile.save(math_config("learner.gpus=0.5", "rollout.gpus=0.5"), tmp_path)
     with lock.driver_lock(tmp_path):
-        assert main(["scale", str(tmp_path), "--rollouts", "2"]) == 1
+        assert main(["scale", str(tmp_path), "--rollouts", "2"]) == 2
         assert "are more than one GPU where a rank and its share of the 2 rollout actors" in capsys.readouterr().err
         assert lock.accept(tmp_path) is None
 

@@ -149,7 +149,7 @@ def test_where_nobody_was_asked_nothing_is_said(tmp_path: Path) -> None:
     assert {found[name] for name in ("trajectories", "dropped", "failed", "dead_letters", "mean_tokens")} == {None}
 
 
-def test_a_line_that_was_cut_is_read_as_none_by_replay_and_by_whoever_looks_on(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_is_ignored_by_replay_and_by_readers(tmp_path: Path) -> None:
     updates(record := part(tmp_path), 1, 2)
     record._file.close()
     with (tmp_path / lines.METRICS).open("a") as file:

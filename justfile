@@ -1,0 +1,25 @@
+# `just NAME` runs one of these in the environment of `pip install -c constraints.txt -e '.[test]'`.
+
+# List the recipes
+default:
+    @just --list
+
+# Format, lint, types and import direction: the same as pre-commit
+check:
+    ruff format --check .
+    ruff check .
+    pyright
+    lint-imports
+
+# All tests, as CI runs them, and the line coverage
+test:
+    pytest --cov=streamppo --cov-report=
+    coverage report --format=total
+
+# Unit and property tests: no run is started
+quick:
+    pytest -q tests/unit tests/property
+
+# The tests that run the examples and the commands of the documentation
+docs:
+    pytest -q tests/unit/tasks/test_docs_rewards.py tests/unit/test_benchmarks.py

@@ -1,0 +1,22 @@
+"""A finding: one line of the table that `check` prints."""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+State = Literal["ok", "note", "not here", "error"]
+
+
+class Finding(NamedTuple):
+    """The subject that was looked at, its state, and a sentence about it."""
+
+    subject: str
+    state: State
+    text: str
+
+
+Findings = Iterator[Finding]
+
+
+def first_line(error: BaseException) -> str:
+    """Shorten the message of a library to its first line, or to the name of the exception if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

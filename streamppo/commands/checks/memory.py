@@ -1,0 +1,103 @@
+"""Checks of memory: of a rank, of an engine, and of the object store between them."""
+
+from typing import NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+from streamppo.commands import memory_estimate as estimate
+from streamppo.commands.checks.finding import Finding, Findings, first_line
+from streamppo.config.sections import LOCAL, Config, longest_completion, shares_gpus
+from streamppo.config.task import DataTask
+from streamppo.errors import ModelError
+
+GIB = 2**30
+ASSUMED_GIB = 80.0
+"""Memory of a GPU where there is none to look at and none is given."""
+
+
+class Gpu(NamedTuple):
+    """How much memory a GPU has, and whether that is known or assumed."""
+
+    gib: float
+    known: bool
+
+
+def gpu(gib: float | None) -> Gpu:
+    """Take the memory that was given, else that of the GPU of this machine, else `ASSUMED_GIB`."""
+    if gib is not None:
+        return Gpu(gib, True)
+    if torch.cuda.is_available():
+        return Gpu(torch.cuda.get_device_properties(0).total_memory / GIB, True)
+    return Gpu(ASSUMED_GIB, False)
+
+
+def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
+    """Estimate the memory of rank, engine and object store, and compare it with what there is."""
+    try:
+        model = estimate.sizes(hf_config, config.model)
+    except ModelError as error:
+        yield Finding("memory", "not here", first_line(error))
+        return
+    yield Finding("parameters", "ok", f"{model.parameters:,} in {model.layers} layers, {config.model.dtype}")
+    allowed, context = _longest(config), hf_config.max_position_embeddings
+    if allowed > context:
+        text = f"prompt and completion may have {allowed} tokens; the model takes {context}: completions end there"
+        yield Finding("context", "note", text)
+    yield from _rank_and_engine(config, model, min(allowed, context), context, gpu)
+    yield from _object_store(config, model)
+
+
+def _rank_and_engine(config: Config, model: estimate.Sizes, longest: int, context: int, gpu: Gpu) -> Findings:
+    rank, shared = estimate.rank(config, model, longest), shares_gpus(config)
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank._asdict().items() if size)
+    yield Finding("rank", "ok", f"about {_gib(rank.total)}: {parts}")
+    if config.learner.gpus and not shared:
+        yield from _fits("rank", rank.total, gpu)
+    # An engine starts on the first version, when the learner holds everything that it keeps.
+    free = gpu.gib * GIB - (rank.state + rank.reference if shared else 0)
+    engine = estimate.engine(config, model, context, free)
+    if engine is None:
+        return
+    yield from _cache(engine, longest, gpu)
+    if config.rollout.gpus and shared:
+        engines_per_rank = -(-config.rollout.actors // config.learner.ranks)
+        yield from _fits("rank and engine", rank.total + engines_per_rank * engine.total, gpu)
+    elif config.rollout.gpus:
+        yield from _fits("engine", engine.total, gpu)
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest row that is possible, as far as the configuration bounds it."""
+    if not isinstance(config.task, DataTask):
+        return longest_completion(config)
+    return max(source.max_prompt_tokens for source in config.task.sources.values()) + longest_completion(config)
+
+
+def _cache(engine: estimate.EngineMemory, longest: int, gpu: Gpu) -> Findings:
+    parts = f"weights {_gib(engine.weights)}, cache {_gib(engine.cache)} ({engine.tokens:,} tokens)"
+    yield Finding("engine memory", "ok", f"about {_gib(engine.total)}: {parts}")
+    if engine.tokens < longest:
+        text = f"the cache does not hold one completion of {longest} tokens"
+        advice = "raise mem_fraction_static or max_total_tokens"
+        yield Finding("engine memory", "error" if gpu.known else "not here", f"{text}: {advice}")
+
+
+def _fits(subject: str, size: int, gpu: Gpu) -> Findings:
+    if size <= gpu.gib * GIB:
+        return
+    has = "the GPU has" if gpu.known else "taken for granted (see --gpu-gib) are"
+    text = f"about {_gib(size)} are too much for one GPU: {has} {gpu.gib:.0f} GiB"
+    yield Finding(subject, "error" if gpu.known else "not here", text)
+
+
+def _object_store(config: Config, model: estimate.Sizes) -> Findings:
+    wanted, has = estimate.object_store(model), config.cluster.object_store_mib * 2**20
+    if config.cluster.address == LOCAL and wanted > has:
+        mib = -(-wanted // 2**20)
+        text = f"weights spill to disk: cluster.object_store_mib = {mib} would hold them"
+        yield Finding("object store", "note", text)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,51 @@
+"""How a command prints its result: rich on a terminal, plain text into a file or a pipe. Log lines go to stderr."""
+
+import logging
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 10_000
+"""Columns where there is no terminal: nothing is wrapped, so that every row is one line for grep."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let `cli.main` end the command: its reader has seen enough."""
+        raise BrokenPipeError
+
+
+def echo(text: str = "") -> None:
+    """Print a text of a command's result."""
+    console().print(text, soft_wrap=True)
+
+
+def console() -> Console:
+    """Make a console on the present standard output. Text is printed as it is: no markup, no highlighting."""
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    return _Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def table(*columns: str) -> Table:
+    """Make a table with these columns; it has no line of headings where all of them are empty."""
+    return Table(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
+
+
+@contextmanager
+def log_to_stderr() -> Generator[None]:
+    """Write the package's log lines to standard error during the block: standard output has the result."""
+    ours = logging.getLogger("streamppo")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    before = ours.level, ours.propagate
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.level, ours.propagate = before

@@ -1,0 +1,180 @@
+"""The commands' words: order of flags and overrides, exit codes, signals, pipes, terminals."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import MATH
+
+from streamppo import cli
+from streamppo.commands.echo import console, table
+from streamppo.errors import ConfigError, Interrupted, RunError
+
+PROGRAM = [sys.executable, "-m", "streamppo"]
+
+
+def streamppo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, without a terminal."""
+    return subprocess.run(
+        [*PROGRAM, *words], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["CONFIG", "--dry-run", "learner.lr=0.5", "name=x"],
+        ["CONFIG", "learner.lr=0.5", "--dry-run", "name=x"],
+        ["CONFIG", "learner.lr=0.5", "--runs", "elsewhere", "name=x", "--dry-run"],
+        ["--dry-run", "CONFIG", "learner.lr=0.5", "name=x"],
+        ["--runs=elsewhere", "CONFIG", "learner.lr=0.5", "--dry-run", "name=x"],
+    ],
+)
+def test_overrides_and_flags_may_stand_in_any_order(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *(str(MATH) if word == "CONFIG" else word for word in words)]) == 0
+    shown = capsys.readouterr().out
+    assert "learner.lr = 0.5\n" in shown and 'name = "x"\n' in shown
+
+
+def test_the_value_of_an_override_may_be_negative_and_contain_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", str(MATH), "rollout.top_k=-1", "--dry-run", "name=a--b"]) == 2
+    assert "rollout.top_k" in capsys.readouterr().err, "it has reached the configuration"
+
+
+MISTAKES = {
+    "": "",
+    "bogus": "Unknown command",
+    "run": "CONFIG requires an argument",
+    "run CONFIG --bogus": "Unknown option: --bogus",
+    "run CONFIG --dry": "Unknown option: --dry. Did you mean --dry-run?",
+    "run CONFIG --no-dry-run": "Unknown option: --no-dry-run",
+    "run CONFIG learner.rangs=2": "did you mean 'ranks'?",
+    "run nowhere.toml": "nowhere.toml",
+    "check CONFIG learner.rangs=2": "did you mean 'ranks'?",
+    "check CONFIG --gpu-gib much": "--gpu-gib",
+    "reward-test CONFIG --n few": "--n",
+    "scale run": "--rollouts requires an argument",
+    "scale run --rollouts 0": "--rollouts",
+    "replay run --to last": "--to",
+    "data mnist --from a --to b": 'Choose from: "gsm8k"',
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_sentence_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.replace("CONFIG", str(MATH)).split()) == 2
+    told = capsys.readouterr().err
+    assert MISTAKES[words] in told
+    assert len(told.splitlines()) == bool(MISTAKES[words])
+
+
+@pytest.mark.parametrize("words", [["resume", "nowhere"], ["inspect", "nowhere"], ["replay", "nowhere"]])
+def test_a_failure_is_exit_code_1(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 1
+    assert "nowhere: no run is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("wrong"), 2),
+        (RunError("a stall"), 1),
+        (Interrupted(signal.SIGINT), 130),
+        (Interrupted(signal.SIGTERM), 143),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(), 141),
+    ],
+)
+def test_the_exit_code_tells_how_a_command_ended(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def load(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.configfile, "load", load)
+    assert cli.main(["run", str(MATH), "--dry-run"]) == code
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    """A reward that never returns keeps the command at work."""
+    (tmp_path / "slow.py").write_text(
+        "import asyncio, sys\n"
+        "async def score(trajectory):\n    print('at work', flush=True)\n    await asyncio.sleep(600)\n"
+    )
+    words = ["reward-test", str(MATH), f"reward.function={tmp_path}/slow.py:score", "reward.where=actor", "--n", "1"]
+    words += ["model.warm_start.max_steps=1"]
+    with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.readline() == "at work\n"
+        time.sleep(0.1)
+        running.send_signal(signal.SIGINT)
+        running.wait(60)
+        assert running.returncode == 130
+        assert "Traceback" not in running.stderr.read()
+
+
+@pytest.mark.parametrize("lines", [10, 100_000])
+def test_a_reader_that_went_away_ends_the_command_like_any_program_in_a_pipe(lines: int) -> None:
+    program = (
+        "import sys\nfrom streamppo import cli\n"
+        "cli.configfile.load = lambda *_: None\n"
+        f"cli.configfile.show = lambda *_: '\\n'.join(map(str, range({lines})))\n"
+        "sys.exit(cli.main(['run', 'x.toml', '--dry-run']))\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.stderr, done.returncode) == ("", 141)
+
+
+def test_nothing_of_a_terminal_goes_into_a_pipe_and_no_row_is_wrapped() -> None:
+    for words in (["--help"], ["run", "--help"], ["check", str(MATH), "updates=123456"]):
+        done = streamppo(*words, COLUMNS="40", TERM="xterm-256color")
+        assert done.returncode == 0
+        assert "\x1b" not in done.stdout
+    assert re.search(r"^Ray is asked +ok +GPU 0, CPU 2: for learner ranks .* actors \(1\) *$", done.stdout, re.M)
+
+
+def shown(columns: int, **environment: str) -> str:
+    """Print a table on a terminal of so many columns."""
+    program = (
+        "from streamppo.commands.echo import console, table\nfrom rich.text import Text\n"
+        "rows = table('name', 'words'); rows.add_row(Text('a', 'bold red'), 'word ' * 30); console().print(rows)\n"
+    )
+    reader, writer = pty.openpty()
+    settings = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color", **environment}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=writer, env=settings) as running:
+        os.close(writer)
+        found = b""
+        while select.select([reader], [], [], 60)[0]:
+            try:
+                found += os.read(reader, 10_000)
+            except OSError:
+                break
+        running.wait()
+    os.close(reader)
+    return found.decode()
+
+
+def test_a_table_fits_the_terminal_and_has_colours_unless_they_are_refused() -> None:
+    rows = shown(80)
+    assert "\x1b[1;31ma" in rows
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", rows).splitlines()
+    assert len(lines) > 2 and all(len(line) <= 80 for line in lines)
+    assert "\x1b[1;31m" not in shown(80, NO_COLOR="1")
+
+
+def test_text_with_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = table("", "")
+    rows.add_row("[red]", ":smile: [/]")
+    console().print(rows)
+    assert capsys.readouterr().out.split() == ["[red]", ":smile:", "[/]"]
