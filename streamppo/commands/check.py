@@ -204,7 +204,7 @@ def _rewards(config: Config, task: Task | None) -> Findings:
             yield Finding(f"reward {name}", "error", str(error))
     try:
         for source in sorted(task.sources()) if task is not None else ():
-            Rewards(config.reward, print).of(source)
+            Rewards(config.reward).of(source)
     except TaskError as error:
         yield Finding("reward", "error", str(error))
 
