@@ -82,12 +82,10 @@ class Process:
 async def start(config: FunctionScorer, is_async: bool) -> "Pool":
     """Load the reward and fork its processes. Raises `TaskError` if it cannot be loaded."""
     pool = Pool(config, is_async, await template.start(config))
-    try:
+    async with contextlib.AsyncExitStack() as on_failure:
+        on_failure.push_async_callback(pool.close)
         await pool.fill()
-    except BaseException:
-        # Also a cancellation: no process is left behind.
-        await pool.close()
-        raise
+        on_failure.pop_all()
     return pool
 
 

@@ -5,6 +5,7 @@ every child that is stuck and all that such a child has started.
 """
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -27,13 +28,11 @@ async def start(config: FunctionScorer) -> "Template":
         )
     ours.setblocking(False)
     template = Template(config.function, process, ours, *await asyncio.open_connection(sock=ours))
-    try:
+    async with contextlib.AsyncExitStack() as on_failure:
+        on_failure.push_async_callback(template.close)
+        on_failure.callback(process.kill)
         await template.load(config)
-    except BaseException:
-        # Also a cancellation: no process is left behind.
-        process.kill()
-        await template.close()
-        raise
+        on_failure.pop_all()
     return template
 
 
