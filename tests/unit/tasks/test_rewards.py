@@ -429,17 +429,6 @@ def test_one_failing_scorer_fails_the_trajectory_and_is_named() -> None:
     asyncio.run(story())
 
 
-def test_one_function_or_several_scorers(math_config: Callable[..., Config]) -> None:
-    with pytest.raises(ValueError, match="either `function` or"):
-        Reward(function="a:b", scorers={"x": FunctionScorer(function="a:b")})
-    with pytest.raises(ConfigError, match=r"either `function` or .*, if no \[environment\]"):
-        math_config("reward.function=")
-    with pytest.raises(ValueError, match="`timeout_s` belongs into those tables"):
-        Reward(timeout_s=1.0, scorers={"x": FunctionScorer(function="a:b")})
-    with pytest.raises(ValueError, match=r"reward.scorers.x has no `function`"):
-        Reward(scorers={"x": FunctionScorer()})
-
-
 # --- bounds --------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from config_case import one_function
 
+from streamppo.config.reward import FunctionScorer
+from streamppo.config.reward import Reward as RewardConfig
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.scorers import answers, maths, shape
@@ -185,7 +187,8 @@ def test_math_works_away_from_the_main_thread_where_its_library_could_set_no_ala
 
 
 def test_an_answer_that_would_compute_for_ever_costs_its_process_and_no_wait_of_the_others() -> None:
-    config = config_reward.Reward(function="streamppo.tasks.scorers.maths:Math", timeout_s=3.0, processes=2)
+    scorer = FunctionScorer(function="streamppo.tasks.scorers.maths:Math", timeout_s=3.0, processes=2)
+    config = RewardConfig(scorers={"reward": scorer})
     prompt = Prompt(text="", columns={"answer": r"\frac{1}{2}"})
     completions = [rf"\boxed{{{given}}}" for given in ("9^{9^{9^9}}", "0.5", "1e10000000", "0.5", "2", "0.5")]
 
