@@ -70,7 +70,7 @@ async def _try(
     *,
     models: Mapping[str, Any],
 ) -> tuple[list[Tried], Sequence[ScorerReport]]:
-    rewards = Rewards(config.reward, log.info, models)
+    rewards = Rewards(config.reward, models)
     await rewards.start(task.sources())
     try:
         if completions is not None:

@@ -18,7 +18,7 @@ from streamppo.learner import pretrained
 from streamppo.tasks import task as tasks
 from streamppo.tasks.library.arithmetic import ALPHABET
 from streamppo.tasks.task import Task
-from streamppo.tasks.tokenizer import character_tokenizer
+from streamppo.tasks.tokenizer import END, PADDING, character_tokenizer
 from streamppo.types import Prompt
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def settings(config: Model) -> "Qwen2Config":
         tie_word_embeddings=False,
         initializer_range=INIT_STD,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=END,
+        pad_token_id=PADDING,
     )
 
 

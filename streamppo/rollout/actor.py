@@ -80,7 +80,7 @@ class RolloutActor:
         self.task = tasks.build(self.config.task, self.config.seed, self.tokenizer)
         for what, count in self.task.lengths().items():
             self._say(f"{count} prompts are too long: {what}")
-        self.rewards = Rewards(self.config.reward, self._say, self._reward_models)
+        self.rewards = Rewards(self.config.reward, self._reward_models)
         await self.rewards.start(self.task.sources())
         push, tensors = await self._pull(-1)
         self.engine: Engine = await build.engine(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ SPECIALS = 8
 
 
 class Data:
-    """The rows of one source, or its first `limit`. Raises `TaskError` with file and row for whatever cannot be used.
+    """The rows of one source, or its first `limit`. Raises `TaskError` with file and row for one it cannot use.
 
     `lengths` counts the training prompts that were "skipped" or will be "truncated".
     """
@@ -56,7 +55,7 @@ class Data:
         return fitting
 
     def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Tokenizer) -> bool:
-        """Whether the prompt is used at all; counts it if it is too long."""
+        """Tell if the prompt is used at all, and count it if it is too long."""
         limit = source.max_prompt_tokens
         if len(tokenizer.render(made).encode()) + SPECIALS <= limit:
             return True
@@ -78,7 +77,7 @@ class Data:
 
 
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
-    """One row as the source maps it. Raises `TaskError` that says what is missing."""
+    """Map one row as the source says. Raises `TaskError` that names a column that is missing."""
     text, messages = content(_column(row, source.prompt, where), where, source)
     columns = {key: value for key, value in row.items() if key not in (source.prompt, source.answer)}
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
@@ -95,16 +94,16 @@ def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
 
 
 def _answer_column(row: Row, name: str) -> str:
-    """The answer's column, which verl keeps one level down."""
+    """Name the column of the answer, which verl keeps one level down."""
     nested = row.get("reward_model")
     if name not in row and isinstance(nested, Mapping) and "ground_truth" in nested:
         return "reward_model.ground_truth"
     return name
 
 
-def _column(row: Row, name: str, where: str) -> Any:
-    """The value at a dotted name."""
-    value: Any = row
+def _column(row: Row, name: str, where: str) -> object:
+    """Return the value at a dotted name."""
+    value: object = row
     for part in [name] if name in row else name.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise TaskError(f"{where}: no column {name!r}; columns are {', '.join(map(str, row))}")
@@ -112,10 +111,10 @@ def _column(row: Row, name: str, where: str) -> Any:
     return value
 
 
-def content(value: Any, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
-    """(text, messages) of a prompt as the source writes it; no messages for a plain text.
+def content(value: object, where: str, source: Source) -> tuple[str, tuple[Message, ...]]:
+    """Return (text, messages) of a prompt as the source writes it; no messages for a plain text.
 
-    The text of messages is what they contain. Raises `TaskError` for what is no prompt.
+    The text of messages is their contents, one after another. Raises `TaskError` for a value that is no prompt.
     """
     if isinstance(value, str) and value:
         if not source.chat and not source.system:
@@ -130,7 +129,7 @@ def content(value: Any, where: str, source: Source) -> tuple[str, tuple[Message,
     return "\n\n".join(message.content for message in messages), tuple(messages)
 
 
-def _messages(value: Iterable[Any], where: str) -> Iterable[Message]:
+def _messages(value: Iterable[object], where: str) -> Iterable[Message]:
     for item in value:
         match item:
             case {"role": str(role), "content": str(content)}:

@@ -1,20 +1,21 @@
-"""Environments: what answers the policy between its turns. `[environment] name = "package.module:Class"`.
+"""Environments answer the policy between its turns. `[environment] name = "package.module:Class"`.
 
     class Environment:                                   one instance for each trajectory
         async def reset(self, prompt: Prompt) -> Said    the first prompt: messages, or a text as it is
         async def step(self, text: str) -> Said | Observation | Done
         async def close(self)                            only if there is something to close
 
-`text` is what the policy said in its turn, special tokens left out. Steps run in the actor's event loop: they must
-await what takes long. Whatever raises, takes too long, or gives no finite numbers, fails the trajectory, with the
-reason that came first.
+`text` is the policy's turn, special tokens left out. Steps run in the actor's event loop: they must await all that
+takes long. An environment that raises, takes too long, or gives a number that is not finite, fails its trajectory, with
+the reason that came first.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from streamppo.config.task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
@@ -25,14 +26,14 @@ from streamppo.types import Message, Prompt, Reward
 
 
 class Observation(NamedTuple):
-    """What the environment says, and the reward of the turn that it answers."""
+    """The environment's words, and the reward of the turn that they answer."""
 
     said: Said | list[Message]
     reward: float = 0.0
 
 
 class Done(NamedTuple):
-    """The end, the reward of the last turn, and what is logged of the trajectory as reward_NAME."""
+    """The end, with the reward of the last turn; each of `components` is logged as reward_NAME."""
 
     reward: float = 0.0
     components: Mapping[str, float] = MappingProxyType({})
@@ -43,7 +44,7 @@ class Environment(Protocol):
     """See the module."""
 
     async def reset(self, prompt: Prompt) -> Said | list[Message]:
-        """Begin; what the policy is shown first."""
+        """Begin, and return the text that the policy sees first."""
         ...
 
     async def step(self, text: str) -> "Said | list[Message] | Observation | Done":
@@ -52,28 +53,32 @@ class Environment(Protocol):
 
 
 Make: TypeAlias = Callable[[], Awaitable[Environment]]
+T = TypeVar("T")
 
 
 def load(config: Config) -> Make:
-    """The constructor of the environment. Raises `TaskError` that says what is wrong with it."""
+    """Load the environment's class; the function makes one of it. Raises `TaskError` if it is no environment."""
     found = plugins.load(config.name, "environment.name")
     for method in ("reset", "step", "close"):
         there = getattr(found, method, None)
         if not asyncio.iscoroutinefunction(there) and (there is not None or method != "close"):
             raise TaskError(f"environment.name {config.name!r} has no `async def {method}`")
 
+    make_one = cast(Callable[..., Environment], found)
+
     async def make() -> Environment:
-        return found(**config.arguments)
+        return make_one(**config.arguments)
 
     return make
 
 
 @asynccontextmanager
 async def opened(make: Make, timeout_s: float) -> AsyncGenerator[Environment]:
-    """A new environment, which is closed however its trajectory ends. Raises `EnvironmentFailed`."""
+    """Make an environment, and close it however its trajectory ends. Raises `EnvironmentFailed`."""
     world = await _bounded("the constructor", timeout_s, make)
     try:
         yield world
+    # Also a cancellation.
     except BaseException:
         # The trajectory has its reason, which one more failure must not hide.
         with suppress(EnvironmentFailed):
@@ -83,17 +88,18 @@ async def opened(make: Make, timeout_s: float) -> AsyncGenerator[Environment]:
 
 
 async def begin(world: Environment, prompt: Prompt, timeout_s: float) -> Said:
-    """What the policy is shown first. Raises `EnvironmentFailed`."""
-    return _said(await _bounded("reset", timeout_s, world.reset, prompt))
+    """Begin, and return the text that the policy sees first. Raises `EnvironmentFailed`."""
+    return _said(await _bounded("reset", timeout_s, partial(world.reset, prompt)))
 
 
 async def step(world: Environment, text: str, timeout_s: float) -> Observation | Done:
-    """The environment's answer, its numbers plain and finite floats. Raises `EnvironmentFailed`."""
-    answer = await _bounded("step", timeout_s, world.step, text)
+    """Ask the environment for its answer, its numbers plain and finite floats. Raises `EnvironmentFailed`."""
+    answer = await _bounded("step", timeout_s, partial(world.step, text))
     if isinstance(answer, Done):
-        components: Any = answer.components
-        judged = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
-        return Done(judged.score, judged.components, judged.explanation)
+        # Any mapping will do: `plain` makes a dict of it.
+        components = cast(dict[str, float], answer.components)
+        checked = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
+        return Done(checked.score, checked.components, checked.explanation)
     if isinstance(answer, Observation):
         return Observation(_said(answer.said), _plain(Reward(score=answer.reward)).score)
     return Observation(_said(answer))
@@ -105,14 +111,15 @@ async def _close(world: Environment, timeout_s: float) -> None:
         await _bounded("close", timeout_s, close)
 
 
-async def _bounded(what: str, timeout_s: float, call: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+async def _bounded(method: str, timeout_s: float, call: Callable[[], Awaitable[T]]) -> T:
     try:
         async with asyncio.timeout(timeout_s):
-            return await call(*arguments)
+            return await call()
     except TimeoutError as error:
-        raise EnvironmentFailed(f"{what} took more than {timeout_s:g} s") from error
+        raise EnvironmentFailed(f"{method} took more than {timeout_s:g} s") from error
+    # Other people's environments raise anything.
     except Exception as error:
-        raise EnvironmentFailed(f"{what}: {type(error).__name__}: {error}") from error
+        raise EnvironmentFailed(f"{method}: {type(error).__name__}: {error}") from error
 
 
 def _plain(reward: Reward) -> Reward:
@@ -122,7 +129,7 @@ def _plain(reward: Reward) -> Reward:
         raise EnvironmentFailed(f"step gave {repr(reward)[:QUOTED]}, {error}") from error
 
 
-def _said(value: Any) -> Said:
+def _said(value: object) -> Said:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, Sequence) and value and all(map(_is_message, value)):
@@ -130,7 +137,7 @@ def _said(value: Any) -> Said:
     raise EnvironmentFailed(f"an environment says messages or a text that is not empty, not {repr(value)[:QUOTED]}")
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> bool:
     match value:
         case Message(role=str(), content=str()):
             return True

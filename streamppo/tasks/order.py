@@ -1,4 +1,4 @@
-"""From positions in an endless stream to rows and sources: pure functions of the seed and the position."""
+"""Positions in an endless stream become rows and sources: pure functions of the seed and the position."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,13 +23,13 @@ class Shuffled:
         self._count = count
 
     def __call__(self, position: int) -> int:
-        """The row at `position` >= 0."""
+        """Return the row at `position` >= 0."""
         epoch, within = divmod(position, self._count)
         return int(self._permutation(epoch)[within])
 
 
 class Ramped:
-    """A curriculum: at first drawn from the easiest rows, over `ramp` positions from more and more, then shuffled."""
+    """A curriculum: `ramp` positions are drawn from the easiest rows at first and from ever more; then shuffled."""
 
     def __init__(self, difficulty: Sequence[int], ramp: int, seed: int) -> None:
         self._by_difficulty = np.argsort(np.asarray(difficulty), kind="stable")
@@ -38,7 +38,7 @@ class Ramped:
         self._after = Shuffled(len(difficulty), seed)
 
     def __call__(self, position: int) -> int:
-        """The row at `position` >= 0."""
+        """Return the row at `position` >= 0."""
         if position >= self._ramp:
             return self._after(position - self._ramp)
         count = len(self._by_difficulty)
@@ -63,14 +63,14 @@ class Mixture:
         self._block = lru_cache(maxsize=2)(lambda number: self._arrange(np.random.default_rng((seed, number, key))))
 
     def __call__(self, position: int) -> tuple[int, int]:
-        """(number of the source, position in its own stream)."""
+        """Return (number of the source, position in its own stream)."""
         block, within = divmod(position, self._size)
         sources, ranks = self._block(block)
         source = int(sources[within])
         return source, block * self._counts[source] + int(ranks[within])
 
     def _arrange(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """One block: the source of each position, and how many of that source came before it."""
+        """Arrange one block: the source of each position, and the count of that source before it."""
         sources = generator.permutation(np.repeat(np.arange(len(self._counts)), self._counts))
         ranks = np.empty(self._size, dtype=np.int64)
         for source, count in enumerate(self._counts):

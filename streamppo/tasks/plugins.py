@@ -7,38 +7,38 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from streamppo.errors import TaskError
 
 
 def export_path() -> None:
-    """A module that stands beside the user's config is importable here, and in every process that is started."""
+    """Make modules of the current folder importable here, and in every process that is started."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
 
 
-def load(name: str, what: str) -> Any:
-    """The object called `name`; `what` says in errors who asked for it. Raises `TaskError` that says what is wrong."""
+def load(name: str, asked_by: str) -> object:
+    """Import the object called `name`. Raises `TaskError`, which begins with `asked_by`, if it cannot be imported."""
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
-        raise TaskError(f"{what} {name!r} is not of the form package.module:name or path/file.py:name")
+        raise TaskError(f"{asked_by} {name!r} is not of the form package.module:name or path/file.py:name")
     try:
         module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError as error:
-        raise TaskError(f"{what} {name!r}: {error}") from error
+        raise TaskError(f"{asked_by} {name!r}: {error}") from error
+    # Other people's modules raise anything while they are imported.
     except Exception as error:
-        raise TaskError(f"{what} {name!r}: importing {where} failed: {error!r}") from error
+        raise TaskError(f"{asked_by} {name!r}: importing {where} failed: {error!r}") from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise TaskError(f"{what} {name!r}: {where} has no {attribute!r}")
+        raise TaskError(f"{asked_by} {name!r}: {where} has no {attribute!r}")
     return found
 
 
 def _from_file(name: str) -> ModuleType:
-    """The module at a path; a relative one is looked for where Python looks for modules."""
+    """Import the module at a path; a relative path is searched for in the folders of `sys.path`."""
     for folder in ("", *sys.path):
         path = (Path(folder) / name).resolve()
         if path.is_file():
@@ -54,6 +54,7 @@ def _from_file(name: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
+    # Half a module must not be found by the next import.
     except BaseException:
         del sys.modules[module_name]
         raise

@@ -8,13 +8,14 @@ from typing import Any, TypeAlias
 from streamppo.errors import TaskError
 
 Row: TypeAlias = Mapping[str, Any]
+"""The columns of one row of data, by name: any values, which the user's own functions take."""
 BATCH = 1024
 """Rows of a parquet file that are in memory as Python objects at one time."""
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
 def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
-    """Every row with the words that say where it stands. Raises `TaskError` for whatever cannot be read."""
+    """Yield every row, after the words that say where it stands. Raises `TaskError` for data that cannot be read."""
     path = Path(data)
     if not path.exists():
         yield from ((f"{data}, row {number}", row) for number, row in enumerate(_hub(data, split, subset), start=1))
@@ -24,7 +25,7 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
 
 
 def has_splits(data: str) -> bool:
-    """Whether there is a choice of splits: a single file, or one split by `save_to_disk`, has none."""
+    """Tell if there is a choice of splits: a single file, or one split by `save_to_disk`, has none."""
     path = Path(data)
     return not path.is_file() and not _saved(path)
 
@@ -42,7 +43,7 @@ def _file(path: Path) -> Iterator[Row]:
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    """The files of `split`: named after it, or in a folder named after it."""
+    """Find the files of `split`: named after it, or in a folder named after it."""
     found = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
     if _saved(folder):
         return [folder / entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
@@ -54,12 +55,12 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 
 def _saved(folder: Path) -> bool:
-    """Whether this is what `save_to_disk` makes of one split."""
+    """Tell if the folder was made of one split by `save_to_disk`."""
     return (folder / "state.json").is_file()
 
 
 def _names(part: str, split: str) -> bool:
-    """Whether `train`, `train.jsonl` or `train-00000-of-00002.parquet` stands for the split."""
+    """Tell if a name such as `train`, `train.jsonl` or `train-00000-of-00002.parquet` stands for the split."""
     return part == split or part.startswith((f"{split}.", f"{split}-"))
 
 
@@ -71,7 +72,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def parse(text: bytes, where: str) -> Row:
-    """One row as JSON. Raises `TaskError` that says `where` the text is that is none, or not in Unicode."""
+    """Read one row as JSON. Raises `TaskError`, which begins with `where`, for a text that is no JSON object."""
     try:
         row = json.loads(text)
     except ValueError as error:
@@ -93,7 +94,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _arrow(path: Path) -> Iterator[Row]:
-    """The stream format that `datasets` writes."""
+    """Read the stream format that `datasets` writes."""
     import pyarrow.ipc
 
     try:
@@ -112,5 +113,6 @@ def _hub(name: str, split: str, subset: str) -> Iterator[Row]:
         ) from error
     try:
         yield from load_dataset(name, subset or None, split=split)
+    # A data set on the hub may bring code of its own, and the way there fails in many ways.
     except Exception as error:
         raise TaskError(f"{name}: neither a file or folder nor loaded from the hub: {error!r}") from error

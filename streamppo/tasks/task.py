@@ -1,4 +1,4 @@
-"""What a task is: an endless seeded stream of training prompts, and a fixed list of held-out ones."""
+"""A task is an endless seeded stream of training prompts, and a fixed list of held-out ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice, zip_longest
@@ -33,7 +33,7 @@ class Rows(Protocol):
 
 
 class Stream(NamedTuple):
-    """One source of prompts: `rows`, in the endless `order` of positions; `lengths` counts those too long."""
+    """One source of prompts: `rows`, in the endless `order` of positions; `lengths` counts prompts too long."""
 
     name: str
     rows: Rows
@@ -45,8 +45,8 @@ class Stream(NamedTuple):
 class Task:
     """Prompt number p is a function of (configuration, seed, p) alone.
 
-    Whoever holds an identity can rebuild its prompt, and a resumed run goes on with the very prompts that it would
-    have had.
+    So an identity is enough to rebuild its prompt, and a resumed run goes on with the very prompts that it would have
+    had.
     """
 
     def __init__(self, streams: Sequence[Stream], seed: int, demonstrations: Sequence[Prompt] = ()) -> None:
@@ -55,14 +55,14 @@ class Task:
         self._mixture = Mixture({stream.name: stream.weight for stream in streams}, seed) if len(streams) > 1 else None
 
     def prompt(self, number: int) -> Prompt:
-        """Prompt `number` >= 0 of the training stream."""
+        """Return prompt `number` >= 0 of the training stream."""
         source, position = self._mixture(number) if self._mixture else (0, number)
         stream = self._streams[source]
         return stream.rows.training[stream.order(position)]
 
     @property
     def training(self) -> Sequence[Prompt]:
-        """Every training prompt once."""
+        """All training prompts, each once."""
         if len(self._streams) == 1:
             return self._streams[0].rows.training
         return list(chain.from_iterable(stream.rows.training for stream in self._streams))
@@ -73,28 +73,28 @@ class Task:
         return self._demonstrations or self.training
 
     def held_out(self, limit: int) -> Sequence[Prompt]:
-        """The first `limit` held-out prompts, sources in turn: the same ones in every evaluation."""
+        """Return the first `limit` held-out prompts, sources in turn: the same ones in every evaluation."""
         turns = zip_longest(*(stream.rows.held_out[:limit] for stream in self._streams))
         return list(islice((prompt for prompt in chain.from_iterable(turns) if prompt is not None), limit))
 
     def sources(self) -> set[str]:
-        """Every name that prompts have as their source."""
+        """Return every name that prompts have as their source."""
         return {prompt.source for stream in self._streams for prompt in (*stream.rows.training, *stream.rows.held_out)}
 
     def lengths(self) -> dict[str, int]:
-        """How many prompts were too long, and what happened to them."""
+        """Count the prompts that are too long, by source and by their treatment (skipped or truncated)."""
         return {
-            f"{stream.name}: {what}": count
+            f"{stream.name}: {treatment}": count
             for stream in self._streams
-            for what, count in stream.lengths.items()
+            for treatment, count in stream.lengths.items()
             if count
         }
 
 
 def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None, *, limit: int | None = None) -> Task:
-    """The task that the configuration names; without a tokenizer no prompt is measured.
+    """Build the task that the configuration names; without a tokenizer no prompt is measured.
 
-    With a `limit`, no more than that many rows of any data set are read, to see whether they can be.
+    With a `limit`, no more than that many rows of any data set are read, to see that they can be.
     Raises `TaskError` if its data cannot be read.
     """
     match config:

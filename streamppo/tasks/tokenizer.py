@@ -1,7 +1,9 @@
 """Text to token ids and back, by the model's own tokenizer; and the character tokenizer of builtin:tiny."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from jinja2 import TemplateError
@@ -9,8 +11,13 @@ from jinja2 import TemplateError
 from streamppo.errors import TaskError
 from streamppo.types import Ints, Message, Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 Said: TypeAlias = str | tuple[Message, ...]
-"""What an environment says: messages for the chat template, or a text as it is."""
+"""An environment's words: messages for the chat template, or a text as it is."""
+PADDING, END = 0, 1
+"""Token ids of the character tokenizer."""
 
 
 class Tokenizer:
@@ -20,7 +27,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError) as error:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self.eos_id: int | None = self._tokenizer.eos_token_id
@@ -30,7 +37,7 @@ class Tokenizer:
             raise TaskError(f"{path}: no tokenizer is there")
 
     def render(self, prompt: Prompt) -> str:
-        """The text of a prompt: its messages in the chat template, with the opening of the answer; or its text.
+        """Return the text of a prompt: its messages in the chat template, with the opening of the answer; or its text.
 
         Raises `TaskError` if it has messages and the tokenizer no template, or one that refuses them.
         """
@@ -39,7 +46,7 @@ class Tokenizer:
         return self._chat(prompt.messages, open_turn=True)
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """All token ids of a prompt. Raises `TaskError` if there are none."""
+        """Return all token ids of a prompt. Raises `TaskError` if there are none."""
         # The template writes its special tokens itself.
         ids = self._ids(self.render(prompt), specials=not prompt.messages)
         if not ids:
@@ -47,14 +54,14 @@ class Tokenizer:
         return ids
 
     def encode(self, prompt: Prompt) -> Ints:
-        """Token ids [P] of a prompt, cut to its `max_tokens`."""
+        """Return the token ids [P] of a prompt, cut to its `max_tokens`."""
         ids = self.ids(prompt)
         return np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
 
     def observation(self, said: Said) -> Ints:
-        """Token ids [O] of what an environment says after a turn of the policy, with the opening of the next turn.
+        """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
-        What the policy has sampled is not tokenised again: the chat template is asked for what comes after the
+        The policy's own tokens are not tokenised again: the chat template is asked for the tokens that follow the
         end-of-sequence token of an assistant's turn. A text is taken as it is. Raises `TaskError` without a template,
         and for one that refuses the messages, rewrites earlier turns, or ends the assistant's turn in another way.
         """
@@ -71,7 +78,7 @@ class Tokenizer:
         return np.asarray(after[end:], dtype=np.int32)
 
     def sampled(self, completion: str, finish: str) -> Ints:
-        """Token ids [T] of a policy that says `completion`, with the end of its turn where `finish` is "stop".
+        """Return the token ids [T] of a turn of the policy, with the end of the turn for a `finish` of "stop".
 
         Raises `TaskError` if there are none.
         """
@@ -82,7 +89,7 @@ class Tokenizer:
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, tokens: Ints) -> str:
-        """The text of `tokens` [T], special tokens left out."""
+        """Return the text of `tokens` [T], special tokens left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def _chat(self, messages: tuple[Message, ...], *, open_turn: bool) -> str:
@@ -102,8 +109,8 @@ class Tokenizer:
             raise TaskError(f"no text that can be tokenized: {text!r}") from error
 
 
-def character_tokenizer(alphabet: str) -> Any:
-    """A Hugging Face tokenizer with one token for each character; 0 is padding, 1 end-of-sequence, 2 unknown."""
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """Make a Hugging Face tokenizer with one token for each character; 0 is padding, 1 end-of-sequence, 2 unknown."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Rewards that misbehave, loaded by path like any user's. What the completion says is what happens."""
+"""Rewards that misbehave, loaded by path like any user's. The completion names the fault."""
 
 import asyncio
 import os

@@ -12,7 +12,7 @@ Answer = Callable[[str, Any], tuple[int, Any]]
 
 @asynccontextmanager
 async def serving(answer: Answer, latency_s: float = 0.0, together: int = 1) -> AsyncIterator[str]:
-    """The address of a server that answers (path, body) with (status, body), once `together` have asked."""
+    """Serve at the address that is yielded: answer (path, body) with (status, body), once `together` have asked."""
     asked, enough = itertools.count(1), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,7 +37,7 @@ async def serving(answer: Answer, latency_s: float = 0.0, together: int = 1) -> 
 
 @asynccontextmanager
 async def trickling(every_s: float) -> AsyncIterator[str]:
-    """The address of a server that is never silent for longer than that, and gives its score after forty times it."""
+    """Serve at the address that is yielded: a byte every `every_s`, and the score after forty of them."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data = b" " * 40 + b'{"score": 1}'

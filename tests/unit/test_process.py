@@ -40,7 +40,7 @@ async def _unreachable(config: Config, model: str) -> int:
     task = tasks.build(config.task, config.seed, tokenizer)
     engine = await trial._engine(config, model)
     player = Player(engine, tokenizer, config.environment)
-    rewards = Rewards(config.reward, print)
+    rewards = Rewards(config.reward)
     await rewards.start(task.sources())
 
     async def one(number: int) -> None:

@@ -69,7 +69,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
             yield Finding(subject, "error", str(error))
     try:
         for source in sorted(task.sources()) if task is not None else ():
-            Rewards(config.reward, log.info).of(source)
+            Rewards(config.reward).of(source)
     except TaskError as error:
         yield Finding("reward", "error", str(error))
 

@@ -33,7 +33,7 @@ def _prompt(a: int, b: int) -> Prompt:
 
 
 def difficulty(prompt: Prompt) -> int:
-    """Digits of both numbers and carries of their sum, and among equals the sum."""
+    """Count the digits of both numbers and the carries of their sum; among equals the sum decides."""
     a, b = (int(number) for number in prompt.text.removesuffix("=").split("+"))
     digits = len(str(a)) + len(str(b))
     carries = (sum(map(int, str(a) + str(b))) - sum(map(int, str(a + b)))) // 9
@@ -41,5 +41,5 @@ def difficulty(prompt: Prompt) -> int:
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:
-    """1.0 for exactly the answer and an end-of-sequence after it, else 0.0."""
+    """Score 1.0 for exactly the answer and an end-of-sequence after it, else 0.0."""
     return float(trajectory.finish == "stop" and trajectory.completion == answer)

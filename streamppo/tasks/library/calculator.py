@@ -3,7 +3,7 @@
 prompt       12+34=
 the policy   46          an answer ends the trajectory: reward 1 if it is right
              =           a call: the calculator works out the question, or the sum that stands before the =
-then         46=         what it shows; the policy has another turn
+then         46=         the calculator shows the sum; the policy has another turn
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,24 @@ from streamppo.tasks.environments import Done, Observation
 from streamppo.types import Prompt
 
 CALLS_OF = 5
-"""One demonstration in so many begins with a call."""
+"""Demonstrations of which one begins with a call."""
 
 
 class Calculator:
-    """See the module. The component `tool` says whether the calculator was used."""
+    """Plays one trajectory. The component `tool` is 1 if the calculator was used, else 0."""
 
     def __init__(self) -> None:
         self._calls = 0
+        self._question = self._answer = ""
 
     async def reset(self, prompt: Prompt) -> str:
-        """The question."""
+        """Show the question."""
         self._question = prompt.text.removesuffix("=")
         self._answer = str(prompt.columns["answer"])
         return prompt.text
 
     async def step(self, text: str) -> Observation | Done:
-        """What the calculator shows, or the end."""
+        """Show the sum after a call; end the trajectory after an answer."""
         if text.endswith("="):
             self._calls += 1
             return Observation(f"{_sum(text[:-1] or self._question)}=")
@@ -37,13 +38,13 @@ class Calculator:
 
 
 def _sum(expression: str) -> str:
-    """The sum, or + for an expression that is none."""
+    """Work out a sum; + for an expression that is none."""
     numbers = expression.split("+")
     return str(sum(map(int, numbers))) if all(number.isdigit() for number in numbers) else "+"
 
 
 def demonstrations(problems: Sequence[Prompt]) -> Sequence[Prompt]:
-    """For the warm start: answers, here and there a call instead, and what to do with what the calculator shows."""
+    """Make prompts with answers for the warm start: right answers, some calls, and the answer after a call."""
     shown: list[Prompt] = []
     for number, problem in enumerate(problems):
         answer = problem.columns["answer"]

@@ -2,14 +2,16 @@
 
 import ast
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 
 from streamppo.config.task import GymTask
 from streamppo.errors import TaskError
+from streamppo.tasks.read import Row
 from streamppo.types import Prompt, ScoredText
 
 
@@ -27,7 +29,7 @@ class Gym:
         self.held_out: Sequence[Prompt] = prompts[cut:]
 
 
-def _prompt(entry: dict[str, Any], config: GymTask) -> Prompt:
+def _prompt(entry: Row, config: GymTask) -> Prompt:
     # The entry goes to the verifier in another process. Some data sets make another one there from the same seed, and
     # JSON would turn tuples into lists; as Python's own notation it is the same on both sides.
     with np.printoptions(legacy="1.25"):  # numbers of numpy without their types
@@ -42,21 +44,20 @@ def _prompt(entry: dict[str, Any], config: GymTask) -> Prompt:
 
 
 def score(trajectory: ScoredText, dataset: str, parameters: str, entry: str) -> float:
-    """reasoning-gym's score of the completion, 0 to 1. Sync: some of its verifiers compute for long.
+    """Score the completion by reasoning-gym, 0 to 1. Sync: some of its verifiers compute for long.
 
-    `parameters` are those of the data set, as JSON; `entry` is the problem as Python writes it.
+    `parameters` of the data set are JSON; `entry` is the problem in Python's notation.
     """
     return float(_verifier(dataset, parameters)(trajectory.completion.strip(), ast.literal_eval(entry)))
 
 
 @cache
-def _verifier(dataset: str, parameters: str) -> Any:
+def _verifier(dataset: str, parameters: str) -> Callable[[str, Row], float]:
     return _library().create_dataset(dataset, **json.loads(parameters)).score_answer
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
-        import reasoning_gym  # pyright: ignore[reportMissingImports]
+        return import_module("reasoning_gym")
     except ImportError as error:
         raise TaskError("this task needs reasoning-gym: pip install 'streamppo[gym]'") from error
-    return reasoning_gym

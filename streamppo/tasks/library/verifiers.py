@@ -1,24 +1,59 @@
 """Environments of the `verifiers` library (extra `verifiers`), with the policy's turns in place of its model client.
 
-    [task]         kind = "verifiers", environment = "wordle"            its data set
+    [task]         kind = "verifiers", environment = "wordle"                    its data set
     [environment]  name = "streamppo.tasks.library.verifiers:Verifiers"          its turns and its rubric
                    arguments = { environment = "wordle" }
 
 verifiers runs the whole conversation itself and asks a client for every turn of the model. The client here hands the
-question over and waits for what the policy says; so tokens stay where they were sampled. Tool calls are for the
-environment to read out of the text.
+question over and waits for the policy's turn; so tokens stay where they were sampled. The environment reads tool calls
+out of the text.
 """
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from importlib import import_module
+from typing import Protocol
 
 from streamppo.config.task import VerifiersTask
 from streamppo.errors import TaskError
 from streamppo.tasks.environments import Done
+from streamppo.tasks.read import Row
 from streamppo.types import Message, Prompt
+
+
+class TheirMessage(Protocol):
+    """A message as verifiers writes it."""
+
+    role: str
+    content: object
+
+
+class TheirRubric(Protocol):
+    """The scorers of an environment; they write into the conversation's state."""
+
+    async def score_rollout(self, state: Row) -> None:
+        """Score a conversation."""
+        ...
+
+
+class TheirEnvironment(Protocol):
+    """The part of verifiers' environments that is used here."""
+
+    rubric: TheirRubric
+
+    def get_dataset(self) -> Iterable[Row]:
+        """Return the training rows."""
+        ...
+
+    def get_eval_dataset(self) -> Iterable[Row]:
+        """Return the evaluation rows."""
+        ...
+
+    async def rollout(self, row: Row, client: object, model: str, sampling_args: Mapping[str, object]) -> Row:
+        """Run a conversation; its last state."""
+        ...
 
 
 class Rows:
@@ -31,27 +66,28 @@ class Rows:
 
 
 class Verifiers:
-    """One conversation; its reward and metrics are those of the environment's rubric, on the last turn."""
+    """Plays one conversation; the environment's rubric gives its reward and metrics, on the last turn."""
 
     def __init__(self, environment: str) -> None:
         self._environment = _environment(environment)
-        self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._asked: asyncio.Queue[list[TheirMessage]] = asyncio.Queue()
         self._said: asyncio.Queue[str] = asyncio.Queue()
         self._seen = 0
-        self._conversation: asyncio.Task[Any] | None = None
+        self._conversation: asyncio.Task[Row] | None = None
 
     async def reset(self, prompt: Prompt) -> tuple[Message, ...]:
-        """The environment's first messages."""
+        """Show the environment's first messages."""
         client = _client_class()(self)
         row = json.loads(prompt.columns["row"])
-        self._conversation = asyncio.create_task(self._environment.rollout(row, client, "policy", {}))
+        rollout = self._environment.rollout(row, client, "policy", {})
+        self._conversation = asyncio.ensure_future(rollout)
         said = await self._next()
         if isinstance(said, Done):
             raise TaskError("the environment ended before the policy's first turn")
         return said
 
     async def step(self, text: str) -> tuple[Message, ...] | Done:
-        """What the environment says to `text`, or its verdict."""
+        """Hand `text` over; the environment's next messages, or its verdict."""
         self._said.put_nowait(text)
         return await self._next()
 
@@ -61,8 +97,8 @@ class Verifiers:
             self._conversation.cancel()
             await asyncio.gather(self._conversation, return_exceptions=True)
 
-    async def ask(self, messages: list[Any]) -> str:
-        """The client's side: the environment wants the model's next turn."""
+    async def ask(self, messages: list[TheirMessage]) -> str:
+        """Wait for the model's next turn, on the client's side of the conversation."""
         self._asked.put_nowait(messages)
         return await self._said.get()
 
@@ -76,11 +112,11 @@ class Verifiers:
         finally:
             asked.cancel()
         messages = asked.result()
-        # What was shown before, and the policy's own turn, are in the context as they were sampled.
+        # Earlier messages, and the policy's own turn, are in the context as they were sampled.
         fresh, self._seen = messages[self._seen :], len(messages) + 1
         return tuple(Message(role=message.role, content=_text(message.content)) for message in fresh)
 
-    async def _verdict(self, state: Any) -> Done:
+    async def _verdict(self, state: Row) -> Done:
         if state.get("error") is not None:
             raise TaskError(f"the verifiers environment failed: {state['error']!r}")
         await self._environment.rubric.score_rollout(state)
@@ -88,41 +124,50 @@ class Verifiers:
 
 
 @cache
-def _environment(name: str) -> Any:
+def _environment(name: str) -> TheirEnvironment:
     try:
-        from verifiers import load_environment  # pyright: ignore
+        load_environment = import_module("verifiers").load_environment
     except ImportError as error:
         raise TaskError("this task needs verifiers: pip install 'streamppo[verifiers]'") from error
     try:
         return load_environment(name)
+    # An environment is other people's code, and raises anything while it loads.
     except Exception as error:
         raise TaskError(f"verifiers cannot load the environment {name!r}: {error}") from error
 
 
 @cache
-def _client_class() -> Any:
-    """A client of theirs whose only working method is the one that `rollout` calls."""
-    from verifiers.clients import Client  # pyright: ignore[reportMissingImports]
-    from verifiers.types import Response, ResponseMessage  # pyright: ignore[reportMissingImports]
+def _client_class() -> type:
+    """Make a client of theirs, of which only the method that `rollout` calls works."""
+    client_base = import_module("verifiers.clients").Client
+    types = import_module("verifiers.types")
 
-    async def get_response(self: Any, prompt: list[Any], model: str, sampling_args: Any, **more: Any) -> Any:
+    async def get_response(
+        self: _Client, prompt: list[TheirMessage], model: str, sampling_args: object, **more: object
+    ) -> object:
         text = await self.client.ask(prompt)
-        message = ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
-        return Response(id="", created=0, model=model, message=message)
+        message = types.ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
+        return types.Response(id="", created=0, model=model, message=message)
 
-    unused = dict.fromkeys(Client.__abstractmethods__, NotImplemented)
-    return type("PolicyClient", (Client,), {**unused, "get_response": get_response})
+    unused = dict.fromkeys(client_base.__abstractmethods__, NotImplemented)
+    return type("PolicyClient", (client_base,), {**unused, "get_response": get_response})
 
 
-def _prompt(row: dict[str, Any], source: str) -> Prompt:
-    messages = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-    told = tuple(Message(role=message["role"], content=_text(message["content"])) for message in messages)
+class _Client(Protocol):
+    """Their client holds the object that it was made with."""
+
+    client: Verifiers
+
+
+def _prompt(row: Row, source: str) -> Prompt:
+    given = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+    messages = tuple(Message(role=message["role"], content=_text(message["content"])) for message in given)
     columns = {"answer": row.get("answer", ""), "row": json.dumps(row, default=str)}
-    text = "\n\n".join(message.content for message in told)
-    return Prompt(text=text, messages=told, columns=columns, source=source)
+    text = "\n\n".join(message.content for message in messages)
+    return Prompt(text=text, messages=messages, columns=columns, source=source)
 
 
-def _text(content: Any) -> str:
+def _text(content: object) -> str:
     if not isinstance(content, str):
         raise TaskError(f"a message of the environment is no text: {content!r}")
     return content

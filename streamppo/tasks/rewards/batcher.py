@@ -1,48 +1,62 @@
-"""Single calls become batches: whatever waits when a place is free goes together."""
+"""Single calls become batches: all that wait when a place is free go together."""
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from streamppo.tasks.read import Row
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import ScoredText
 
-Many: TypeAlias = Callable[[Texts, Columns], Awaitable[tuple[Outcome, ...]]]
+CallBatch: TypeAlias = Callable[[Texts, Columns], Awaitable[tuple[Outcome, ...]]]
+"""Scores several trajectories: one outcome for each text."""
+CallOne: TypeAlias = Callable[[ScoredText, Row], Awaitable[Outcome]]
+"""Scores one trajectory."""
+
+
+class _Waiting(NamedTuple):
+    """One call in the line."""
+
+    text: ScoredText
+    columns: Row
+    done: asyncio.Future[Outcome]
 
 
 class Batcher:
-    """Up to `size` calls in a batch, up to `places` batches at once; nobody waits for a batch to fill.
+    """Up to `size` calls in a batch, up to `places` batches at once; no call waits for a batch to fill.
 
     A batch that fails as a whole is tried one by one, so that one bad trajectory does not fail its neighbours.
     """
 
-    def __init__(self, call: Many, size: int, places: int) -> None:
+    def __init__(self, call: CallBatch, size: int, places: int) -> None:
         self._call = call
         self._size = size
         self._places = asyncio.Semaphore(places)
-        self._waiting: deque[tuple[ScoredText, dict[str, Any], asyncio.Future[Outcome]]] = deque()
+        self._line: deque[_Waiting] = deque()
 
-    async def __call__(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
-        """The outcome of one trajectory."""
+    async def __call__(self, text: ScoredText, columns: Row) -> Outcome:
+        """Score one trajectory, with its neighbours in the line."""
         done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._waiting.append((text, columns, done))
+        self._line.append(_Waiting(text, columns, done))
         async with self._places:
             # Another's batch may have taken this call along.
-            if not done.done() and self._waiting:
-                await self._run([self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))])
+            if not done.done() and self._line:
+                await self._run([self._line.popleft() for _ in range(min(self._size, len(self._line)))])
         return await done
 
-    async def _run(self, batch: list[tuple[ScoredText, dict[str, Any], asyncio.Future[Outcome]]]) -> None:
-        texts, columns, futures = zip(*batch, strict=True)
+    async def _run(self, batch: list[_Waiting]) -> None:
+        texts = tuple(one.text for one in batch)
+        columns = tuple(one.columns for one in batch)
         try:
             outcomes = await self._call(texts, columns)
             if len(batch) > 1 and all(outcome.reason for outcome in outcomes):
-                outcomes = [(await self._call((text,), (row,)))[0] for text, row in zip(texts, columns, strict=True)]
+                outcomes = [(await self._call((one.text,), (one.columns,)))[0] for one in batch]
+        # Also a cancellation: the others of the batch wait for this call alone.
         except BaseException as error:
-            for future in futures:
-                future.set_exception(error)
+            for one in batch:
+                one.done.set_exception(error)
             raise
-        for future, outcome in zip(futures, outcomes, strict=True):
-            future.set_result(outcome)
+        for one, outcome in zip(batch, outcomes, strict=True):
+            one.done.set_result(outcome)

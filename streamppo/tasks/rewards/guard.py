@@ -5,30 +5,34 @@ open -> closed      one call at a time tries again, every `breaker_s`; the first
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
 
 from streamppo.config.reward import Limits
+from streamppo.tasks.read import Row
+from streamppo.tasks.rewards.batcher import CallOne
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.types import ScoredText, ScorerReport
 
-One: TypeAlias = Callable[[ScoredText, dict[str, Any]], Awaitable[Outcome]]
 KINDS = 8
-"""Different reasons of failure that are counted apart and printed."""
+"""Different reasons of failure that are counted apart and logged."""
 OTHERS = "other reasons"
+
+log = logging.getLogger(__name__)
 
 
 class Guard:
-    """`score` may be called from any number of coroutines; `say` prints the first failures of every kind."""
+    """Bounds the calls of one scorer; `score` may be called from any number of coroutines.
 
-    def __init__(self, name: str, limits: Limits, call: One, say: Callable[[str], None]) -> None:
-        self.name = name
-        self.limits = limits
+    The first failure of every kind is logged.
+    """
+
+    def __init__(self, name: str, limits: Limits, call: CallOne) -> None:
+        self._name = name
+        self._limits = limits
         self._call = call
-        self._say = say
         self._room = asyncio.Semaphore(limits.concurrency)
         self._closed = asyncio.Event()
         self._closed.set()
@@ -39,14 +43,14 @@ class Guard:
         self._total_s = self._max_s = 0.0
         self._reasons: Counter[str] = Counter()
 
-    async def score(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
-        """The outcome of the last try."""
+    async def score(self, text: ScoredText, columns: Row) -> Outcome:
+        """Call until a try is not retryable, `attempts` times at most; the outcome of the last try."""
         outcome = await self._once(text, columns)
-        for attempt in range(1, self.limits.attempts):
+        for attempt in range(1, self._limits.attempts):
             if not outcome.retryable:
                 break
             self._retries += 1
-            await asyncio.sleep(self.limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            await asyncio.sleep(self._limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             outcome = await self._once(text, columns)
         self._calls += 1
         if outcome.reason:
@@ -54,10 +58,10 @@ class Guard:
         return outcome
 
     def report(self, respawns: int) -> ScorerReport:
-        """Counters since the start; seconds are those of single tries."""
+        """Return the counters since the start; seconds are those of single tries."""
         tries = self._calls + self._retries
         return ScorerReport(
-            name=self.name,
+            name=self._name,
             calls=self._calls,
             failed=self._reasons.total(),
             retries=self._retries,
@@ -67,50 +71,52 @@ class Guard:
             reasons=dict(self._reasons),
         )
 
-    async def _once(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
+    async def _once(self, text: ScoredText, columns: Row) -> Outcome:
         async with self._room:
             if self._closed.is_set():
                 return await self._try(text, columns)
-            return await self._in_turn(text, columns)
+            return await self._one_at_a_time(text, columns)
 
-    async def _in_turn(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
+    async def _one_at_a_time(self, text: ScoredText, columns: Row) -> Outcome:
         async with self._probe:
-            # Those that queued up behind the call that succeeded need not try one by one.
+            # Calls that queued up behind the one that succeeded need not try one by one.
             if not self._closed.is_set():
-                await asyncio.sleep(self.limits.breaker_s)
+                await asyncio.sleep(self._limits.breaker_s)
                 return await self._try(text, columns)
         return await self._try(text, columns)
 
-    async def _try(self, text: ScoredText, columns: dict[str, Any]) -> Outcome:
-        if self.limits.calls_per_s:
-            await self._turn()
+    async def _try(self, text: ScoredText, columns: Row) -> Outcome:
+        if self._limits.calls_per_s:
+            await self._wait_for_rate()
         begin = time.perf_counter()
         outcome = await self._call(text, columns)
         taken_s = time.perf_counter() - begin
         self._total_s += taken_s
         self._max_s = max(self._max_s, taken_s)
-        self._judge(outcome)
+        self._count_failures(outcome)
         return outcome
 
-    async def _turn(self) -> None:
-        """Calls begin at even distances."""
+    async def _wait_for_rate(self) -> None:
+        """Let calls begin at even distances."""
         now = time.perf_counter()
-        self._next_s = max(self._next_s, now) + 1 / self.limits.calls_per_s
-        await asyncio.sleep(self._next_s - 1 / self.limits.calls_per_s - now)
+        self._next_s = max(self._next_s, now) + 1 / self._limits.calls_per_s
+        await asyncio.sleep(self._next_s - 1 / self._limits.calls_per_s - now)
 
-    def _judge(self, outcome: Outcome) -> None:
-        """Only a success closes the breaker: what failed for another reason, such as being too late, tells nothing."""
+    def _count_failures(self, outcome: Outcome) -> None:
+        """Open the breaker after failures in a row. Only a success closes it: a call that is too late tells nothing."""
         if not outcome.reason:
             self._failures = 0
             self._closed.set()
             return
         self._failures += outcome.retryable
-        if self._failures >= self.limits.breaker_failures and self._closed.is_set():
+        if self._failures >= self._limits.breaker_failures and self._closed.is_set():
             self._closed.clear()
-            self._say(f"{self.name}: {self._failures} calls failed and none succeeded; calls wait: {outcome.reason}")
+            log.warning(
+                "%s: %d calls failed and none succeeded; calls wait: %s", self._name, self._failures, outcome.reason
+            )
 
     def _note(self, reason: str) -> None:
         known = reason in self._reasons or len(self._reasons) < KINDS
         if known and reason not in self._reasons:
-            self._say(f"{self.name} failed: {reason}")
+            log.warning("%s failed: %s", self._name, reason)
         self._reasons[reason if known else OTHERS] += 1

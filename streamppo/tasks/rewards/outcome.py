@@ -1,9 +1,9 @@
-"""What came of a call: a reward, no opinion, or a failure with its reason. Never a silent 0."""
+"""The result of a call: a reward, no opinion, or a failure with its reason. Never a silent 0."""
 
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from streamppo.types import Crossing, Reward, ScoredText, utf8_safe
 
@@ -23,26 +23,26 @@ NO_OPINION = Outcome()
 
 
 def failed(error: BaseException) -> Outcome:
-    """The failure that an exception stands for."""
+    """Turn an exception into a failure."""
     text = f"{type(error).__name__}: {error}"[:QUOTED]
     return Outcome(reason=utf8_safe(text), retryable=bool(getattr(error, "retryable", False)))
 
 
 def too_late(timeout_s: float) -> Outcome:
-    """The failure of a call that did not end in time."""
+    """Return the failure of a call that did not end in time."""
     return Outcome(reason=f"no score after {timeout_s:g} s")
 
 
-def check(value: Any, text: ScoredText) -> Outcome:
-    """A number or a `Reward` as an outcome; anything else is a failure that quotes it."""
+def check(value: object, text: ScoredText) -> Outcome:
+    """Turn a number or a `Reward` into an outcome; anything else is a failure that quotes it."""
     if isinstance(value, Reward):
         return _check_reward(value, text)
     number = _finite(value)
     return _refused(value, "not a finite number") if number is None else Outcome(reward=Reward(score=number))
 
 
-def check_batch(values: Any, texts: tuple[ScoredText, ...]) -> tuple[Outcome, ...]:
-    """One value for each text, None where the function has no opinion."""
+def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome, ...]:
+    """Turn a list with one value for each text into outcomes; None is no opinion."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         return (_refused(values, f"not a list of {len(texts)} numbers"),) * len(texts)
     listed = list(values)
@@ -51,8 +51,8 @@ def check_batch(values: Any, texts: tuple[ScoredText, ...]) -> tuple[Outcome, ..
     return tuple(NO_OPINION if value is None else check(value, text) for value, text in zip(listed, texts, strict=True))
 
 
-def check_verl(value: Any, text: ScoredText) -> Outcome:
-    """A number, or a dict with `score` whose other numbers become components."""
+def check_verl(value: object, text: ScoredText) -> Outcome:
+    """Turn a number, or a dict with `score` whose other numbers become components, into an outcome."""
     if not isinstance(value, Mapping):
         return check(value, text)
     if "score" not in value:
@@ -79,30 +79,28 @@ def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
 
 
 def plain(reward: Reward) -> Reward:
-    """`reward` as it can cross a process: in plain floats and texts. Raises `ValueError` that says what cannot be."""
+    """Return `reward` as it can cross a process: in plain floats and texts. Raises `ValueError` that says why not."""
     if not isinstance(reward.components, Mapping) or not all(isinstance(name, str) for name in reward.components):
         raise ValueError("whose components are no numbers by name")
-    columns = [[reward.score], reward.tokens, reward.turns, reward.components.values()]
-    checked = [[_finite(number) for number in column] for column in columns]
-    if any(number is None for column in checked for number in column):
-        raise ValueError("with a number that is not finite")
-    (score,), tokens, turns, components = checked
     return Reward(
-        score=score,  # pyright: ignore[reportArgumentType]
-        tokens=tuple(tokens),  # pyright: ignore[reportArgumentType]
-        turns=tuple(turns),  # pyright: ignore[reportArgumentType]
-        components=dict(zip(map(utf8_safe, reward.components), components, strict=True)),  # pyright: ignore[reportArgumentType]
+        score=_finite_or_raise(reward.score),
+        tokens=tuple(map(_finite_or_raise, reward.tokens)),
+        turns=tuple(map(_finite_or_raise, reward.turns)),
+        components={utf8_safe(name): _finite_or_raise(number) for name, number in reward.components.items()},
         explanation=utf8_safe(reward.explanation),
     )
 
 
-def _finite(value: Any) -> float | None:
-    """`value` as a plain finite float, or None. Numbers of numpy and torch are numbers too; texts are not."""
-    if (
-        type(value) is not float
-        and not isinstance(value, Real)
-        and not (isinstance(value, SupportsFloat) and hasattr(value, "item"))
-    ):
+def _finite_or_raise(value: object) -> float:
+    number = _finite(value)
+    if number is None:
+        raise ValueError("with a number that is not finite")
+    return number
+
+
+def _finite(value: object) -> float | None:
+    """Return `value` as a plain finite float, or None. Numbers of numpy and torch are numbers too; texts are not."""
+    if not isinstance(value, float | Real) and not (isinstance(value, SupportsFloat) and hasattr(value, "item")):
         return None
     try:
         number = float(value)
@@ -111,5 +109,5 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _refused(value: Any, why: str) -> Outcome:
+def _refused(value: object, why: str) -> Outcome:
     return Outcome(reason=f"returned {repr(value)[:QUOTED]}, {why}")

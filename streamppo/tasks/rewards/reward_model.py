@@ -1,24 +1,31 @@
 """A reward model: a sequence classification model in a Ray actor of its own, shared by all rollout actors.
 
-An actor dies with whoever created it, so the driver does, and hands it to the rollout actors, which come and go. Ray
-starts it again when it dies on its own; until it is there, calls are retryable failures.
+An actor dies with the process that created it. So the driver creates it, and hands it to the rollout actors, which come
+and go. Ray starts it again when it dies on its own; until it is there, calls are retryable failures.
 
 The text is written in the reward model's own chat template, or is prompt and completion in a row.
 """
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+import ray
 
 from streamppo.config.reward import ModelScorer, Reward
 from streamppo.errors import Retryable, TaskError
-from streamppo.tasks.rewards.batcher import Many
+from streamppo.tasks.rewards.batcher import CallBatch
 from streamppo.tasks.rewards.outcome import Outcome, check, failed
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import ScoredText, decode, encode
 
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
 
 class RewardModel:
-    """The model and its tokenizer; one batch at a time."""
+    """Scores texts with a model, one batch at a time."""
 
     def __init__(
         self, path: str, label: int, max_tokens: int, dtype: str, *, threads: int = 1, gpus: float = 0
@@ -30,8 +37,8 @@ class RewardModel:
         self._device = "cuda" if gpus else "cpu"
         self._label = label
         self._max_tokens = max_tokens
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype))
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype))
         if label >= model.config.num_labels:
             raise TaskError(f"{path} has {model.config.num_labels} outputs: there is no output {label}")
         if self._tokenizer.pad_token_id is None:
@@ -40,8 +47,14 @@ class RewardModel:
         model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model = model.to(self._device).eval()
 
+    @ray.method(max_task_retries=-1)
+    def ready(self) -> bool:
+        """Answer once the model has loaded. A call that comes while the actor starts again waits for it."""
+        return True
+
+    @ray.method
     def score(self, texts: bytes) -> bytes:
-        """One outcome for each text. A text that is too long fails alone."""
+        """Return one outcome for each text. A text that is too long fails alone."""
         listed = decode(texts, tuple[ScoredText, ...])
         ids = [self._ids(text) for text in listed]
         fitting = [number for number, row in enumerate(ids) if len(row) <= self._max_tokens]
@@ -75,29 +88,31 @@ class RewardModel:
         return logits[:, self._label].float().tolist()
 
 
-def create(reward: Reward, place: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """The actor of every reward model by the scorer's name; all of them end with this process, and not before.
+Models: TypeAlias = "Mapping[str, ActorProxy[RewardModel]]"
+"""The actor of every reward model, by the scorer's name."""
 
-    `place` gives Ray's options for where one lives.
+
+def create(reward: Reward, options: Callable[[str], Mapping[str, object]]) -> Models:
+    """Start the actor of every reward model; all of them end with this process, and not before.
+
+    `options` gives Ray's options by the scorer's name: where its actor lives.
     """
-    import ray
-
-    actor: Any = ray.remote(RewardModel)
-    return {
-        name: actor.options(name=f"reward-{name}", max_restarts=-1, **place(name)).remote(
-            config.path, config.label, config.max_tokens, config.dtype, threads=config.threads, gpus=config.gpus
-        )
-        for name, config in reward.models().items()
-    }
+    return {name: _create(name, config, options(name)) for name, config in reward.models().items()}
 
 
-async def connect(actor: Any, config: ModelScorer) -> Many:
-    """The calls of a reward model, once it has loaded. Raises `TaskError` if it cannot load."""
+def _create(name: str, config: ModelScorer, options: Mapping[str, object]) -> ActorProxy[RewardModel]:
+    actor = ray.remote(RewardModel).options(name=f"reward-{name}", max_restarts=-1, **options)
+    return actor.remote(
+        config.path, config.label, config.max_tokens, config.dtype, threads=config.threads, gpus=config.gpus
+    )
+
+
+async def connect(actor: ActorProxy[RewardModel], config: ModelScorer) -> CallBatch:
+    """Return the calls of a reward model, once it has loaded. Raises `TaskError` if it cannot load."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
-        # Whoever comes while it starts again waits, however long it loads.
-        await actor.score.options(max_task_retries=-1).remote(encode(()))
+        await actor.ready.remote()
     except RayError as error:
         # The last line of a traceback is its error.
         why = str(error).strip().splitlines()[-1]

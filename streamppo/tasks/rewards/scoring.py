@@ -1,53 +1,56 @@
 """All scorers of a run: which of them score a trajectory, and how their scores become one reward."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from streamppo.config import reward as choices
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks import plugins
-from streamppo.tasks.rewards import reward_model as model
-from streamppo.tasks.rewards import signature
-from streamppo.tasks.rewards.batcher import Batcher, Many
+from streamppo.tasks.read import Row
+from streamppo.tasks.rewards import reward_model, signature
+from streamppo.tasks.rewards.batcher import Batcher, CallBatch, CallOne
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, too_late
+from streamppo.tasks.rewards.processes import pool
 from streamppo.tasks.rewards.processes.pool import Pool
+from streamppo.tasks.rewards.reward_model import Models
 from streamppo.tasks.rewards.service import Service
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
+MODEL_BATCHES = 2
+"""Batches on their way to a reward model: one is scored, and the next one is there when it is done."""
+
+log = logging.getLogger(__name__)
+
 
 class Rewards:
-    """`start` first. `say` prints a line for people; `models` are the actors of the reward models (`model.create`)."""
+    """Scores trajectories once `start` has loaded the scorers; `models` are the handles of `reward_model.create`."""
 
-    def __init__(
-        self,
-        config: choices.Reward,
-        say: Callable[[str], None],
-        models: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, config: choices.Reward, models: Models = MappingProxyType({})) -> None:
         self._scorers = config.scorers
         self._selected: dict[str, list[str]] = {}
         self._several = len(self._scorers) > 1
         self._combine_as = config.combine
-        self._say = say
         self._models = models
         self._guards: dict[str, Guard] = {}
         self._pools: dict[str, Pool] = {}
         self._services: dict[str, Service] = {}
 
     async def start(self, sources: set[str]) -> None:
-        """Load every scorer. Raises `TaskError` if one cannot be loaded, or if a data source has none."""
+        """Load every scorer, and log how each is called.
+
+        Raises `TaskError` if one cannot be loaded, or if a data source has none.
+        """
         for source in sources:
             self.of(source)
         for name, scorer in self._scorers.items():
             self._guards[name] = await self._build(name, scorer)
 
     async def score(self, prompt: Prompt, text: ScoredText) -> Reward:
-        """The weighted sum of all scores that apply. Without scorers, where an environment gives all rewards, nothing.
+        """Return the weighted sum of all scores that apply; 0 without scorers, where an environment gives all rewards.
 
         Raises `RewardFailed` if one fails, or if none applies.
         """
@@ -68,7 +71,7 @@ class Rewards:
         return self._combine(scored)
 
     def report(self) -> tuple[ScorerReport, ...]:
-        """Counters of every scorer."""
+        """Return the counters of every scorer."""
         return tuple(
             guard.report(self._pools[name].respawns if name in self._pools else 0)
             for name, guard in self._guards.items()
@@ -76,13 +79,13 @@ class Rewards:
 
     async def close(self) -> None:
         """End every process."""
-        for pool in self._pools.values():
-            await pool.close()
+        for started in self._pools.values():
+            await started.close()
         for service in self._services.values():
             await service.close()
 
     def of(self, source: str) -> list[str]:
-        """Which scorers score a data source. Raises `TaskError` if there are scorers, and none of them does."""
+        """Name the scorers of a data source. Raises `TaskError` if there are scorers, and none is for it."""
         if source not in self._selected:
             self._selected[source] = [
                 name for name, scorer in self._scorers.items() if not scorer.sources or source in scorer.sources
@@ -94,13 +97,13 @@ class Rewards:
     # --- combining -------------------------------------------------------------------------------------------
 
     def _weights(self, names: list[str]) -> list[float]:
-        """0 for functions where a model's score takes precedence."""
+        """Return the weight of each scorer: 0 for functions where a model's score takes precedence."""
         scorers = [self._scorers[name] for name in names]
         models_only = self._combine_as == "model_first" and any(map(_of_a_model, scorers))
         return [scorer.weight if _of_a_model(scorer) or not models_only else 0.0 for scorer in scorers]
 
     def _combine(self, scored: list[tuple[str, Reward]]) -> Reward:
-        """Weights, sums and names: with several scorers each one's own total is a component."""
+        """Weigh and add; with several scorers each one's own total is a component."""
         if not self._several and self._scorers[scored[0][0]].weight == 1.0:
             return scored[0][1]
         weights = self._weights([name for name, _ in scored])
@@ -130,36 +133,30 @@ class Rewards:
             case choices.FunctionScorer():
                 call, size, places = await self._function(name, scorer)
             case choices.ModelScorer():
-                self._say(f"{name} is the reward model {scorer.path}")
-                call, size, places = await model.connect(self._models[name], scorer), scorer.batch_size, 2
-                call = _in_time(call, scorer.timeout_s)
+                log.info("%s is the reward model %s", name, scorer.path)
+                size, places = scorer.batch_size, MODEL_BATCHES
+                call = _in_time(await reward_model.connect(self._models[name], scorer), scorer.timeout_s)
             case choices.ServiceScorer() | choices.JudgeScorer():
-                self._say(f"{name} is {scorer.url}")
-                call, size, places = _in_time(self._remote(name, scorer), scorer.timeout_s), 1, scorer.concurrency
-        one = Batcher(call, size, places) if size > 1 else _one(call)
-        return Guard(name, scorer, one, self._say)
+                log.info("%s is %s", name, scorer.url)
+                service = self._services[name] = Service(scorer)
+                call, size, places = _in_time(service.call, scorer.timeout_s), 1, scorer.concurrency
+        return Guard(name, scorer, Batcher(call, size, places) if size > 1 else _one(call))
 
-    def _remote(self, name: str, scorer: choices.ServiceScorer | choices.JudgeScorer) -> Many:
-        service = self._services[name] = Service(scorer)
-        return service.call
-
-    async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[Many, int, int]:
-        """(the call, trajectories in one call, calls at once)."""
+    async def _function(self, name: str, scorer: choices.FunctionScorer) -> tuple[CallBatch, int, int]:
+        """Load a function: (the call, trajectories in one call, calls at once)."""
         how, in_actor = recognised(scorer)
-        self._say(f"{name} is {shown(scorer, how, in_actor=in_actor)}")
+        log.info("%s is %s", name, shown(scorer, how, in_actor=in_actor))
         size = scorer.batch_size if how.style == "batched" else 1
         if in_actor:
             reward = signature.load(scorer.function, scorer.arguments)
             call = _in_time(partial(signature.call_async, reward), scorer.timeout_s)
             return call, size, scorer.concurrency
-        pool = Pool(scorer, how.is_async)
-        await pool.start()
-        self._pools[name] = pool
-        return pool.call, size, scorer.concurrency if how.is_async else scorer.processes
+        started = self._pools[name] = await pool.start(scorer, how.is_async)
+        return started.call, size, scorer.concurrency if how.is_async else scorer.processes
 
 
 def recognised(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
-    """How a function is called, and whether in the actor. Raises `TaskError` if it cannot be."""
+    """Find out how a function is called, and whether in the actor. Raises `TaskError` if it cannot be called."""
     found = plugins.load(scorer.function, "reward.function")
     how = signature.recognise(found, scorer.function, scorer.arguments)
     ours = getattr(found, "__module__", "").startswith("streamppo.")
@@ -170,7 +167,7 @@ def recognised(scorer: choices.FunctionScorer) -> tuple[signature.Signature, boo
 
 
 def shown(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
-    """What `recognised` found, for people."""
+    """Describe the findings of `recognised` for people."""
     kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
     return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
 
@@ -179,8 +176,8 @@ def _of_a_model(scorer: choices.Scorer) -> bool:
     return not isinstance(scorer, choices.FunctionScorer)
 
 
-def _in_time(call: Many, timeout_s: float) -> Many:
-    """`call`, given up after `timeout_s`. What runs in processes of its own is ended there."""
+def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
+    """Give `call` up after `timeout_s`. A call in a process of its own is ended by its pool instead."""
 
     async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
         try:
@@ -192,14 +189,14 @@ def _in_time(call: Many, timeout_s: float) -> Many:
     return bounded
 
 
-def _one(call: Many):
-    async def one(text: ScoredText, columns: dict[str, Any]) -> Outcome:
+def _one(call: CallBatch) -> CallOne:
+    async def one(text: ScoredText, columns: Row) -> Outcome:
         return (await call((text,), (columns,)))[0]
 
     return one
 
 
 def _weighted(weights: list[float], columns: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """The weighted sum of those columns that are not empty; they have one length."""
+    """Add up, by weight, the columns that are not empty; they have one length."""
     given = [(weight, column) for weight, column in zip(weights, columns, strict=True) if column]
     return tuple(sum(weight * column[i] for weight, column in given) for i in range(len(given[0][1]))) if given else ()

@@ -2,13 +2,14 @@
 
 import os
 import re
-from typing import Any
+from collections.abc import Mapping
 
 import httpx
 import msgspec
 
 from streamppo.config.reward import JudgeScorer, ServiceScorer
 from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.read import Row
 from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failed
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Reward, ScoredText
@@ -18,7 +19,7 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)
 
 
 class Service:
-    """One connection pool to one address. Errors of transport and of a busy server are retryable."""
+    """Asks one address over one pool of connections. Errors of transport and of a busy server are retryable."""
 
     def __init__(self, config: ServiceScorer | JudgeScorer) -> None:
         self._config = config
@@ -28,18 +29,19 @@ class Service:
                 raise TaskError(f"the environment variable {config.key_env!r} (key_env) is not set")
             headers["Authorization"] = f"Bearer {os.environ[config.key_env]}"
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        # httpx would bound every read; who calls bounds the call.
+        # httpx would bound every read; the caller bounds the whole call.
         self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        """The outcome of one trajectory."""
+        """Score one trajectory: the first of `texts`, which is the only one."""
         try:
             match self._config:
                 case ServiceScorer(url=url):
                     return (check_verl(await self._post(url, _question(texts[0], columns[0])), texts[0]),)
                 case JudgeScorer() as judge:
                     return (await self._judge(judge, texts[0], columns[0]),)
+        # A server of other people may answer anything.
         except Exception as error:
             return (failed(error),)
 
@@ -47,7 +49,7 @@ class Service:
         """Close all connections."""
         await self._client.aclose()
 
-    async def _judge(self, judge: JudgeScorer, text: ScoredText, columns: dict[str, Any]) -> Outcome:
+    async def _judge(self, judge: JudgeScorer, text: ScoredText, columns: Row) -> Outcome:
         question = _fill(judge.question, {**columns, "prompt": text.prompt, "completion": text.completion})
         answer = await self._post(
             f"{judge.url.rstrip('/')}/chat/completions",
@@ -58,13 +60,17 @@ class Service:
                 "temperature": 0,
             },
         )
-        said = str(answer["choices"][0]["message"]["content"])
+        match answer:
+            case {"choices": [{"message": {"content": content}}, *_]}:
+                said = str(content)
+            case _:
+                raise TaskError(f"{judge.url}: no chat completion: {repr(answer)[:QUOTED]}")
         found = re.search(judge.pattern, said.strip())
         if found is None:
             return Outcome(reason=f"the judge gave no number: {said[-QUOTED:]!r}")
         return check(Reward(score=float(found[1]) / judge.scale, explanation=said), text)
 
-    async def _post(self, url: str, body: Any) -> Any:
+    async def _post(self, url: str, body: Mapping[str, object]) -> object:
         try:
             response = await self._client.post(url, content=self._encoder.encode(body))
         except httpx.TransportError as error:
@@ -76,7 +82,7 @@ class Service:
         return response.json()
 
 
-def _question(text: ScoredText, columns: dict[str, Any]) -> dict[str, Any]:
+def _question(text: ScoredText, columns: Row) -> dict[str, object]:
     return {
         "prompt": text.prompt,
         "messages": text.messages,
@@ -87,6 +93,6 @@ def _question(text: ScoredText, columns: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fill(template: str, values: dict[str, Any]) -> str:
-    """Only known names in braces are replaced: a completion may hold braces of its own."""
+def _fill(template: str, values: Row) -> str:
+    """Replace known names in braces, and nothing else: a completion may hold braces of its own."""
     return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], template)

@@ -8,26 +8,28 @@ Each may be `def` or `async def`, or the `__call__` of a class.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from streamppo.errors import TaskError
 from streamppo.tasks import plugins
+from streamppo.tasks.read import Row
 from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failed
 from streamppo.types import ScoredText
 
 Texts: TypeAlias = tuple[ScoredText, ...]
-Columns: TypeAlias = tuple[dict[str, Any], ...]
+Columns: TypeAlias = tuple[Row, ...]
 Style: TypeAlias = Literal["trajectory", "batched", "verl"]
 BATCHED = frozenset({"prompts", "completions", "completion_ids"})
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
 
 class Signature(NamedTuple):
-    """How to call a reward. `asks` are the columns that it names, `needs` those without a default.
+    """The way to call a reward.
 
-    `own` are the parameters of its style that it names.
+    `own` are the parameters of its style that it names, `asks` the columns that it names, and `needs` the columns that
+    have no default. With `takes_all` it gets every column.
     """
 
     style: Style
@@ -37,8 +39,8 @@ class Signature(NamedTuple):
     needs: frozenset[str]
     takes_all: bool
 
-    def columns(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the row's columns that the reward takes. Raises `TaskError` if one that it needs is not there."""
+    def columns(self, given: Row) -> dict[str, object]:
+        """Pick the columns that the reward takes. Raises `TaskError` if one that it needs is not there."""
         if not self.needs <= given.keys():
             missing = self.needs - given.keys()
             raise TaskError(
@@ -47,8 +49,8 @@ class Signature(NamedTuple):
         return dict(given) if self.takes_all else {name: given[name] for name in self.asks if name in given}
 
 
-def recognise(found: Any, name: str, arguments: Mapping[str, Any]) -> Signature:
-    """The signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
+def recognise(found: object, name: str, arguments: Mapping[str, object]) -> Signature:
+    """Read the signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
     function = _called(found, name)
     parameters = list(inspect.signature(function).parameters.values())[inspect.isclass(found) :]
     bound = () if inspect.isclass(found) else arguments
@@ -64,7 +66,7 @@ def recognise(found: Any, name: str, arguments: Mapping[str, Any]) -> Signature:
     return Signature(style, is_async, frozenset(own), frozenset(rest), needs, takes_all and style != "verl")
 
 
-def _called(found: Any, name: str) -> Any:
+def _called(found: object, name: str) -> Callable[..., object]:
     if inspect.isclass(found):
         return found.__call__
     if inspect.isroutine(found) or isinstance(found, partial):
@@ -73,7 +75,7 @@ def _called(found: Any, name: str) -> Any:
 
 
 def _style(named: Mapping[str, inspect.Parameter], name: str) -> tuple[Style, Set[str]]:
-    """The style, and the parameters that are no columns."""
+    """Return the style, and the parameters that are no columns."""
     if {"solution_str", "ground_truth"} <= named.keys():
         return "verl", VERL & named.keys()
     if "completions" in named:
@@ -92,21 +94,23 @@ class Loaded(NamedTuple):
     """A reward, ready to be called on texts and their rows."""
 
     signature: Signature
-    function: Callable[..., Any]
+    function: Callable[..., object]
 
 
-def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
-    """The reward called `name`. A class is built with `arguments`; a function gets them with every call.
+def load(name: str, arguments: Mapping[str, object]) -> Loaded:
+    """Load the reward called `name`. A class is built with `arguments`; a function gets them with every call.
 
     Raises `TaskError` that says what is wrong with the name, the signature or the constructor.
     """
     found = plugins.load(name, "reward.function")
     signature = recognise(found, name, arguments)
     try:
-        function: Any = found(**arguments) if inspect.isclass(found) else partial(found, **arguments)
+        made = found(**arguments) if inspect.isclass(found) else partial(_called(found, name), **arguments)
+    # Other people's constructors raise anything.
     except Exception as error:
         raise TaskError(f"reward.function {name!r}: {type(error).__name__}: {error}") from error
-    return Loaded(signature, function)
+    assert callable(made)
+    return Loaded(signature, made)
 
 
 def call(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
@@ -114,6 +118,7 @@ def call(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
     try:
         value = _invoke(reward, texts, columns)
         return _outcomes(reward.signature.style, value, texts)
+    # Other people's rewards raise anything, and so do the values that they return, when they are looked at.
     except Exception as error:
         return (failed(error),) * len(texts)
 
@@ -121,13 +126,15 @@ def call(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
 async def call_async(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
     """Call an async reward; exceptions become failures, cancellation passes."""
     try:
-        awaitable: Awaitable[Any] = _invoke(reward, texts, columns)
-        return _outcomes(reward.signature.style, await awaitable, texts)
+        value = _invoke(reward, texts, columns)
+        assert inspect.isawaitable(value)
+        return _outcomes(reward.signature.style, await value, texts)
+    # As in `call`.
     except Exception as error:
         return (failed(error),) * len(texts)
 
 
-def _invoke(reward: Loaded, texts: Texts, columns: Columns) -> Any:
+def _invoke(reward: Loaded, texts: Texts, columns: Columns) -> object:
     signature, function = reward
     match signature.style:
         case "trajectory":
@@ -138,17 +145,17 @@ def _invoke(reward: Loaded, texts: Texts, columns: Columns) -> Any:
             return function(**_own(signature, _verl(texts[0], columns[0])), **signature.columns(columns[0]))
 
 
-def _own(signature: Signature, values: Mapping[str, Any]) -> dict[str, Any]:
+def _own(signature: Signature, values: Row) -> dict[str, object]:
     return {name: value for name, value in values.items() if name in signature.own}
 
 
-def _listed(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def _listed(rows: list[dict[str, object]]) -> dict[str, list[object]]:
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _batched(texts: Texts) -> dict[str, Any]:
-    """TRL's keyword arguments: chats are lists of messages."""
+def _batched(texts: Texts) -> dict[str, object]:
+    """Return TRL's keyword arguments: chats are lists of messages."""
     return {
         "prompts": [_chat(text) if text.messages else text.prompt for text in texts],
         "completions": [
@@ -162,7 +169,7 @@ def _chat(text: ScoredText) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in text.messages]
 
 
-def _verl(text: ScoredText, row: dict[str, Any]) -> dict[str, Any]:
+def _verl(text: ScoredText, row: Row) -> dict[str, object]:
     return {
         "data_source": text.source,
         "solution_str": text.completion,
@@ -171,7 +178,7 @@ def _verl(text: ScoredText, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _outcomes(style: Style, value: Any, texts: Texts) -> tuple[Outcome, ...]:
+def _outcomes(style: Style, value: object, texts: Texts) -> tuple[Outcome, ...]:
     match style:
         case "trajectory":
             return (check(value, texts[0]),)

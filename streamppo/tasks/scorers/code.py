@@ -4,7 +4,8 @@ import json
 import re
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import cast
 
 from streamppo.errors import TaskError
 from streamppo.tasks import plugins
@@ -14,6 +15,7 @@ from streamppo.types import Reward, ScoredText
 FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"(?:(?:python|py)[\d.]*)?", re.IGNORECASE)
 QUOTED = 300
+"""Characters of an output that an explanation quotes."""
 
 
 class CodeTests:
@@ -24,8 +26,8 @@ class CodeTests:
     these, or such a list as JSON. `sandbox` names a class as `package.module:name`.
 
     The tests of one program run one after another, each for `test_timeout_s` at most and all together for
-    `all_timeout_s`, which is to be below the reward's `timeout_s`: what does not pass within these has failed. It is
-    sync, so that the reward's `processes` say how many programs run at once, and waiting for them takes no one's time.
+    `all_timeout_s`, which is to be below the reward's `timeout_s`: a test that does not pass within these has failed.
+    It is sync, so that the reward's `processes` say how many programs run at once, and no wait for them is counted.
     """
 
     def __init__(
@@ -35,13 +37,13 @@ class CodeTests:
         all_timeout_s: float = 20.0,
         all_or_nothing: bool = False,
     ) -> None:
-        self._sandbox: Sandbox = plugins.load(sandbox, "sandbox")()
+        self._sandbox = cast(Callable[[], Sandbox], plugins.load(sandbox, "sandbox"))()
         self._test_timeout_s = test_timeout_s
         self._all_timeout_s = all_timeout_s
         self._all_or_nothing = all_or_nothing
 
-    def __call__(self, trajectory: ScoredText, tests: Any) -> Reward:
-        """See the class. Raises `TaskError` for a row without usable tests."""
+    def __call__(self, trajectory: ScoredText, tests: object) -> Reward:
+        """Run the tests. Raises `TaskError` for a row without usable tests."""
         listed = json.loads(tests) if isinstance(tests, str) else tests
         if not isinstance(listed, list) or not listed:
             raise TaskError(f"`tests` must be a list that is not empty, not {tests!r}")
@@ -53,8 +55,8 @@ class CodeTests:
         score = float(passed == 1.0) if self._all_or_nothing else passed
         return Reward(score=score, components={"passed": passed}, explanation=explanation)
 
-    def _test(self, program: str, test: Any, left_s: float) -> str:
-        """Why the test fails; "" when it passes."""
+    def _test(self, program: str, test: object, left_s: float) -> str:
+        """Run one test, and say why it fails; "" when it passes."""
         match test:
             case str():
                 # A program that leaves before its test has not passed it.
@@ -74,7 +76,7 @@ class CodeTests:
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block that is marked as Python or as nothing, or all of it."""
+    """Return the last fenced block that is marked as Python or as nothing, or all of the completion."""
     blocks = [block for language, block in FENCED.findall(completion) if PYTHON.fullmatch(language)]
     return blocks[-1] if blocks else completion
 

@@ -1,4 +1,4 @@
-"""Runs program.py of the current folder under limits: PARENT_PID MEMORY_MIB CPU_S require|try.
+"""Run program.py of the current folder under limits: PARENT_PID MEMORY_MIB CPU_S require|try.
 
 Imports nothing of ours.
 """
@@ -40,14 +40,14 @@ def main(parent: int, memory_mib: int, cpu_s: int, network: str) -> None:
 
 
 def _leave_network() -> bool:
-    """A network namespace of our own has no interface that is up."""
+    """Enter a network namespace of our own, in which no interface is up; False where the kernel allows none."""
     if sys.platform != "linux":
         return False
     return ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
 
 
 def _die_with(parent: int) -> None:
-    """Only after a new user namespace, the making of which would undo it."""
+    """Have the kernel kill this process when its parent ends. A new user namespace would undo that: enter it before."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,11 +1,26 @@
-"""Rewards for mathematics: 1 for the right final answer, else 0."""
+r"""Score final answers in mathematics: 1 for the right one, else 0.
 
-from streamppo.tasks.scorers.answers import boxed, equal, first_number, last_number, marked
+gsm8k, numeric   numbers, compared exactly; async, in the actor
+Math             formulas, sets, intervals, matrices, compared by math-verify; sync, so in killable processes: a policy
+                 can write \boxed{9^{9^{9^9}}}, and nothing else ends its evaluation
+"""
+
+import logging
+from typing import TYPE_CHECKING, TypeAlias
+
+from streamppo.errors import TaskError
+from streamppo.tasks.scorers.answers import boxed, first_number, last_number, marked, same_number
 from streamppo.types import ScoredText
 
+if TYPE_CHECKING:
+    from sympy import Basic, MatrixBase
 
-async def gsm8k(trajectory: ScoredText, answer: str) -> float:
-    r"""GSM8K: the completion's answer is what follows its last ####, else in its last \boxed{}, else its last number.
+Expressions: TypeAlias = "list[Basic | MatrixBase | str]"
+"""An answer as math-verify reads it: as formulas, and as the text that they stand in."""
+
+
+async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
+    r"""Compare the number after the completion's last ####, else in its last \boxed{}, else its last number.
 
     `answer` is a number, or GSM8K's own solution that ends in "#### 72".
     """
@@ -13,17 +28,49 @@ async def gsm8k(trajectory: ScoredText, answer: str) -> float:
     claimed = marked(text)
     given = (first_number(claimed) or claimed) if claimed else boxed(text) or last_number(text)
     wanted = marked(str(answer)) or str(answer)
-    return float(given is not None and equal(given, wanted))
+    return float(given is not None and same_number(given, wanted))
 
 
-async def math(trajectory: ScoredText, answer: str) -> float:
-    r"""MATH: only what stands in the completion's last \boxed{} counts. `answer` may be a solution with a \boxed{}."""
-    given = boxed(trajectory.completion)
-    wanted = boxed(str(answer)) or str(answer)
-    return float(given is not None and equal(given, wanted))
-
-
-async def numeric(trajectory: ScoredText, answer: float | str) -> float:
-    r"""The last \boxed{}, else the last number, equals the answer exactly, as a number."""
+async def numeric(trajectory: ScoredText, answer: str | float) -> float:
+    r"""Compare the number in the completion's last \boxed{}, else its last number."""
     given = boxed(trajectory.completion) or last_number(trajectory.completion)
-    return float(given is not None and equal(given, str(answer)))
+    return float(given is not None and same_number(given, str(answer)))
+
+
+class Math:
+    r"""Compare with `answer` what stands in the completion's last \boxed{}, by math-verify.
+
+    `answer` is LaTeX, or a solution with a \boxed{}. Without `boxed_only`, the answer of a completion that has no box
+    is looked for by math-verify's own rules. Raises `TaskError` for an answer that math-verify cannot read.
+    """
+
+    def __init__(self, boxed_only: bool = True) -> None:
+        # Half a second: only for those that use it, and before the processes are forked.
+        import math_verify
+
+        # It warns that its timeouts are off. They use SIGALRM; ours ends the process.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        self._library = math_verify
+        self._boxed_only = boxed_only
+
+    def __call__(self, trajectory: ScoredText, answer: str | float) -> float:
+        """Return 1.0 for an equal answer, else 0.0."""
+        wanted_text = boxed(str(answer)) or str(answer)
+        inside = boxed(trajectory.completion)
+        if inside is None and self._boxed_only:
+            return 0.0
+        if inside is not None and same_number(inside, wanted_text):
+            return 1.0
+        wanted = self._parsed(wanted_text)
+        if not wanted:
+            raise TaskError(f"math-verify cannot read the answer {answer!r}")
+        given = self._parse(trajectory.completion) if inside is None else self._parsed(inside)
+        return float(self._library.verify(wanted, given, timeout_seconds=None))
+
+    def _parsed(self, latex: str) -> Expressions:
+        """Parse bare LaTeX, which math-verify reads only inside of dollars or boxes."""
+        return self._parse(f"\\boxed{{{latex}}}")
+
+    def _parse(self, text: str) -> Expressions:
+        # Its signature lacks the None that its documentation offers.
+        return self._library.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Where programs of the policy run: a protocol, and this machine as one place for them."""
+"""Places in which programs of the policy run: a protocol, and this machine as one of them."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 class Ran(NamedTuple):
-    """How a program ended. `exit_code` is None when it was killed at its time limit."""
+    """The end of a program. `exit_code` is None when it was killed at its time limit."""
 
     exit_code: int | None
     stdout: str
@@ -21,7 +21,7 @@ class Ran(NamedTuple):
 
 
 class Sandbox(Protocol):
-    """Runs Python programs that nobody trusts; a remote service is one more class with this method."""
+    """Runs Python programs that nobody trusts; a remote service is another class with this method."""
 
     def run(self, program: str, stdin: str, timeout_s: float) -> Ran:
         """Run to the end, or to the time limit. Raises an exception only if the sandbox itself fails."""
@@ -79,7 +79,7 @@ class Local:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # What the program has started is in its group, also when the program itself has ended.
+            # Processes that the program has started are in its group, also when the program itself has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -6,18 +6,18 @@ from streamppo.types import ScoredText
 
 
 class Pattern:
-    """1 when the whole completion matches the regular expression `pattern` (. matches newlines), else 0."""
+    """Score 1 when the whole completion matches the regular expression `pattern` (. matches newlines), else 0."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(pattern, re.DOTALL)
 
     def __call__(self, trajectory: ScoredText) -> float:
-        """See the class. Sync, because a regular expression can take for ever."""
+        """Match. Sync, because a regular expression can take for ever."""
         return float(self._pattern.fullmatch(trajectory.completion) is not None)
 
 
 async def think_answer(trajectory: ScoredText) -> float:
-    """1 for <think>...</think> followed by <answer>...</answer>, each once and in this order, else 0.
+    """Score 1 for <think>...</think> followed by <answer>...</answer>, each once and in this order, else 0.
 
     DeepSeek-R1's format reward, https://arxiv.org/abs/2501.12948.
     """
@@ -43,7 +43,7 @@ class Overlong:
         self._margin = margin
 
     async def __call__(self, trajectory: ScoredText) -> float:
-        """See the class."""
+        """Return the punishment."""
         if trajectory.finish == "length":
             return -1.0
         beyond = self._max_tokens - self._margin - trajectory.num_tokens

@@ -62,7 +62,7 @@ def said(completion: str) -> ScoredText:
 
 
 async def scored(heading: str, *completions: str, overrides: tuple[str, ...] = ()) -> list[Reward | RewardFailed]:
-    rewards = Rewards(config(heading, *overrides).reward, print)
+    rewards = Rewards(config(heading, *overrides).reward)
     await rewards.start({"arithmetic"})
     try:
         asked = (rewards.score(PROMPT, said(completion)) for completion in completions)
@@ -140,7 +140,7 @@ def test_a_reward_model_in_its_own_actor(folder: Path) -> None:
     )
 
     async def story() -> list[Reward]:
-        rewards = Rewards(wanted.reward, print, model.create(wanted.reward, lambda _: {"num_cpus": 0}))
+        rewards = Rewards(wanted.reward, model.create(wanted.reward, lambda _: {"num_cpus": 0}))
         await rewards.start({"arithmetic"})
         return list(await asyncio.gather(*(rewards.score(PROMPT, said(c)) for c in ("46", "47", "46"))))
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Reward, ServiceScorer
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks.rewards.outcome import Outcome
-from streamppo.tasks.rewards.reward_model import RewardModel, create
+from streamppo.tasks.rewards.reward_model import Models, RewardModel, create
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.types import Message, Prompt, ScoredText, decode, encode
@@ -86,16 +86,16 @@ def a_ray() -> Iterator[None]:
         ray.shutdown()
 
 
-def created(config: Reward) -> dict[str, Any]:
+def created(config: Reward) -> Models:
     return create(config, lambda _: {"num_cpus": 0})
 
 
-def hired(config: Reward, models: dict[str, Any], prompt: Prompt, given: ScoredText) -> Any:
-    """What a rollout actor does with a reward model."""
+def hired(config: Reward, models: Models, prompt: Prompt, given: ScoredText) -> Any:
+    """Use reward models from an actor, as a rollout actor does."""
 
     class Scoring:
         async def start(self) -> int:
-            self._rewards = Rewards(config, print, models)
+            self._rewards = Rewards(config, models)
             await self._rewards.start({""})
             return os.getpid()
 
@@ -130,8 +130,8 @@ def test_a_reward_model_that_is_killed_comes_back_and_the_calls_that_it_had_are_
 
     async def story() -> None:
         models = created(config)
-        early, late = Rewards(config, print, models), Rewards(config, print, models)
-        hasty = Rewards(Reward(scorers={"mortal": msgspec.structs.replace(scorer, timeout_s=0.3)}), print, models)
+        early, late = Rewards(config, models), Rewards(config, models)
+        hasty = Rewards(Reward(scorers={"mortal": msgspec.structs.replace(scorer, timeout_s=0.3)}), models)
         await asyncio.gather(early.start({""}), hasty.start({""}))
         score = (await early.score(prompt, text("3"))).total
         (process,) = reward_models() - before
@@ -152,7 +152,7 @@ def test_a_reward_model_that_is_killed_comes_back_and_the_calls_that_it_had_are_
 
 
 def reward_models() -> set[psutil.Process]:
-    """The processes of all reward models."""
+    """List the processes of all reward models."""
     return {child for child in psutil.Process().children(recursive=True) if "ray::RewardModel" in child.cmdline()[:1]}
 
 
@@ -160,14 +160,14 @@ def reward_models() -> set[psutil.Process]:
 def test_a_reward_model_that_cannot_be_loaded_says_why(folder: Path) -> None:
     config = Reward(scorers={"wrong": ModelScorer(path=str(folder), label=3)})
     with pytest.raises(TaskError, match=f"{folder} cannot be loaded: .*has 1 outputs: there is no output 3$"):
-        asyncio.run(Rewards(config, print, created(config)).start({""}))
+        asyncio.run(Rewards(config, created(config)).start({""}))
 
 
 # --- HTTP ----------------------------------------------------------------------------------------------------
 
 
 async def ask(config: Reward, *texts: ScoredText, **columns: Any) -> list[Any]:
-    rewards = Rewards(config, lambda _: None)
+    rewards = Rewards(config)
     await rewards.start({""})
     try:
         prompt = Prompt(text="1+2=", columns=columns)

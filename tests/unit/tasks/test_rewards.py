@@ -1,4 +1,4 @@
-"""Rewards are other people's code: whatever they do, the run goes on, and failed is failed, never 0."""
+"""Rewards are other people's code: the run goes on beside any fault of theirs, and failed is failed, never 0."""
 
 import asyncio
 import math
@@ -15,6 +15,7 @@ import pytest
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
 from streamppo.errors import RewardFailed, TaskError
+from streamppo.tasks.read import Row
 from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.scoring import Rewards
@@ -32,8 +33,8 @@ def text(completion: str, finish: str = "stop", **more: Any) -> ScoredText:
 
 
 @asynccontextmanager
-async def started(config: Reward, said: list[str] | None = None) -> AsyncIterator[Rewards]:
-    rewards = Rewards(config, (said if said is not None else []).append)
+async def started(config: Reward) -> AsyncIterator[Rewards]:
+    rewards = Rewards(config)
     try:
         await rewards.start({""})
         yield rewards
@@ -79,10 +80,11 @@ FAULTS = [
 
 @pytest.mark.parametrize("function", ["sync", "awaiting"])
 @pytest.mark.parametrize(("fault", "reason"), FAULTS, ids=[fault for fault, _ in FAULTS])
-def test_whatever_a_reward_does_the_next_call_is_scored(function: str, fault: str, reason: str) -> None:
+def test_the_next_call_is_scored_after_any_fault_of_a_reward(
+    function: str, fault: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
-        said: list[str] = []
-        async with started(faulty(function), said) as rewards:
+        async with started(faulty(function)) as rewards:
             assert await total(rewards, "fine") == 1.0
             async with asyncio.timeout(20 * TIMEOUT_S):
                 with pytest.raises(RewardFailed, match=reason):
@@ -93,7 +95,7 @@ def test_whatever_a_reward_does_the_next_call_is_scored(function: str, fault: st
             assert report.respawns == (
                 fault in ("holds the gil", "exits", "crashes") or (fault, function) == ("hangs", "sync")
             )
-            assert any(line.startswith("reward failed: ") for line in said)
+            assert any(line.startswith("reward failed: ") for line in caplog.messages)
 
     asyncio.run(story())
 
@@ -187,7 +189,7 @@ def test_the_death_of_the_template_is_an_error_and_no_wait_for_ever() -> None:
 
 
 def test_an_actor_that_is_killed_takes_its_reward_processes_with_it() -> None:
-    """Also one that never looks at its socket, because it is stuck in a call, and what that call has started."""
+    """Also a process that never looks at its socket, being stuck in a call, and all that the call has started."""
     program = (
         "import asyncio\n"
         "from streamppo.config.reward import FunctionScorer, Reward\n"
@@ -195,7 +197,7 @@ def test_an_actor_that_is_killed_takes_its_reward_processes_with_it() -> None:
         "from streamppo.types import Prompt, ScoredText\n"
         "async def main():\n"
         f"    scorer = FunctionScorer(function={f'{FAULTY}:sync'!r}, processes=1)\n"
-        "    rewards = Rewards(Reward(scorers={'reward': scorer}), lambda _: None)\n"
+        "    rewards = Rewards(Reward(scorers={'reward': scorer}))\n"
         "    await rewards.start(set())\n"
         "    text = ScoredText(prompt='', completion='spawns', finish='stop', num_tokens=1)\n"
         "    print('started', flush=True)\n"
@@ -284,15 +286,18 @@ def test_a_sync_reward_is_refused_in_the_actor() -> None:
         asyncio.run(story())
 
 
-def test_the_builtin_reward_stays_in_the_actor_and_wants_the_exact_answer_and_its_end() -> None:
+def test_the_builtin_reward_stays_in_the_actor_and_wants_the_exact_answer_and_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="streamppo")
+
     async def story() -> None:
-        said: list[str] = []
-        async with started(one_function(function="streamppo.tasks.library.arithmetic:score"), said) as rewards:
+        async with started(Reward(function="streamppo.tasks.library.arithmetic:score")) as rewards:
             assert processes() == []
             prompt = Prompt(text="1+2=", columns={"answer": "3", "level": 1})
             for given, expected in ((text("3"), 1), (text("33"), 0), (text("3", "length"), 0), (text(""), 0)):
                 assert (await rewards.score(prompt, given)).total == expected
-        assert said == [
+        assert caplog.messages == [
             "reward is streamppo.tasks.library.arithmetic:score (async, trajectory signature), in the actor"
         ]
 
@@ -402,7 +407,7 @@ def test_a_scorer_is_selected_by_data_source_and_every_source_needs_one() -> Non
                 "chat": scorer(per_token, sources=("hh",), where="actor"),
             }
         )
-        rewards = Rewards(config, lambda _: None)
+        rewards = Rewards(config)
         with pytest.raises(TaskError, match="data source 'code'"):
             await rewards.start({"gsm8k", "code"})
         await rewards.start({"gsm8k", "hh"})
@@ -424,13 +429,16 @@ def test_one_failing_scorer_fails_the_trajectory_and_is_named() -> None:
     asyncio.run(story())
 
 
-def guarded(limits: Limits, call: Callable[[int], Awaitable[Outcome]], said: list[str]) -> guards.Guard:
+# --- bounds --------------------------------------------------------------------------------------------------
+
+
+def guarded(limits: Limits, call: Callable[[int], Awaitable[Outcome]]) -> guards.Guard:
     numbers = iter(range(10_000))
 
-    async def one_call(text: ScoredText, columns: dict[str, Any]) -> Outcome:
+    async def one_call(text: ScoredText, columns: Row) -> Outcome:
         return await call(next(numbers))
 
-    return guards.Guard("judge", limits, one_call, said.append)
+    return guards.Guard("judge", limits, one_call)
 
 
 BUSY = Outcome(reason="busy", retryable=True)
@@ -467,7 +475,7 @@ def test_no_more_calls_are_in_flight_than_the_bound() -> None:
             running -= 1
             return FINE
 
-        guard = guarded(Limits(concurrency=7), call, [])
+        guard = guarded(Limits(concurrency=7), call)
         await asyncio.gather(*(guard.score(text(""), {}) for _ in range(50)))
         assert most == 7
 
@@ -482,16 +490,15 @@ def test_calls_begin_no_oftener_than_the_rate() -> None:
             begun.append(time.perf_counter())
             return FINE
 
-        guard = guarded(Limits(calls_per_s=100), call, [])
+        guard = guarded(Limits(calls_per_s=100), call)
         await asyncio.gather(*(guard.score(text(""), {}) for _ in range(20)))
         assert begun[-1] - begun[0] > 0.18
 
     asyncio.run(story())
 
 
-def test_the_breaker_lets_one_call_at_a_time_try_until_one_succeeds() -> None:
+def test_the_breaker_lets_one_call_at_a_time_try_until_one_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
-        said: list[str] = []
         down_until = time.perf_counter() + 0.5
         tries = 0
 
@@ -501,34 +508,31 @@ def test_the_breaker_lets_one_call_at_a_time_try_until_one_succeeds() -> None:
             await asyncio.sleep(0.001)
             return BUSY if time.perf_counter() < down_until else FINE
 
-        guard = guarded(
-            Limits(attempts=50, backoff_s=0.001, breaker_failures=5, breaker_s=0.1, concurrency=5), call, said
-        )
+        guard = guarded(Limits(attempts=50, backoff_s=0.001, breaker_failures=5, breaker_s=0.1, concurrency=5), call)
         outcomes = await asyncio.gather(*(guard.score(text(""), {}) for _ in range(40)))
         assert all(outcome.reward for outcome in outcomes)
         # 40 calls, about 10 before the breaker opened, and a try every 0.1 s while it was open.
         assert tries < 40 + 10 + 10
-        assert "calls wait: busy" in said[0]
+        assert "calls wait: busy" in caplog.messages[0]
 
     asyncio.run(story())
 
 
-def test_only_a_success_closes_the_breaker_and_begins_the_count_anew() -> None:
+def test_only_a_success_closes_the_breaker_and_begins_the_count_anew(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
-        said: list[str] = []
         late = Outcome(reason="no score after 1 s")
         outcomes = [BUSY, late, BUSY, FINE, BUSY, BUSY, late, BUSY, late, FINE, BUSY]
 
         async def call(number: int) -> Outcome:
             return outcomes[number]
 
-        guard = guarded(Limits(attempts=1, breaker_failures=3, breaker_s=0.01), call, said)
+        guard = guarded(Limits(attempts=1, breaker_failures=3, breaker_s=0.01), call)
         waiting: list[bool] = []
         for _ in outcomes:
             await guard.score(text(""), {})
             waiting.append(not guard._closed.is_set())
         assert waiting == [False] * 7 + [True, True, False, False]
-        assert [line for line in said if "calls wait" in line] == [
+        assert [line for line in caplog.messages if "calls wait" in line] == [
             "judge: 3 calls failed and none succeeded; calls wait: busy"
         ]
 

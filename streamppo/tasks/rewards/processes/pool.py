@@ -5,8 +5,8 @@ produces     outcomes; a call that does not end in time, or whose process dies, 
 waits for    a free process: sync rewards have one call in each, async ones all calls in one
 unblocks     by killing: a stuck process is replaced by a fork of the template, which is there in milliseconds
 
-A shared process that has to be killed may hold other calls: each of those is run again in a process of its own, so that
-the one that hung or died is told from those that happened to be beside it.
+A shared process that has to be killed may hold other calls: each of its calls is run again in a process of its own, so
+that the guilty call is told from its neighbours.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ import contextlib
 import signal
 import socket
 from collections.abc import Coroutine
-from typing import Any
 
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards.outcome import Outcome, too_late
+from streamppo.tasks.rewards.processes import template
 from streamppo.tasks.rewards.processes.template import Template
 from streamppo.tasks.rewards.processes.wire import UNSENDABLE, Answer, Call, frame, receive_async
 from streamppo.tasks.rewards.signature import Columns, Texts
@@ -43,7 +43,10 @@ class Process:
         self.killed = False
 
     async def ask(self, call: Call, timeout_s: float) -> tuple[Outcome, ...]:
-        """Raises `TimeoutError` if no answer comes in time, `Lost` if the process ends with several calls in it."""
+        """Send a call and wait for its answer.
+
+        Raises `TimeoutError` if none comes in time, `Lost` if the process ends with several calls in it.
+        """
         answer: asyncio.Future[tuple[Outcome, ...]] = asyncio.get_running_loop().create_future()
         self.calls[call.number] = answer
         try:
@@ -54,7 +57,7 @@ class Process:
             del self.calls[call.number]
 
     async def listen(self) -> None:
-        """Hand answers to those who wait for them, until the process is gone."""
+        """Hand answers to the calls that wait for them, until the process is gone."""
         try:
             while True:
                 answer = await receive_async(self.reader, Answer)
@@ -64,9 +67,9 @@ class Process:
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 
-    def settle(self, status: int) -> None:
-        """The process is gone: tell those who still wait. Only one that was alone in it can be blamed."""
-        reason = f"its process died: {_how(status)}"
+    def fail_calls(self, status: int) -> None:
+        """Fail the calls that still wait in a process that is gone. Only a call that was alone in it can be blamed."""
+        reason = f"its process died: {_ending(status)}"
         for waiting in self.calls.values():
             if waiting.done():
                 continue
@@ -76,14 +79,24 @@ class Process:
                 waiting.set_exception(Lost())
 
 
-class Pool:
-    """`start` first. `call` may be called from any number of coroutines."""
+async def start(config: FunctionScorer, is_async: bool) -> "Pool":
+    """Load the reward and fork its processes. Raises `TaskError` if it cannot be loaded."""
+    pool = Pool(config, is_async, await template.start(config))
+    async with contextlib.AsyncExitStack() as on_failure:
+        on_failure.push_async_callback(pool.close)
+        await pool.fill()
+        on_failure.pop_all()
+    return pool
 
-    def __init__(self, config: FunctionScorer, is_async: bool) -> None:
+
+class Pool:
+    """The processes of one reward. `call` may be called from any number of coroutines."""
+
+    def __init__(self, config: FunctionScorer, is_async: bool, template: Template) -> None:
         self.respawns = 0
         self._config = config
         self._is_async = is_async
-        self._template = Template(config)
+        self._template = template
         self._free: asyncio.Queue[Process] = asyncio.Queue()
         self._alone = asyncio.Semaphore(config.processes)
         self._shared: Process | None = None
@@ -91,14 +104,13 @@ class Pool:
         self._broken: TaskError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        """Load the reward and fork the processes. Raises `TaskError` if it cannot be loaded."""
-        await self._template.start()
+    async def fill(self) -> None:
+        """Fork the processes: one for all calls of an async reward, else as many as calls may run at once."""
         for _ in range(1 if self._is_async else self._config.processes):
             self._offer(await self._spawn(respawn=True))
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        """One outcome for each text."""
+        """Return one outcome for each text."""
         process = await self._free.get()
         if self._broken is not None:
             self._free.put_nowait(process)
@@ -118,7 +130,7 @@ class Pool:
                 self._end(process)
 
     async def _exclusively(self, process: Process, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
-        """The process takes no other call until this one has ended."""
+        """Keep every other call out of the process until this one has ended."""
         try:
             outcomes = await self._ask(process, texts, columns)
         except BaseException:
@@ -153,48 +165,48 @@ class Pool:
         return process
 
     async def _live(self, process: Process, respawn: bool) -> None:
-        """From its birth to its end, and on to its successor."""
+        """Follow a process from its birth to its end, and start its successor."""
         try:
             await process.listen()
         finally:
             process.writer.close()
         self._retire(process)
         try:
-            process.settle(await self._template.collect(process.pid))
+            process.fail_calls(await self._template.collect(process.pid))
             if respawn:
                 self.respawns += 1
                 process = await self._spawn(respawn=True)
         except TaskError as error:
             self._broken = error
-            process.settle(-signal.SIGKILL)
+            process.fail_calls(-signal.SIGKILL)
         if respawn:
             self._offer(process)
 
     def _offer(self, process: Process) -> None:
-        """Calls may go to it; that of an async reward stays in the queue while they do."""
+        """Let calls go to a process; that of an async reward stays in the queue while they do."""
         self._shared = process if self._is_async else None
         self._free.put_nowait(process)
 
     def _end(self, process: Process) -> None:
-        """Kill it; `_live` sees its socket close."""
+        """Kill a process; `_live` sees its socket close."""
         if not process.ended:
             process.killed = True
             self._retire(process)
             self._keep(self._kill(process.pid))
 
     def _retire(self, process: Process) -> None:
-        """No call goes to it any more."""
+        """Let no call go to a process any more."""
         if process is self._shared:
             self._shared = None
             self._free.get_nowait()
         process.ended = True
 
     async def _kill(self, pid: int) -> None:
-        # Without its template `_live` says what is wrong.
+        # If the template has died, `_live` says so.
         with contextlib.suppress(TaskError):
             await self._template.kill(pid)
 
-    def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -207,5 +219,5 @@ class Pool:
         await self._template.close()
 
 
-def _how(status: int) -> str:
+def _ending(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"

@@ -1,31 +1,33 @@
-"""What the actor and its reward processes say to each other: frames of msgpack, each after its length."""
+"""Messages between the actor and its reward processes: frames of msgpack, each after its length."""
 
 import asyncio
 import socket
 import struct
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from streamppo.config.reward import Argument
 from streamppo.tasks.rewards.outcome import Outcome
-from streamppo.types import Crossing, ScoredText
+from streamppo.tasks.rewards.signature import Columns, Texts
+from streamppo.types import Crossing
 
 LENGTH = struct.Struct("<I")
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""What `frame` raises: for an object, half of a surrogate pair, 2**64, a list in a list in a list, ..."""
+"""Raised by `frame`: for an object, half of a surrogate pair, 2**64, a list in a list in a list, ..."""
 T = TypeVar("T")
 
 
 class Setup(Crossing, frozen=True):
-    """actor -> template: what to load."""
+    """actor -> template: load this reward."""
 
     function: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Argument]
     memory_mib: int
 
 
 class Ready(Crossing, frozen=True):
-    """template -> actor: it is loaded, or why not."""
+    """template -> actor: it is loaded, or else the error."""
 
     error: str = ""
 
@@ -38,7 +40,7 @@ class Order(Crossing, frozen=True):
 
 
 class Done(Crossing, frozen=True):
-    """template -> actor: the new process, or how the old one ended (a negative status is a signal)."""
+    """template -> actor: the new process, or the exit status of the old one (a negative one is a signal)."""
 
     pid: int
     status: int = 0
@@ -48,8 +50,8 @@ class Call(Crossing, frozen=True):
     """actor -> process: score these."""
 
     number: int
-    texts: tuple[ScoredText, ...]
-    columns: tuple[dict[str, Any], ...]
+    texts: Texts
+    columns: Columns
     timeout_s: float
 
 
@@ -61,7 +63,7 @@ class Answer(Crossing, frozen=True):
 
 
 def frame(value: Crossing) -> bytes:
-    """`value` as it goes over the wire. Raises one of `UNSENDABLE` for columns that msgpack does not hold."""
+    """Encode `value` after its length. Raises one of `UNSENDABLE` for columns that msgpack does not hold."""
     body = msgspec.msgpack.encode(value)
     return LENGTH.pack(len(body)) + body
 

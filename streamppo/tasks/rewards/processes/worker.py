@@ -40,7 +40,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(fd: int) -> None:
-    """The template's life. `fd` is its socket to the actor."""
+    """Live as the template. `fd` is its socket to the actor."""
     # The actor may be killed at any instant, also while the import below hangs; later the socket's end says so.
     _die_with_parent(signal.SIGKILL)
     channel = socket.socket(fileno=fd)
@@ -62,10 +62,10 @@ def main(fd: int) -> None:
 
 
 def _obey(channel: socket.socket, reward: Loaded, setup: Setup, processes: set[int]) -> None:
-    """One order of the actor's."""
+    """Carry out one order of the actor's."""
     order, fd = receive_order(channel)
     if fd is None:
-        # One that is collected already may have left its number to a stranger.
+        # The number of a process that is collected already may be that of a stranger.
         if order.pid in processes:
             _kill(order.pid)
         return send(channel, Done(pid=order.pid, status=_collect(order.pid, processes) if order.collect else 0))
@@ -85,14 +85,14 @@ def _collect(pid: int, processes: set[int]) -> int:
 
 
 def _kill(pid: int) -> None:
-    """The process and all that it has started."""
+    """Kill the process and all that it has started."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
 
 
 def _live(channel: socket.socket, reward: Loaded, memory_mib: int) -> NoReturn:
-    """A process's life: calls until the actor hangs up."""
+    """Live as a process: calls until the actor hangs up."""
     try:
         os.setsid()
         _die_with_parent(signal.SIGKILL)
@@ -115,7 +115,7 @@ def _die_with_parent(number: int) -> None:
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """`memory_mib` of private memory beyond what the import took; a larger allocation is a MemoryError."""
+    """Allow `memory_mib` of private memory beyond that of the import; a larger allocation is a MemoryError."""
     status = Path("/proc/self/status")
     if not status.exists():
         return
@@ -125,14 +125,14 @@ def _limit_memory(memory_mib: int) -> None:
 
 
 def _serve(channel: socket.socket, reward: Loaded) -> NoReturn:
-    """One call at a time; the actor watches the clock."""
+    """Answer one call at a time; the actor watches the clock."""
     while True:
         call = receive(channel, Call)
         send(channel, Answer(number=call.number, outcomes=signature.call(reward, call.texts, call.columns)))
 
 
 async def _serve_async(channel: socket.socket, reward: Loaded) -> NoReturn:
-    """As many calls at a time as there come; each has its own clock, and the actor watches for a loop that is stuck."""
+    """Answer all calls side by side; each has its own clock, and the actor watches for a loop that is stuck."""
     reader, writer = await asyncio.open_connection(sock=channel)
     running: set[asyncio.Task[None]] = set()
     while True:

@@ -1,0 +1,74 @@
+"""The examples run as examples/README.md says, a few updates long."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from conftest import REPOSITORY
+
+README = (REPOSITORY / "examples" / "README.md").read_text()
+SHORT = ("updates=3", "queue.batch_size=16", "model.warm_start.max_steps=20")
+
+
+def python(*arguments: str) -> str:
+    """Run Python in the repository's folder; its output."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def updates(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "update" in line]
+
+
+def test_the_readme_names_every_example() -> None:
+    named = set(re.findall(r"examples/(\w+\.(?:py|toml))", README))
+    files = {path.name for path in (REPOSITORY / "examples").iterdir() if path.suffix in (".py", ".toml")}
+    assert named <= files
+    assert {Path(name).stem for name in named} == {Path(name).stem for name in files}
+
+
+def test_a_service_scores_a_run(tmp_path: Path) -> None:
+    service = subprocess.Popen(
+        [sys.executable, "examples/reward_service.py", "0"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert service.stdout is not None
+        url = service.stdout.readline().strip()
+        address = f"reward.scorers.remote.url={url}"
+        python("-m", "streamppo", "run", "examples/reward_service.toml", "--runs", str(tmp_path), address, *SHORT)
+    finally:
+        service.kill()
+        service.communicate()
+    found = updates(tmp_path / "reward_service")
+    assert len(found) == 3
+    assert all(0.0 <= line["reward_digits"] <= 1.0 for line in found)
+    assert any(0.0 < line["reward_digits"] != line["reward"] for line in found)
+
+
+def test_an_environment_gives_a_second_chance(tmp_path: Path) -> None:
+    python("-m", "streamppo", "run", "examples/second_chance.toml", "--runs", str(tmp_path), *SHORT)
+    found = updates(tmp_path / "second_chance")
+    assert len(found) == 3
+    assert all(0.0 <= line["reward_first"] <= line["reward"] <= 1.0 for line in found)
+
+
+def test_a_run_from_python_shows_its_metrics_and_its_archive(tmp_path: Path) -> None:
+    shown = python("examples/first_run.py", "2", str(tmp_path))
+    assert "'update': 2," in shown
+    assert "00000000.zarr.zip: 64 trajectories, mean reward" in shown
+    assert "tokens of the first: [" in shown
