@@ -89,7 +89,7 @@ async def _engine(config: Config, path: str) -> Engine:
     from transformers import AutoModelForCausalLM
 
     tensors = {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
-    return await build.engine(config, "reward-test", path, 0, tensors, say=_complain)
+    return await build.engine(config, "reward-test", path, 0, tensors)
 
 
 def _complain(text: str) -> None:

@@ -12,6 +12,9 @@ engines pull it in one step. A new process fences out the one before it and rebu
 learner brings the weights again.
 """
 
+# Ray leaves parts of its signatures untyped.
+# pyright: reportUnknownMemberType=false
+
 import asyncio
 import time
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
+import ray
 
 from streamppo import process
 from streamppo.config.change import kept, learning
@@ -122,6 +126,7 @@ class QueueActor(Lessons):
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
+    @ray.method
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
         """Up to `limit` tickets, as soon as there is one; none after `POLL_S`.
 
@@ -134,11 +139,13 @@ class QueueActor(Lessons):
             await self._commit()
         return encode(tickets or ())
 
+    @ray.method
     async def swapped(self, actor: str, engine_version: int) -> None:
         """The engine of `actor` holds `engine_version` from here on."""
         self._hear(actor, engine_version)
         await self._notify()
 
+    @ray.method
     async def deliver(self, trajectories: bytes, failures: bytes) -> None:
         """What a rollout actor has finished since it last called; in the journal when this returns."""
         if self._queue.limits is None:
@@ -153,6 +160,7 @@ class QueueActor(Lessons):
             await self._commit()
         await self._notify()
 
+    @ray.method
     async def weights_after(self, actor: str, version: int) -> tuple[bytes, list[Any]] | None:
         """The newest push above `version`, as soon as there is one; None after `POLL_S`."""
         self._hear(actor, version)

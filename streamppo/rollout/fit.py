@@ -1,16 +1,19 @@
 """Checks that a prompt, or a push of weights, fits the model before an engine takes it."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.types import Ints
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def expected_shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
+
+def expected_shapes(config: "PreTrainedConfig") -> dict[str, torch.Size]:
     """List the name and shape of every tensor that a push of this model holds; tied ones stand in it once."""
     from transformers import AutoModelForCausalLM
 

@@ -12,15 +12,17 @@ A small model spends more time on launching operations than on arithmetic, so th
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from streamppo.errors import ModelError
 from streamppo.rollout.fit import check_fit, expected_shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -59,7 +61,7 @@ class Decoder:
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        config: "PreTrainedConfig",
         tensors: Mapping[str, Tensor],
         *,
         rows: int,
@@ -180,7 +182,7 @@ class Decoder:
 # --- weights -------------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown(config: PreTrainedConfig) -> None:
+def _refuse_unknown(config: "PreTrainedConfig") -> None:
     """Refuse every model that the forward pass above would compute wrongly."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     problems = {
@@ -195,7 +197,7 @@ def _refuse_unknown(config: PreTrainedConfig) -> None:
         raise ModelError(f"the embedded engine does not run {' or '.join(found)}: use another rollout.engine")
 
 
-def _rotation(config: PreTrainedConfig, max_tokens: int, device: torch.device) -> Tensor:
+def _rotation(config: "PreTrainedConfig", max_tokens: int, device: torch.device) -> Tensor:
     """Tabulate exp(i * place * frequency) for every place and pair: [T, D / 2] complex64, scaled as the model asks."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

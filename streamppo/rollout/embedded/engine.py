@@ -16,11 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from streamppo.errors import WeightsError
 from streamppo.rollout.embedded.decoder import Decoder
@@ -28,6 +27,9 @@ from streamppo.rollout.embedded.rows import Request, Rows
 from streamppo.rollout.engine import Completion, Sampling, Usage
 from streamppo.rollout.fit import check_prompt
 from streamppo.types import Ints
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ADMIT_SHARE = 8
 """Steps are interrupted for a prefill when one of this many rows has become free."""
@@ -46,7 +48,7 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        hf_config: PreTrainedConfig,
+        hf_config: "PreTrainedConfig",
         tensors: Mapping[str, Tensor],
         *,
         version: int,
