@@ -44,7 +44,7 @@ class Follower:
         self._swapped = asyncio.Condition()
 
     async def run(self) -> None:
-        """Swap to the newest version without end: one that came and went during a swap is never pulled.
+        """Swap to the newest version without end; versions that came and went during a swap are never pulled.
 
         Bytes that were damaged on the way are asked for again. Raises `WeightsError` after `PULLS` refusals in a row:
         then the way is not the reason.

@@ -83,6 +83,7 @@ class EmbeddedEngine:
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
         self._driver = asyncio.create_task(self._drive())
+        self._driver.add_done_callback(self._fail_all)
 
     @property
     def version(self) -> int:
@@ -124,8 +125,6 @@ class EmbeddedEngine:
         self._driver.cancel()
         await asyncio.wait([self._driver])
         self._thread.shutdown()
-        # A driver that was cancelled before its first step has failed no call.
-        self._fail_all(asyncio.CancelledError())
 
     # --- the driver ------------------------------------------------------------------------------------------
 
@@ -136,21 +135,17 @@ class EmbeddedEngine:
         self._work.set()
 
     async def _drive(self) -> None:
-        try:
-            while True:
-                await self._rest()
-                begin = time.perf_counter()
-                self._rows.remove_cancelled()
-                if self._swap is not None:
-                    swap, self._swap = self._swap, None
-                    await self._apply_swap(*swap)
-                # A trip to the thread costs about a tenth of a small model's step: it is made for several steps.
-                for request in await self._run(self._burst, self._admissible(), self._version):
-                    request.resolve()
-                self._busy_s += time.perf_counter() - begin
-        except BaseException as error:
-            self._fail_all(error)
-            raise
+        while True:
+            await self._rest()
+            begin = time.perf_counter()
+            self._rows.remove_cancelled()
+            if self._swap is not None:
+                swap, self._swap = self._swap, None
+                await self._apply_swap(*swap)
+            # A trip to the thread costs about a tenth of a small model's step: it is made for several steps.
+            for request in await self._run(self._burst, self._admissible(), self._version):
+                request.resolve()
+            self._busy_s += time.perf_counter() - begin
 
     async def _rest(self) -> None:
         """Wait until there is something to do."""
@@ -200,11 +195,11 @@ class EmbeddedEngine:
         """Call `function` in the engine's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    def _fail_all(self, error: BaseException) -> None:
-        """Fail every waiting call by `error`."""
+    def _fail_all(self, driver: asyncio.Task[None]) -> None:
+        """Fail every waiting call as the driver ended: by its error, or cancelled."""
         for future in [future for future in self._promised if not future.done()]:
-            if isinstance(error, asyncio.CancelledError):
-                future.cancel()
-            else:
+            if not driver.cancelled() and (error := driver.exception()):
                 future.set_exception(error)
+            else:
+                future.cancel()
         self._waiting.clear()

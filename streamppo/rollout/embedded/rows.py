@@ -141,7 +141,7 @@ class Rows:
         return Draws(temperature, top_p, top_k.long())
 
     def _end(self, row: int, stopped: bool) -> Request:
-        """Complete the request of one row and free the row. Rows end from the highest down: one that moves was seen."""
+        """Complete the request of one row and free the row. Rows end from the highest down: the last one was seen."""
         request, length = self.requests[row], int(self._length[row])
         request.completion = Completion(
             tokens=self._out[row, :length].copy(),

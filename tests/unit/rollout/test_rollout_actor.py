@@ -1,4 +1,4 @@
-"""A rollout actor without Ray: what it loads, what it refuses to go on with, and what it survives."""
+"""The worker of a rollout actor without Ray: versions that it follows, failures that cost one trajectory each."""
 
 import asyncio
 from collections.abc import Callable
