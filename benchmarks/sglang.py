@@ -57,7 +57,7 @@ async def _measure(kind: str, dtype: str) -> dict[str, Any]:
         model.save_pretrained(folder)
         config = configfile.load(CONFIG, [f"rollout.engine.kind={kind}", "rollout.slots=64", f"model.dtype={dtype}"])
         begin = time.perf_counter()
-        engine = await build.engine(config, "bench", folder, 0, _tensors(model), say=print)
+        engine = await build.engine(config, "bench", folder, 0, _tensors(model))
     start_s = time.perf_counter() - begin
     prompts = np.random.default_rng(0).integers(2, 64, (64, PROMPT)).astype(np.int32)
     try:

@@ -91,7 +91,7 @@ async def _engine(config: Config, path: str) -> Engine:
     from transformers import AutoModelForCausalLM
 
     tensors = {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
-    return await build.engine(config, "reward-test", path, 0, tensors, say=log.info)
+    return await build.engine(config, "reward-test", path, 0, tensors)
 
 
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:

@@ -1,13 +1,15 @@
-"""The one interface behind which every engine stands: token ids in, tokens with log-probs and versions out."""
+"""The interface of every engine: token ids go in, tokens with log-probs and versions come out."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
 
 from streamppo.types import Floats, Ints
 
 
 class Sampling(NamedTuple):
-    """How to sample one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off."""
+    """Sampling parameters of one completion. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` are off."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -19,8 +21,8 @@ class Completion(NamedTuple):
     """One completion of T >= 1 tokens, the end-of-sequence token included when `finish` is "stop".
 
     `logprobs[t]` is under the distribution that token t was sampled from (after temperature, top-k and top-p);
-    greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled it; where the
-    engine does not know it (`versions_known` is false), an older one.
+    greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t. If
+    the engine does not know it (`versions_known` is false), it is the oldest version that can have been.
     """
 
     tokens: Ints
@@ -33,7 +35,7 @@ class Completion(NamedTuple):
 class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
-    `restarts` counts the deaths that it has survived.
+    `restarts` counts how often its processes have died and were started again.
     """
 
     tokens: int
@@ -45,11 +47,12 @@ class Usage(NamedTuple):
 
 
 class Engine(Protocol):
-    """Generates for ever; swaps weights between two tokens while completions are running.
+    """Generates without end; swaps weights between two tokens while completions are running.
 
-    Consumes   requests by `generate`, weights by `update_weights`
-    Produces   completions, in the order in which they finish
-    Waits for  nothing but requests
+    consumes     requests by `generate`, weights by `update_weights`
+    produces     completions, in the order in which they finish
+    waits for    requests alone
+    unblocks     the caller of `generate` or `update_weights`
     """
 
     @property
@@ -61,8 +64,8 @@ class Engine(Protocol):
         """Sample one completion of the token ids `prompt` [P]. Raises `ModelError` if it cannot fit."""
         ...
 
-    async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Swap to `tensors` (torch, HF names) at the next token boundary; returns when they are in use.
+    async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Swap to `tensors` (HF names) at the next token boundary; return when they are in use.
 
         Raises `WeightsError`, and keeps the old version, if names or shapes do not fit.
         """
@@ -73,5 +76,5 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Fail what is in flight with `asyncio.CancelledError` and release everything."""
+        """Fail every waiting call with `asyncio.CancelledError` and release everything."""
         ...

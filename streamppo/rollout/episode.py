@@ -1,10 +1,10 @@
-"""From a prompt to a finished completion: one turn, or several with an environment. Tokens in, tokens out.
+"""Plays a prompt to a finished completion: one turn, or several with an environment. Tokens in, tokens out.
 
     turn of the policy -> environment.step -> observation, or done
             ^                                      |
             +--------------------------------------+   until max_turns or max_tokens
 
-What the policy sampled is kept as it was sampled; observations are tokenised on their own and masked.
+Sampled tokens are kept as they were sampled; observations are tokenised on their own and masked.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from streamppo.rollout.engine import Completion, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, Environment
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Flags, Floats, Ints, Message, Prompt, Reward, ScoredText
+from streamppo.types import Flags, Floats, Identity, Ints, Message, Prompt, Reward, ScoredText, Trajectory
 
 FAILURES = (TaskError, ModelError)
-"""What costs one trajectory and nothing else, while it is played or scored."""
+"""Errors that cost one trajectory and nothing else, while it is played or scored."""
 
 
 class Episode(NamedTuple):
-    """A finished trajectory before it is scored; T tokens. `turn_ends` are the places of the last tokens of turns."""
+    """A finished completion of T tokens before it is scored. `turn_ends` are the places of the turns' last tokens."""
 
     prompt_tokens: Ints
     tokens: Ints
@@ -40,7 +40,7 @@ class Episode(NamedTuple):
     end: Done = Done()
 
     def text(self, prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
-        """What rewards see of it."""
+        """Decode the part of it that rewards see."""
         return ScoredText(
             prompt=prompt.text,
             completion=tokenizer.decode(self.tokens),
@@ -53,21 +53,38 @@ class Episode(NamedTuple):
         )
 
     def reward(self, scored: Reward) -> Reward:
-        """The scorers' reward and the environment's together."""
+        """Add the scorers' reward and the environment's."""
         if not self.turn_rewards:
             return scored
-        theirs = scored.turns or (0.0,) * len(self.turn_rewards)
+        scored_turns = scored.turns or (0.0,) * len(self.turn_rewards)
         return Reward(
             score=scored.score,
             tokens=scored.tokens,
-            turns=tuple(own + other for own, other in zip(self.turn_rewards, theirs, strict=True)),
+            turns=tuple(a + b for a, b in zip(self.turn_rewards, scored_turns, strict=True)),
             components={**self.end.components, **scored.components},
             explanation="\n".join(filter(None, (self.end.explanation, scored.explanation))),
         )
 
+    def trajectory(self, identity: Identity, actor: str, reward: Reward) -> Trajectory:
+        """Make the scored trajectory that crosses to the queue."""
+        return Trajectory(
+            identity=identity,
+            actor=actor,
+            prompt_tokens=self.prompt_tokens.tobytes(),
+            tokens=self.tokens.tobytes(),
+            logprobs=self.logprobs.tobytes(),
+            versions=self.versions.tobytes(),
+            mask=self.mask.tobytes(),
+            finish=self.finish,
+            versions_known=self.versions_known,
+            reward=reward.total,
+            token_rewards=place(reward, self.mask, self.turn_ends),
+            components=reward.components,
+        )
+
 
 class Player:
-    """Plays prompts on one engine."""
+    """Plays prompts with one engine and, if there is one, a new environment for each."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, environment: EnvironmentConfig | None) -> None:
         self._engine = engine
@@ -76,42 +93,50 @@ class Player:
         self._make = environments.load(environment) if environment else None
 
     async def play(self, prompt: Prompt, sampling: Sampling) -> Episode:
-        """One trajectory. Raises one of `FAILURES`."""
+        """Play one episode. Raises one of `FAILURES`."""
         if self._environment is None or self._make is None:
             tokens = self.tokenizer.encode(prompt)
-            done = await self._engine.generate(tokens, sampling)
-            mask = np.ones(len(done.tokens), dtype=np.bool_)
-            ends, known = (len(mask) - 1,), done.versions_known
-            return Episode(tokens, done.tokens, done.logprobs, done.versions, mask, done.finish, ends, known)
+            completion = await self._engine.generate(tokens, sampling)
+            count = len(completion.tokens)
+            return Episode(
+                tokens,
+                completion.tokens,
+                completion.logprobs,
+                completion.versions,
+                np.ones(count, dtype=np.bool_),
+                completion.finish,
+                (count - 1,),
+                completion.versions_known,
+            )
         async with environments.opened(self._make, self._environment.timeout_s) as world:
-            return await self._turns(prompt, sampling, self._environment, world)
+            return await self._converse(prompt, sampling, self._environment, world)
 
-    async def _turns(
+    async def _converse(
         self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: Environment
     ) -> Episode:
-        said = await environments.begin(world, prompt, limits.timeout_s)
-        record = Record(self.tokenizer.encode(_opening(prompt, said)))
+        opening = _opening(prompt, await environments.begin(world, prompt, limits.timeout_s))
+        columns = Columns(self.tokenizer.encode(opening))
         for turn in range(1, limits.max_turns + 1):
-            room = limits.max_tokens - record.length
-            done = await self._engine.generate(
-                record.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room))
+            room = limits.max_tokens - columns.length
+            completion = await self._engine.generate(
+                columns.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room))
             )
-            record.say(done, self.tokenizer.decode(done.tokens))
-            if done.finish == "length":
-                return record.episode("length", Done())
-            answer = await environments.step(world, record.turns[-1], limits.timeout_s)
-            record.rewards.append(answer.reward)
+            columns.add_turn(completion, self.tokenizer.decode(completion.tokens))
+            if completion.finish == "length":
+                return columns.episode("length", Done())
+            answer = await environments.step(world, columns.turns[-1], limits.timeout_s)
+            columns.rewards.append(answer.reward)
             if isinstance(answer, Done):
-                return record.episode("stop", answer)
+                return columns.episode("stop", answer)
             observed = self.tokenizer.observation(answer.said if isinstance(answer.said, str) else tuple(answer.said))
-            if turn == limits.max_turns or record.length + len(observed) >= limits.max_tokens:
+            if turn == limits.max_turns or columns.length + len(observed) >= limits.max_tokens:
                 break
-            record.observe(observed)
-        return record.episode("length", Done())
+            columns.add_observation(observed)
+        return columns.episode("length", Done())
 
 
-class Record:
-    """The columns of a trajectory as they grow."""
+class Columns:
+    """The columns of an episode as they grow, turn by turn."""
 
     def __init__(self, prompt_tokens: Ints) -> None:
         self.prompt_tokens = prompt_tokens
@@ -123,18 +148,18 @@ class Record:
         self._versions_known = True
 
     def context(self) -> Ints:
-        """All tokens so far."""
+        """Join all tokens so far, the prompt's first."""
         return np.concatenate([self.prompt_tokens, *(part[0] for part in self._parts)])
 
-    def say(self, completion: Completion, text: str) -> None:
-        """A turn of the policy."""
+    def add_turn(self, completion: Completion, text: str) -> None:
+        """Add a turn of the policy, which reads `text`."""
         self._add(completion.tokens, completion.logprobs, completion.versions, sampled=True)
         self._versions_known &= completion.versions_known
         self.turns.append(text)
         self._turn_ends.append(self.length - 1)
 
-    def observe(self, tokens: Ints) -> None:
-        """An observation: no log-prob, the version of the token before it, and never trained on."""
+    def add_observation(self, tokens: Ints) -> None:
+        """Add an observation: it has no log-prob, the version of the token before it, and is never trained on."""
         version = self._parts[-1][2][-1]
         self._add(tokens, np.zeros(len(tokens), np.float32), np.full(len(tokens), version, np.int32), sampled=False)
 
@@ -143,7 +168,7 @@ class Record:
         self.length += len(tokens)
 
     def episode(self, finish: Literal["stop", "length"], end: Done) -> Episode:
-        """The whole; a turn that was cut off has no reward of its own."""
+        """Join the columns; a turn that was cut off has no reward of its own."""
         tokens, logprobs, versions, mask = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         rewards = (*self.rewards, *[0.0] * (len(self.turns) - len(self.rewards)))
         return Episode(
@@ -161,18 +186,18 @@ class Record:
         )
 
 
-def _opening(prompt: Prompt, said: str | tuple[Message, ...]) -> Prompt:
-    """The prompt as the environment words it."""
-    if isinstance(said, str):
-        return Prompt(text=said, columns={}, max_tokens=prompt.max_tokens)
-    text = "\n\n".join(message.content for message in said)
-    return Prompt(text=text, columns={}, messages=said, max_tokens=prompt.max_tokens)
+def _opening(prompt: Prompt, worded: str | tuple[Message, ...]) -> Prompt:
+    """Replace the prompt's content by the environment's wording of it."""
+    if isinstance(worded, str):
+        return Prompt(text=worded, columns={}, max_tokens=prompt.max_tokens)
+    text = "\n\n".join(message.content for message in worded)
+    return Prompt(text=text, columns={}, messages=worded, max_tokens=prompt.max_tokens)
 
 
 def place(reward: Reward, mask: Flags, turn_ends: Sequence[int]) -> bytes:
     """Place a trajectory's rewards: [T] as a bytes column; empty when all of it stands on the last sampled token.
 
-    `mask` [T] are the sampled tokens, `turn_ends` the place of the last token of each turn. The column sums to
+    `mask` [T] is true for sampled tokens, `turn_ends` are the places of the turns' last tokens. The column sums to
     `reward.total`.
     """
     if not reward.tokens and not reward.turns:

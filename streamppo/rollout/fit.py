@@ -1,7 +1,7 @@
-"""What every engine asks before it takes a prompt or a push: does it fit the model?"""
+"""Checks that a prompt, or a push of weights, fits the model before an engine takes it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,9 +9,12 @@ from torch import Tensor
 from streamppo.errors import ModelError, WeightsError
 from streamppo.types import Ints
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def expected_shapes(config: Any) -> dict[str, torch.Size]:
-    """Name and shape of every tensor of the model, tied ones once: what a push has to hold."""
+
+def expected_shapes(config: "PreTrainedConfig") -> dict[str, torch.Size]:
+    """List the name and shape of every tensor that a push of this model holds; tied ones stand in it once."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -20,7 +23,7 @@ def expected_shapes(config: Any) -> dict[str, torch.Size]:
 
 
 def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
-    """Raises `WeightsError` if `tensors` are not exactly those that are `expected`."""
+    """Raise `WeightsError` unless `tensors` are exactly the `expected` ones."""
     if missing := sorted(expected.keys() - tensors.keys()):
         raise WeightsError(f"the push has no tensor {missing[0]!r} ({len(missing)} are missing)")
     if unknown := sorted(tensors.keys() - expected.keys()):
@@ -31,7 +34,7 @@ def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor])
 
 
 def check_prompt(prompt: Ints, longest: int, vocabulary: int) -> None:
-    """Raises `ModelError` for a prompt that would end the engine, and with it the completions of others."""
+    """Raise `ModelError` for a prompt that would crash the engine, and with it the completions of others."""
     if not 1 <= len(prompt) <= longest:
         raise ModelError(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
     if prompt.min() < 0 or prompt.max() >= vocabulary:

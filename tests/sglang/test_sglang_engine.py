@@ -88,7 +88,7 @@ def test_a_prompt_never_begins_with_the_cache_of_an_older_version(fresh: case.Se
     (prompt,) = [np.arange(3, 60, dtype=np.int32)]
 
     async def cached() -> int:
-        answer = await engine._link.call(
+        answer = await engine._life.link.call(
             "generate",
             input_ids=prompt.tolist(),
             sampling_params={"max_new_tokens": 1},
@@ -109,10 +109,10 @@ def test_a_paused_engine_samples_nothing_and_goes_on(fresh: case.Setting) -> Non
     async def pause() -> Any:
         under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
         await asyncio.sleep(case.BEGUN_S)
-        await engine._link.call("pause_generation", mode="in_place")
+        await engine._life.link.call("pause_generation", mode="in_place")
         await asyncio.sleep(1.0)
         was_done = under_way.done()
-        await engine._link.call("continue_generation")
+        await engine._life.link.call("continue_generation")
         return was_done, await under_way
 
     was_done, completion = fresh.run(pause())
@@ -122,7 +122,7 @@ def test_a_paused_engine_samples_nothing_and_goes_on(fresh: case.Setting) -> Non
 
 def test_a_completion_that_nobody_waits_for_is_aborted(fresh: case.Setting) -> None:
     engine = fresh.engine
-    waiting = engine._link._engine.tokenizer_manager.rid_to_state
+    waiting = engine._life.link._engine.tokenizer_manager.rid_to_state
 
     async def abandon() -> None:
         under_way = [asyncio.ensure_future(engine.generate(prompt, Sampling(400))) for prompt in case.prompts(4)]
@@ -159,7 +159,7 @@ def test_weights_that_sglang_does_not_take_are_noticed_and_the_old_version_serve
         pass
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._carrier, "carry", nothing)
+        patch.setattr(engine._life.carrier, "carry", nothing)
         with pytest.raises(WeightsError, match="SGLang has not taken"):
             fresh.run(engine.update_weights(version + 1, case.tensors(case.model(seed=8))))
     case.assert_serves(fresh, fresh.model, version)
@@ -195,7 +195,7 @@ def test_an_engine_process_that_is_killed_is_started_again_and_its_prompts_are_s
     engine, given = fresh.engine, case.prompts(4, seed=9)
     after = case.model(seed=10)
     version, restarts = engine.version + 1, engine.usage().restarts
-    victims = [child.pid for child in engine._link._children]
+    victims = [child.pid for child in engine._life.link._processes]
 
     async def kill() -> Any:
         await engine.update_weights(version, case.tensors(after))
@@ -220,7 +220,7 @@ def test_no_process_is_left_when_the_actor_is_killed(setting: case.Setting) -> N
         "import asyncio, time, sglang_case as case\n"
         "async def main():\n"
         f"    engine = await case.engine({setting.folder!r}, case.tensors(case.model()))\n"
-        "    print(*[child.pid for child in engine._link._children], flush=True)\n"
+        "    print(*[child.pid for child in engine._life.link._processes], flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"

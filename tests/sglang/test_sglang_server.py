@@ -77,7 +77,7 @@ def test_a_server_is_used_and_updated_by_its_url_and_its_death_is_survived(setti
     async def use() -> None:
         engine = await opened(setting, f"rollout.engine.url={url}")
         try:
-            assert engine._link.capacity == 8
+            assert engine._life.link.capacity == 8
             assert await exact_swap(engine, setting.model, after, kept=True) > 0
             prompt = case.prompts(1)[0]
             under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
@@ -155,7 +155,7 @@ def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Set
     async def use() -> None:
         engine = await case.engine(folder, case.tensors(before), "rollout.engine.kv=recompute")
         try:
-            assert engine._attestation.means == "values"
+            assert engine._life.attestation.means == "values"
             ends = await asyncio.gather(*(engine.generate(prompt, Sampling(450)) for prompt in case.prompts(8)))
             assert all((done.tokens == 1).nonzero()[0].tolist() == [len(done.tokens) - 1] for done in ends)
             assert {done.finish for done in ends} == {"stop"}

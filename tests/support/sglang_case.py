@@ -64,7 +64,7 @@ def save(made: Any, folder: Path) -> str:
 async def engine(folder: str, pushed: Mapping[str, Any], *overrides: str) -> Any:
     """A real engine on `folder`, holding `pushed` as version 0."""
     config = configfile.load(MATH, [*SGLANG, *overrides])
-    return await build.engine(config, "rollout-0", folder, 0, pushed, say=print)
+    return await build.engine(config, "rollout-0", folder, 0, pushed)
 
 
 def logprobs(made: Any, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:

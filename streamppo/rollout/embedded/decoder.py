@@ -3,14 +3,16 @@
 B rows, P prompt tokens (padded on the right), T cached tokens, C width, H query heads, K key-value heads, D head
 width, V vocabulary.
 
-Many small operations cost more than the arithmetic of a small model, so that the forward has few of them: queries,
-keys and values are one product, as are gate and up; the rotary embedding is one complex multiplication in place, for
-which the rows of the projections are reordered once so that the two halves of a rotated pair lie side by side (this
-leaves every dot product as it was); keys and values lie side by side in the cache and are written together.
+A small model spends more time on launching operations than on arithmetic, so the forward pass has few of them:
+
+- Queries, keys and values are one product; so are gate and up.
+- The rotary embedding is one complex multiplication in place. For it, the rows of the projections are reordered once,
+  so that the two halves of a rotated pair lie side by side. This leaves every dot product as it was.
+- Keys and values lie side by side in the cache and are written together.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,9 @@ from torch import Tensor
 
 from streamppo.errors import ModelError
 from streamppo.rollout.fit import check_fit, expected_shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -48,13 +53,22 @@ class Parameters(NamedTuple):
 
 
 class Decoder:
-    """Rows 0 .. `rows`-1 each hold the cache of one sequence of up to `max_tokens` tokens.
+    """The model with a cache: rows 0 .. `rows`-1 hold one sequence each, of up to `max_tokens` tokens.
 
-    Raises `ModelError` for a model that it would not compute exactly.
+    Raises `ModelError` for a model that it would not compute exactly, and `WeightsError` for `tensors` (HF names) that
+    do not fit.
     """
 
     def __init__(
-        self, config: Any, *, rows: int, max_tokens: int, dtype: torch.dtype, float32_head: bool, device: str
+        self,
+        config: "PreTrainedConfig",
+        tensors: Mapping[str, Tensor],
+        *,
+        rows: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        float32_head: bool,
+        device: str,
     ) -> None:
         _refuse_unknown(config)
         self.config = config
@@ -64,27 +78,28 @@ class Decoder:
         self.kv_heads = config.num_key_value_heads
         self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.max_tokens = max_tokens
-        self.parameters: Parameters | None = None
         self._expected = expected_shapes(config)
+        check_fit(self._expected, tensors)
+        self.parameters = _fuse(self, tensors)
         self.rotation_TD = _rotation(config, max_tokens, self.device)
         shape = (config.num_hidden_layers, rows, max_tokens, 2 * self.kv_heads, self.head_width)
         self.cache = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take `tensors` (HF names) as weights. Raises `WeightsError`, and keeps the old ones, if they do not fit."""
+        """Replace the weights by `tensors` (HF names). Raises `WeightsError`, and keeps the old, if they do not fit."""
         check_fit(self._expected, tensors)
         self.parameters = _fuse(self, tensors)
 
     @torch.inference_mode()
     def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_B: Tensor) -> Tensor:
-        """Fill the cache of `rows_B` with prompts; the logits [B, V] after the last token of each, float32."""
+        """Fill the cache of `rows_B` with prompts. Returns the logits [B, V] after each one's last token, float32."""
         hidden_BPC = self._layers(tokens_BP, rows_B, None)
         last_BC = hidden_BPC[torch.arange(len(rows_B), device=self.device), lengths_B - 1]
         return self._logits(last_BC)
 
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, at_B: Tensor, longest: int) -> Tensor:
-        """One token for each of rows 0..B-1, at place `at_B` < `longest`; the logits [B, V] after it, float32."""
+        """Feed one token to each of rows 0..B-1, at place `at_B` < `longest`. Returns the logits [B, V], float32."""
         hidden_B1C = self._layers(tokens_B[:, None], None, (at_B, longest))
         return self._logits(hidden_B1C[:, 0])
 
@@ -96,7 +111,6 @@ class Decoder:
 
     def _layers(self, tokens_BP: Tensor, rows_B: Tensor | None, decoding: tuple[Tensor, int] | None) -> Tensor:
         parameters, eps = self.parameters, self.config.rms_norm_eps
-        assert parameters is not None, "load comes first"
         B, P = tokens_BP.shape
         C = parameters.norm.shape
         x_BPC = F.embedding(tokens_BP, parameters.embedding)
@@ -130,8 +144,8 @@ class Decoder:
         if qkv.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(rotation)
         else:
-            turned = torch.view_as_complex(pairs.float().contiguous()) * rotation
-            pairs.copy_(torch.view_as_real(turned))
+            rotated = torch.view_as_complex(pairs.float().contiguous()) * rotation
+            pairs.copy_(torch.view_as_real(rotated))
 
     def _attend(
         self,
@@ -161,7 +175,6 @@ class Decoder:
         return attended.transpose(1, 2).reshape(B, P, -1)
 
     def _logits(self, hidden_BC: Tensor) -> Tensor:
-        assert self.parameters is not None
         head_VC = self.parameters.head
         return F.linear(hidden_BC.to(head_VC.dtype), head_VC).float()
 
@@ -169,8 +182,8 @@ class Decoder:
 # --- weights -------------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown(config: Any) -> None:
-    """Refuse what the forward above does not compute, rather than compute something else."""
+def _refuse_unknown(config: "PreTrainedConfig") -> None:
+    """Refuse every model that the forward pass above would compute wrongly."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     problems = {
         f"model_type {config.model_type!r} (known are {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
@@ -184,39 +197,40 @@ def _refuse_unknown(config: Any) -> None:
         raise ModelError(f"the embedded engine does not run {' or '.join(found)}: use another rollout.engine")
 
 
-def _rotation(config: Any, max_tokens: int, device: torch.device) -> Tensor:
-    """exp(i * place * frequency) for every place and pair, [T, D / 2] complex64, scaled as the model asks."""
+def _rotation(config: "PreTrainedConfig", max_tokens: int, device: torch.device) -> Tensor:
+    """Tabulate exp(i * place * frequency) for every place and pair: [T, D / 2] complex64, scaled as the model asks."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rope = LlamaRotaryEmbedding(config)
+    # It reads the rope parameters alone, which all `FAMILIES` spell alike.
+    rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
     angles_TD = torch.arange(max_tokens)[:, None].float() * rope.inv_freq[None].float()
     scale = torch.full_like(angles_TD, float(rope.attention_scaling))
     return torch.polar(scale, angles_TD).to(device)
 
 
 def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:
-    """HF tensors -> fused ones. Every tensor is copied: what was given may be a view of a shared buffer."""
+    """Fuse HF tensors. Every tensor is copied: the given one may be a view of a shared buffer."""
 
-    def take(name: str) -> Tensor:
+    def copied(name: str) -> Tensor:
         return tensors[name].to(decoder.device, decoder.dtype, copy=True)
 
     layers = tuple(
-        _fuse_layer(f"model.layers.{n}.", take, tensors.keys(), decoder.head_width)
+        _fuse_layer(f"model.layers.{n}.", copied, tensors.keys(), decoder.head_width)
         for n in range(decoder.config.num_hidden_layers)
     )
-    embedding = take("model.embed_tokens.weight")
-    head = take("lm_head.weight") if "lm_head.weight" in tensors else embedding
-    return Parameters(embedding, layers, take("model.norm.weight"), head.to(decoder.head_dtype))
+    embedding = copied("model.embed_tokens.weight")
+    head = copied("lm_head.weight") if "lm_head.weight" in tensors else embedding
+    return Parameters(embedding, layers, copied("model.norm.weight"), head.to(decoder.head_dtype))
 
 
-def _fuse_layer(prefix: str, take: Callable[[str], Tensor], names: Collection[str], head_width: int) -> Layer:
+def _fuse_layer(prefix: str, copied: Callable[[str], Tensor], names: Collection[str], head_width: int) -> Layer:
     def paired(tensor: Tensor) -> Tensor:
         """Reorder rows of each head from (first halves, second halves) to pairs side by side."""
         heads = tensor.reshape(-1, 2, head_width // 2, *tensor.shape[1:])
         return heads.transpose(1, 2).reshape(tensor.shape)
 
     def attention(name: str) -> Tensor:
-        return take(f"{prefix}self_attn.{name}")
+        return copied(f"{prefix}self_attn.{name}")
 
     def fused(kind: str) -> Tensor:
         q, k, v = (attention(f"{name}_proj.{kind}") for name in "qkv")
@@ -226,14 +240,14 @@ def _fuse_layer(prefix: str, take: Callable[[str], Tensor], names: Collection[st
         return f"{prefix}self_attn.{name}" in names
 
     return Layer(
-        norm=take(f"{prefix}input_layernorm.weight"),
+        norm=copied(f"{prefix}input_layernorm.weight"),
         qkv=fused("weight"),
         qkv_bias=fused("bias") if has("q_proj.bias") else None,
         q_norm=paired(attention("q_norm.weight")) if has("q_norm.weight") else None,
         k_norm=paired(attention("k_norm.weight")) if has("k_norm.weight") else None,
         out=attention("o_proj.weight"),
         out_bias=attention("o_proj.bias") if has("o_proj.bias") else None,
-        mlp_norm=take(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=torch.cat([take(f"{prefix}mlp.gate_proj.weight"), take(f"{prefix}mlp.up_proj.weight")]),
-        down=take(f"{prefix}mlp.down_proj.weight"),
+        mlp_norm=copied(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=torch.cat([copied(f"{prefix}mlp.gate_proj.weight"), copied(f"{prefix}mlp.up_proj.weight")]),
+        down=copied(f"{prefix}mlp.down_proj.weight"),
     )

@@ -1,21 +1,22 @@
 """Our own engine: continuous batching over fixed rows, weights swapped between two tokens. Any device, small models.
 
-    consumes     requests, in order of arrival
+    consumes     requests, in order of arrival; weights
     produces     completions, in order of their end; a row that ends is filled at the next boundary
-    waits for    requests alone
+    waits for    requests and weights alone
+    unblocks     the callers of `generate` and `update_weights`
 
     between two steps:   swap weights if new ones are there  ->  admit waiting requests into free rows  ->  step
 
-All state is touched by one coroutine; only the arithmetic of a step runs in a thread, so that the event loop of the
-actor stays free for rewards and deliveries.
+One coroutine, `_drive`, touches all state. Only the arithmetic of its steps runs in a thread, so that the actor's event
+loop stays free for rewards and deliveries.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -27,18 +28,27 @@ from streamppo.rollout.engine import Completion, Sampling, Usage
 from streamppo.rollout.fit import check_prompt
 from streamppo.types import Ints
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 ADMIT_SHARE = 8
-"""Running rows are interrupted for a prefill when one of so many has become free."""
-TURN_S = 0.005
-"""And in any case after so long, so that completions do not wait to be handed over."""
+"""Steps are interrupted for a prefill when one of this many rows has become free."""
+BURST_S = 0.005
+"""Steps are interrupted in any case after this long, so that completions do not wait to be handed over."""
+R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
 
 
 class EmbeddedEngine:
-    """See `Engine`. `slots` rows of up to `max_total_tokens` tokens, prompt included."""
+    """Implements `Engine`: `slots` rows of up to `max_total_tokens` tokens, prompt included.
+
+    To be made in a running event loop, in which it decodes until `stop`. Raises `ModelError` for a model that it does
+    not run, and `WeightsError` for tensors that do not fit the model.
+    """
 
     def __init__(
         self,
-        hf_config: Any,
+        hf_config: "PreTrainedConfig",
         tensors: Mapping[str, Tensor],
         *,
         version: int,
@@ -52,23 +62,28 @@ class EmbeddedEngine:
         device: str = "cpu",
     ) -> None:
         self._decoder = Decoder(
-            hf_config, rows=slots, max_tokens=max_total_tokens, dtype=dtype, float32_head=float32_head, device=device
+            hf_config,
+            tensors,
+            rows=slots,
+            max_tokens=max_total_tokens,
+            dtype=dtype,
+            float32_head=float32_head,
+            device=device,
         )
-        self._decoder.load(tensors)
         self._rows = Rows(self._decoder, eos_ids, torch.Generator(device).manual_seed(seed))
         self._version = version
         self._slots = slots
         self._kv = kv
         self._waiting: deque[Request] = deque()
-        self._promised: set[asyncio.Future[Any]] = set()
+        self._promised: set[asyncio.Future[Completion] | asyncio.Future[None]] = set()
         self._swap: tuple[int, Mapping[str, Tensor], asyncio.Future[None]] | None = None
         self._one_swap = asyncio.Lock()
         self._work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
-        self._driver: asyncio.Task[None] | None = None
-        self._stopped = False
         self._busy_s = self._idle_s = self._swap_s = 0.0
         self._swaps = 0
+        self._driver = asyncio.create_task(self._drive())
+        self._driver.add_done_callback(self._fail_all)
 
     @property
     def version(self) -> int:
@@ -107,63 +122,52 @@ class EmbeddedEngine:
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        self._stopped = True
-        if self._driver is not None:
-            self._driver.cancel()
-            await asyncio.wait([self._driver])
+        self._driver.cancel()
+        await asyncio.wait([self._driver])
         self._thread.shutdown()
-        # A driver that was cancelled before its first step has told nobody.
-        self._fail_all(asyncio.CancelledError())
 
     # --- the driver ------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        if self._stopped:
-            raise asyncio.CancelledError
-        if self._driver is None:
-            self._driver = asyncio.create_task(self._drive())
+        """Let the driver look for work. Raises the error by which it ended; `CancelledError` after `stop`."""
         if self._driver.done():
-            # It ended by an exception: whoever comes now learns of it too.
             self._driver.result()
         self._work.set()
 
     async def _drive(self) -> None:
-        try:
-            while True:
-                await self._rest()
-                begin = time.perf_counter()
-                self._rows.remove_cancelled()
-                if self._swap is not None:
-                    await self._apply_swap()
-                # A trip to the thread costs about a tenth of a small model's step: it is made for several steps.
-                for request in await self._run(self._turn, self._admissible(), self._version):
-                    request.resolve()
-                self._busy_s += time.perf_counter() - begin
-        except BaseException as error:
-            self._fail_all(error)
-            raise
+        while True:
+            await self._rest()
+            begin = time.perf_counter()
+            self._rows.remove_cancelled()
+            if self._swap is not None:
+                swap, self._swap = self._swap, None
+                await self._apply_swap(*swap)
+            # A trip to the thread costs about a tenth of a small model's step: it is made for several steps.
+            for request in await self._run(self._burst, self._admissible(), self._version):
+                request.resolve()
+            self._busy_s += time.perf_counter() - begin
 
     async def _rest(self) -> None:
-        """Until there is something to do."""
+        """Wait until there is something to do."""
         begin = time.perf_counter()
         if not (self._rows.count or self._waiting or self._swap):
             self._work.clear()
             await self._work.wait()
             self._idle_s += time.perf_counter() - begin
 
-    def _turn(self, admitted: list[Request], version: int) -> list[Request]:
-        """Admit, then step until a prefill is worth it again; the requests that ended. In the thread."""
+    def _burst(self, admitted: list[Request], version: int) -> list[Request]:
+        """Admit, then step until a prefill is worth it again. Returns the requests that ended. Runs in the thread."""
         begin = time.perf_counter()
         ended = self._rows.admit(admitted, version) if admitted else []
         while self._rows.count:
             ended += self._rows.step(version)
             free = self._slots - self._rows.count
-            if free * ADMIT_SHARE >= self._slots or self._swap or time.perf_counter() - begin > TURN_S:
+            if free * ADMIT_SHARE >= self._slots or self._swap or time.perf_counter() - begin > BURST_S:
                 break
         return ended
 
     def _admissible(self) -> list[Request]:
-        """Requests to admit at this boundary: one for each free row."""
+        """Requests to admit at this boundary: at most one for each free row."""
         admitted: list[Request] = []
         while self._waiting and len(admitted) < self._slots - self._rows.count:
             request = self._waiting.popleft()
@@ -171,11 +175,8 @@ class EmbeddedEngine:
                 admitted.append(request)
         return admitted
 
-    async def _apply_swap(self) -> None:
-        assert self._swap is not None
+    async def _apply_swap(self, version: int, tensors: Mapping[str, Tensor], done: asyncio.Future[None]) -> None:
         begin = time.perf_counter()
-        version, tensors, done = self._swap
-        self._swap = None
         try:
             await self._run(self._decoder.load, tensors)
         except WeightsError as error:
@@ -190,13 +191,15 @@ class EmbeddedEngine:
         if not done.done():
             done.set_result(None)
 
-    async def _run(self, function: Any, *arguments: Any) -> Any:
+    async def _run(self, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
+        """Call `function` in the engine's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _fail_all(self, driver: asyncio.Task[None]) -> None:
+        """Fail every waiting call as the driver ended: by its error, or cancelled."""
         for future in [future for future in self._promised if not future.done()]:
-            if isinstance(error, asyncio.CancelledError):
-                future.cancel()
-            else:
+            if not driver.cancelled() and (error := driver.exception()):
                 future.set_exception(error)
+            else:
+                future.cancel()
         self._waiting.clear()

@@ -1,7 +1,7 @@
-"""The running completions of the embedded engine, row by row. Synchronous; called in the engine's thread.
+"""The running completions of the embedded engine, one in each row. Synchronous; called in the engine's thread.
 
-Rows 0 .. count-1 are running, so that a step works on views of the cache; the last row moves into the place of one that
-ends. For each row: `at` tokens are in the cache, `fed` is the token that the next step puts there.
+Rows 0 .. count-1 are running, so that a step works on views of the cache; when a row ends, the last row moves into its
+place. `at` tokens of a row are in the cache; `fed` is the token that the next step puts there.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Ints
 
 ROUND = 16
-"""Attention looks at a multiple of so many cached tokens, so that shapes repeat."""
+"""Attention looks at a multiple of this many cached tokens, so that shapes repeat."""
 
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k that leave the model's distribution as it is."""
@@ -34,14 +34,14 @@ class Request:
     completion: Completion | None = None
 
     def resolve(self) -> None:
-        """Hand over the completion, unless nobody waits any more."""
+        """Hand over the completion, unless the request was cancelled."""
         if not self.done.done():
             assert self.completion is not None
             self.done.set_result(self.completion)
 
 
 class Rows:
-    """Admission, steps and ends of up to as many completions as the decoder has rows."""
+    """Admits, steps and ends completions: as many at a time as the decoder has rows."""
 
     def __init__(self, decoder: Decoder, eos_ids: set[int], generator: torch.Generator) -> None:
         capacity, width = decoder.cache.shape[1], decoder.max_tokens
@@ -62,11 +62,11 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Running rows."""
+        """Number of running rows."""
         return len(self.requests)
 
     def admit(self, requests: Sequence[Request], version: int) -> list[Request]:
-        """Prefill new rows and sample their first tokens; those that end at once."""
+        """Prefill new rows and sample their first tokens. Returns the requests that end at once."""
         first = self.count
         rows = np.arange(first, first + len(requests))
         self.requests += requests
@@ -80,7 +80,7 @@ class Rows:
         return self._advance(rows, logits_BV, version)
 
     def step(self, version: int) -> list[Request]:
-        """One token for every running row; those that end."""
+        """Sample one token for every running row. Returns the requests that end with it."""
         rows = np.arange(self.count)
         at = self._at[rows]
         fed = self._out[rows, self._length[rows] - 1].astype(np.int64)
@@ -91,7 +91,7 @@ class Rows:
         return self._advance(rows, logits_BV, version)
 
     def recompute(self) -> None:
-        """Refill the cache of every running row with the present weights."""
+        """Compute the cache of every running row again, with the present weights."""
         texts = [
             np.concatenate([request.prompt, self._out[row, : self._length[row] - 1]])
             for row, request in enumerate(self.requests)
@@ -99,7 +99,7 @@ class Rows:
         self._prefill(texts, np.arange(self.count))
 
     def remove_cancelled(self) -> None:
-        """Free the rows that nobody waits for any more."""
+        """Free the rows of cancelled requests."""
         for row in reversed(range(self.count)):
             if self.requests[row].done.done():
                 self._remove(row)
@@ -120,7 +120,7 @@ class Rows:
 
     @torch.inference_mode()
     def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:
-        """Sample, record, and take out the rows that ended."""
+        """Sample a token for each of `rows`, note it, and end the rows that are complete."""
         tokens_B, logprobs_B = sample(logits_BV, self._draws(rows), self._generator)
         tokens, length = tokens_B.cpu().numpy(), self._length[rows]
         self._out[rows, length] = tokens
@@ -133,7 +133,7 @@ class Rows:
         return [self._end(int(rows[n]), bool(stopped[n])) for n in np.flatnonzero(ended)[::-1]]
 
     def _draws(self, rows: np.ndarray) -> Draws | None:
-        """How `rows` are sampled; None where all of them sample at temperature 1 from everything."""
+        """Sampling parameters of `rows`; None if all of them sample at temperature 1 from everything."""
         knobs = self._sampling[rows]
         if (knobs == PLAIN).all():
             return None
@@ -141,7 +141,7 @@ class Rows:
         return Draws(temperature, top_p, top_k.long())
 
     def _end(self, row: int, stopped: bool) -> Request:
-        """Take out one row. Rows end from the highest down, so that a row that moves has been looked at."""
+        """Complete the request of one row and free the row. Rows end from the highest down: the last one was seen."""
         request, length = self.requests[row], int(self._length[row])
         request.completion = Completion(
             tokens=self._out[row, :length].copy(),

@@ -1,4 +1,4 @@
-"""From logits to tokens, and the log-prob of each under the very distribution that it was drawn from.
+"""Draws tokens from logits, and gives the log-prob of each under the very distribution that it was drawn from.
 
 B rows, V vocabulary.
 """
@@ -12,7 +12,7 @@ from streamppo.errors import ModelError
 
 
 class Draws(NamedTuple):
-    """How each row is sampled; all [B]. Temperature 0 is greedy, top-p 1 and top-k 0 are off."""
+    """Sampling parameters, one for each row [B]. Temperature 0 is greedy, top-p 1 and top-k 0 are off."""
 
     temperature_B: Tensor
     top_p_B: Tensor
@@ -20,7 +20,7 @@ class Draws(NamedTuple):
 
 
 def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(tokens_B, logprobs_B). Without `draws` the distribution is the model's own.
+    """Draw one token for each row: (tokens_B, logprobs_B). Without `draws`, from the model's own distribution.
 
     Greedy rows carry their log-prob at temperature 1. Raises `ModelError` if logits are not finite: a token drawn from
     them would be garbage.
@@ -41,7 +41,7 @@ def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -
 
 
 def _filter(logits_BV: Tensor, draws: Draws) -> Tensor:
-    """-inf outside the top k, then outside the smallest set that holds probability top_p; the best always stays."""
+    """Set logits to -inf outside the top k, then outside the smallest set of probability top_p. The best one stays."""
     V = logits_BV.shape[-1]
     if bool(((draws.top_k_B == 0) & (draws.top_p_B == 1)).all()):
         return logits_BV

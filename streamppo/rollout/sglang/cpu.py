@@ -1,4 +1,4 @@
-"""SGLang's platform where there is no accelerator. SGLang finds it by the entry point in pyproject.toml."""
+"""SGLang's platform for machines without an accelerator. SGLang finds it by the entry point in pyproject.toml."""
 
 # SGLang is not part of what this project is checked with.
 # pyright: reportMissingImports=false
@@ -9,31 +9,31 @@ from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 
 def activate() -> str | None:
-    """The platform's class; None where there is an accelerator, for which SGLang has a platform of its own."""
+    """Name the platform's class; None if there is an accelerator, for which SGLang has a platform of its own."""
     return None if torch.accelerator.is_available() else f"{__name__}.Platform"
 
 
 class Platform(CpuDeviceMixin, SRTPlatform):
-    """Plain torch for everything: no compiled kernel is asked for."""
+    """Runs everything in plain torch: no compiled kernel is needed."""
 
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:
-        """Attention by torch."""
+        """Name attention by torch."""
         return "torch_native"
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """There is no GPU to pin memory for."""
+        """Say no: there is no GPU to pin memory for."""
         return False
 
     def get_mha_kv_pool_cls(self) -> type:
-        """The cache of keys and values."""
+        """Give the cache of keys and values."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        """How that cache is handed out."""
+        """Give the allocator of that cache."""
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
         return PagedTokenToKVPoolAllocator

@@ -1,52 +1,55 @@
-"""The two ways to SGLang: an engine that the actor starts (own.py), and a server that runs already (server.py).
+"""The two ways to SGLang: processes of the actor's own (own.py), and a server that runs already (server.py).
 
 Both answer the same calls. A call is the name of an endpoint of SGLang's HTTP server and the fields of its request.
 """
 
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
 
 HEALTH_S = 0.5
-"""Between two looks at whether SGLang is alive."""
+"""Seconds between two looks at whether SGLang is alive."""
+Answer: TypeAlias = Any
+"""An answer of SGLang: JSON of a server, or SGLang's own objects with the same content. wire.py reads it."""
 
 
 class Link(Protocol):
-    """A running SGLang. `start` may be called again after a death."""
+    """A running SGLang, until its death."""
 
     @property
     def version(self) -> tuple[int, ...]:
-        """SGLang's."""
+        """SGLang's version."""
         ...
 
     @property
     def capacity(self) -> int:
-        """Completions that it runs at once."""
+        """Number of completions that it runs at once."""
         ...
 
     @property
     def ranks(self) -> int:
-        """Processes that share the model."""
+        """Number of processes that share the model."""
         ...
 
-    async def start(self, life: int) -> None:
-        """Until it serves; `life` counts the starts. Raises `ModelError` if it does not come to that."""
-        ...
+    async def call(self, name: str, /, **fields: object) -> Answer:
+        """Call endpoint `name` and return its answer.
 
-    async def call(self, name: str, /, **fields: Any) -> Any:
-        """The answer of endpoint `name`.
-
-        Raises `ValueError` for what SGLang refuses, `NotImplementedError` for what it does not have, and
-        `ConnectionError` where it is gone; it may also never answer.
+        Raises `ValueError` if SGLang refuses the request, `NotImplementedError` if it has no such endpoint, and
+        `ConnectionError` if it is gone. A call to a dead SGLang may also never return.
         """
         ...
 
     async def abort(self, rid: str) -> None:
-        """Nobody waits for request `rid` any more."""
+        """Give up request `rid`."""
         ...
 
     async def death(self) -> str:
-        """Why it has died; empty while it lives."""
+        """Say why it has died; empty while it lives."""
         ...
 
     async def stop(self) -> None:
-        """End it, if it is ours."""
+        """Release everything; processes of the actor's own end."""
         ...
+
+
+Start: TypeAlias = Callable[[int], Awaitable[Link]]
+"""Starts SGLang for the given life, counted from 0. Raises `ModelError` if it does not come to serve."""

@@ -1,4 +1,4 @@
-"""An engine of the actor's own: SGLang's processes, which live and die with one thread of this one."""
+"""SGLang in processes of the actor's own, which live and die with one thread of the actor."""
 
 # SGLang is not part of what this project is checked with.
 # pyright: reportMissingImports=false
@@ -6,23 +6,22 @@
 import asyncio
 import atexit
 import ctypes
-import gc
-import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
-from threading import Thread
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang import child, wire
+from streamppo.rollout.sglang.link import Answer
+from streamppo.rollout.sglang.thread import EngineThread
 
 
 class Handler(NamedTuple):
-    """How SGLang's tokenizer manager calls what its server calls otherwise."""
+    """A call's request class and method in SGLang's tokenizer manager."""
 
     request: str
     method: str
@@ -42,135 +41,89 @@ HANDLERS = {
     "get_weights_by_name": Handler("GetWeightsByNameReqInput", "get_weights_by_name"),
     "weights_checker": Handler("CheckWeightsReqInput", "check_weights"),
 }
+"""Names of SGLang's endpoints, and their handlers in its tokenizer manager."""
+
+
+class Watchdog(Protocol):
+    """SGLang's thread that looks at its processes."""
+
+    def stop(self) -> None:
+        """End it."""
+        ...
+
+
+class TokenizerManager(Protocol):
+    """The part of SGLang's tokenizer manager that is used here by name; `HANDLERS` holds the rest."""
+
+    _subprocess_watchdog: Watchdog
+
+    def abort_request(self, rid: str) -> None:
+        """Give up a request."""
+        ...
+
+    def generate_request(self, request: object, http: None) -> AsyncIterator[Answer]:
+        """Sample a completion; the answer is the only item."""
+        ...
+
+
+class SGLang(Protocol):
+    """The part of `sglang.Engine` that is used here."""
+
+    tokenizer_manager: TokenizerManager
+
+    def shutdown(self) -> None:
+        """Kill every process that this one ever started: not to be called."""
+        ...
 
 
 class OwnEngine:
-    """`sglang.Engine` in a thread with an event loop of its own: the processes that it starts die with that thread.
+    """A `Link` to the processes of `engine`, which `thread` has started and which write to `output`."""
 
-    `environment` is that of those processes; `arguments` are SGLang's.
-    """
+    def __init__(self, thread: EngineThread, engine: SGLang, output: BinaryIO, settings: "Settings") -> None:
+        self.version = settings.version
+        self.capacity, self.ranks = settings.capacity, settings.ranks
+        self._thread, self._engine, self._output = thread, engine, output
+        self._processes = thread.processes()
 
-    def __init__(
-        self,
-        version: tuple[int, ...],
-        arguments: Mapping[str, Any],
-        environment: Mapping[str, str],
-        *,
-        seed: int,
-        start_s: float,
-    ) -> None:
-        self.version = version
-        self.capacity, self.ranks = arguments["max_running_requests"], arguments["tp_size"]
-        self._arguments, self._environment, self._seed, self._start_s = arguments, environment, seed, start_s
-        self._engine: Any = None
-        self._children: list[Any] = []
-        # SGLang's processes send their parent this signal when they die; its default is to end the process.
-        ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))
-
-    async def start(self, life: int) -> None:
-        """See `Link.start`."""
-        descriptor, self._log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
-        self._output = os.fdopen(descriptor, "rb")
-        self._others = {process.pid for process in multiprocessing.active_children()}
-        self._other_contexts = {id(context) for context in _contexts()}
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name=f"sglang-{life}", daemon=True)
-        self._thread.start()
-        try:
-            async with asyncio.timeout(self._start_s):
-                self._engine = await self._there(self._build(self._seed + life))
-        except Exception as error:
-            await self.stop()
-            late = f"not within rollout.engine.start_s ({self._start_s:g} s)"
-            why = late if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
-            raise ModelError(f"SGLang cannot start: {self._reason() or why}") from error
-        finally:
-            # Whoever writes to it has it open: nothing is left of it when the last of them dies.
-            os.unlink(self._log)
-        self._children = self._own()
-
-    async def call(self, name: str, /, **fields: Any) -> Any:
+    async def call(self, name: str, /, **fields: object) -> Answer:
         """See `Link.call`."""
-        return await self._there(self._call(name, fields))
+        return await self._thread.run(self._call(name, fields))
 
     async def abort(self, rid: str) -> None:
         """See `Link.abort`."""
-        if self._engine is not None:
-            self._loop.call_soon_threadsafe(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
+        self._thread.call_soon(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
 
     async def death(self) -> str:
         """See `Link.death`."""
-        ended = [process.exitcode for process in self._children if not process.is_alive()]
+        ended = [process.exitcode or 0 for process in self._processes if not process.is_alive()]
         if not ended:
             return ""
         killed = [signal.Signals(-code).name for code in ended if code < 0]
-        return f"one of its processes was killed by {killed[0]}" if killed else self._reason() or "a process ended"
+        return (
+            f"one of its processes was killed by {killed[0]}" if killed else _reason(self._output) or "a process ended"
+        )
 
     async def stop(self) -> None:
-        """See `Link.stop`."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            # Its own shutdown would kill every process that this one ever started.
-            atexit.unregister(engine.shutdown)
-            engine.tokenizer_manager._subprocess_watchdog.stop()
-        if self._loop.is_closed():
+        """See `Link.stop`. Again: no change."""
+        if self._thread.has_ended:
             return
-        self._loop.call_soon_threadsafe(self._end)
-        # A start that is given up may bring up more of them before it notices.
-        while self._thread.is_alive():
-            await asyncio.to_thread(_kill, self._own())
-            await asyncio.to_thread(self._thread.join, 1.0)
-        self._loop.close()
+        atexit.unregister(self._engine.shutdown)
+        self._engine.tokenizer_manager._subprocess_watchdog.stop()
+        await self._thread.end()
+        self._output.close()
 
-    def _end(self) -> None:
-        """Stop the loop once everything in it has heard that it is cancelled. In SGLang's thread."""
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-
-        def stop(_: Any) -> None:
-            # One that is left to the garbage collector waits for ever, in any thread, for messages to the dead.
-            for context in _contexts():
-                if id(context) not in self._other_contexts:
-                    context.destroy(linger=0)
-            self._loop.stop()
-
-        asyncio.gather(*tasks, return_exceptions=True).add_done_callback(stop)
-
-    def _own(self) -> list[Any]:
-        """The processes that SGLang has started."""
-        return [process for process in multiprocessing.active_children() if process.pid not in self._others]
-
-    async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """`work`, done in SGLang's thread."""
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return await asyncio.wrap_future(future)
-
-    async def _build(self, seed: int) -> Any:
-        os.environ.update(self._environment)
-        from sglang.srt.entrypoints.engine import Engine
-        from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-        from sglang.srt.managers.scheduler import run_scheduler_process
-
-        class Logged(Engine):
-            run_scheduler_process_func = staticmethod(self._logged(run_scheduler_process))
-            run_detokenizer_process_func = staticmethod(self._logged(run_detokenizer_process))
-
-        return Logged(**self._arguments, random_seed=seed)
-
-    def _logged(self, function: Any) -> Any:
-        return partial(child.run, self._log, f"{function.__module__}:{function.__name__}")
-
-    async def _call(self, name: str, fields: dict[str, Any]) -> Any:
+    async def _call(self, name: str, fields: Mapping[str, object]) -> Answer:
+        """Make a call. Runs in SGLang's thread."""
         from sglang.srt.managers import io_struct
 
         manager = self._engine.tokenizer_manager
         if name == "generate":
             return await anext(manager.generate_request(io_struct.GenerateReqInput(**fields), None))
         handler = HANDLERS[name]
-        if not hasattr(manager, handler.method):
+        method: Callable[[object], Awaitable[Answer]] | None = getattr(manager, handler.method, None)
+        if method is None:
             raise NotImplementedError(name)
-        answer = await getattr(manager, handler.method)(getattr(io_struct, handler.request)(**fields))
+        answer = await method(getattr(io_struct, handler.request)(**fields))
         if not isinstance(answer, tuple):
             return answer
         success, message, *more = answer
@@ -178,19 +131,63 @@ class OwnEngine:
             raise ValueError(message)
         return more[0] if more else None
 
-    def _reason(self) -> str:
-        self._output.seek(0)
-        return wire.reason(self._output.read().decode(errors="replace"))
+
+class Settings(NamedTuple):
+    """How the processes are started: SGLang's `version` and `arguments`, and the `environment` of the processes."""
+
+    version: tuple[int, ...]
+    arguments: Mapping[str, object]
+    environment: Mapping[str, str]
+    capacity: int
+    ranks: int
+    seed: int
+    start_s: float
 
 
-def _kill(children: list[Any]) -> None:
-    for process in children:
-        process.kill()
-        process.join()
+async def start(settings: Settings, life: int) -> OwnEngine:
+    """Start SGLang's processes; life number `life` has a seed of its own. Raises `ModelError` if they do not start."""
+    # SGLang's processes send their parent SIGQUIT when they die; its default is to end the parent.
+    ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
+    descriptor, log = tempfile.mkstemp(prefix="streamppo-sglang-", suffix=".log")
+    async with AsyncExitStack() as undo:
+        output = undo.enter_context(os.fdopen(descriptor, "rb"))
+        # The processes have the file open: nothing is left of it when the last of them dies.
+        undo.callback(os.unlink, log)
+        thread = EngineThread(f"sglang-{life}")
+        undo.push_async_callback(thread.end)
+        try:
+            async with asyncio.timeout(settings.start_s):
+                engine = await thread.run(_build(settings, settings.seed + life, log))
+        except Exception as error:
+            # SGLang raises errors of every kind. Its output is complete once its processes have ended.
+            await thread.end()
+            late = f"not within rollout.engine.start_s ({settings.start_s:g} s)"
+            why = late if isinstance(error, TimeoutError) else str(error).partition("\n")[0]
+            raise ModelError(f"SGLang cannot start: {_reason(output) or why}") from error
+        undo.pop_all()
+        os.unlink(log)
+    return OwnEngine(thread, engine, output, settings)
 
 
-def _contexts() -> list[Any]:
-    """Every open ZeroMQ context of this process."""
-    import zmq
+async def _build(settings: Settings, seed: int, log: str) -> SGLang:
+    """Construct SGLang's engine. Runs in SGLang's thread."""
+    os.environ.update(settings.environment)
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.managers.scheduler import run_scheduler_process
 
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), zmq.Context) and not thing.closed]
+    class Logged(Engine):
+        run_scheduler_process_func = staticmethod(_logged(run_scheduler_process, log))
+        run_detokenizer_process_func = staticmethod(_logged(run_detokenizer_process, log))
+
+    return Logged(**settings.arguments, random_seed=seed)
+
+
+def _logged(function: Callable[..., object], log: str) -> Callable[..., object]:
+    """Let `function`, the main function of one of SGLang's processes, write its output to the file `log`."""
+    return partial(child.run, log, f"{function.__module__}:{function.__name__}")
+
+
+def _reason(output: BinaryIO) -> str:
+    output.seek(0)
+    return wire.reason(output.read().decode(errors="replace"))

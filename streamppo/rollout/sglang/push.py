@@ -1,4 +1,4 @@
-"""How weights get from a rollout actor, which has verified their bytes, into SGLang's processes."""
+"""Carries weights from a rollout actor, which has verified their bytes, into SGLang's processes."""
 
 # SGLang is not part of what this project is checked with.
 # pyright: reportMissingImports=false
@@ -6,49 +6,46 @@
 import asyncio
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from streamppo.rollout.sglang.link import Link
 
-Named = Sequence[tuple[str, Tensor]]
+Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
 
 class Carrier(Protocol):
-    """A way for weights. `flush` empties SGLang's cache of prefixes with the last of them."""
+    """A way for weights into one SGLang, until its death."""
 
-    async def carry(self, link: Link, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
-        """Load `tensors` into a paused SGLang as `version`. Raises `ValueError` if it refuses them."""
+    async def carry(self, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
+        """Load `tensors` into a paused SGLang as `version`; with `flush`, empty its cache of prefixes at the end.
+
+        Raises `ValueError` if it refuses them.
+        """
         ...
 
-    async def connect(self, link: Link) -> None:
-        """`link` leads to processes that have just started."""
-        ...
+
+Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
+"""Makes the way for weights into an SGLang that has just started."""
 
 
 class BySharedMemory:
-    """Flat buckets in shared memory: for an SGLang on this machine."""
+    """Flat buckets in shared memory, for an SGLang on this machine; `server`: this process has not started it."""
 
-    def __init__(self, bucket_bytes: int, *, server: bool) -> None:
-        self._bucket_bytes = bucket_bytes
-        if server:
-            # The default hands over open files, and only to processes that this one has started.
-            torch.multiprocessing.set_sharing_strategy("file_system")
-        self._server = server
+    def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
+        self._link, self._bucket_bytes, self._server = link, bucket_bytes, server
 
-    async def connect(self, link: Link) -> None:
-        """Nothing to do."""
-
-    async def carry(self, link: Link, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
+    async def carry(self, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
         """See `Carrier.carry`."""
         for part, last in _parts(tensors, self._bucket_bytes):
-            payloads = [_serialize(part, text=self._server) for _ in range(link.ranks)]
-            await link.call(
+            payloads = [_serialize(part, text=self._server) for _ in range(self._link.ranks)]
+            await self._link.call(
                 "update_weights_from_tensor",
                 serialized_named_tensors=payloads,
                 load_format="flattened_bucket",
@@ -56,50 +53,27 @@ class BySharedMemory:
             )
 
 
+async def by_shared_memory(bucket_bytes: int, server: bool, link: Link) -> BySharedMemory:
+    """Make the way by shared memory. A `Connect` once all but `link` is given."""
+    if server:
+        # The default hands over open files, and only to processes that this one has started.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+    return BySharedMemory(link, bucket_bytes, server=server)
+
+
 class ByGroup:
-    """Broadcasts in a process group of this actor and SGLang's ranks: for an SGLang on any machine.
+    """Broadcasts from `device` in a process group of this actor and SGLang's ranks, for an SGLang on any machine."""
 
-    NCCL where this actor has a GPU that SGLang has not, gloo otherwise.
-    """
+    def __init__(
+        self, link: Link, bucket_bytes: int, name: str, group: torch.distributed.ProcessGroup, device: str
+    ) -> None:
+        self._link, self._bucket_bytes = link, bucket_bytes
+        self._name, self._group, self._device = name, group, device
 
-    def __init__(self, bucket_bytes: int, *, url: str, gpu: bool) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._url = url
-        self._backend = "nccl" if gpu else "gloo"
-        self._device = "cuda" if gpu else "cpu"
-        self._groups = 0
-
-    async def connect(self, link: Link) -> None:
-        """Make a group with SGLang's ranks."""
-        from sglang.srt.utils.common import init_custom_process_group
-
-        host, port = _address(self._url)
-        self._groups += 1
-        self._name = f"streamppo-{host}-{port}-{self._groups}"
-        world = 1 + link.ranks
-        theirs = link.call(
-            "init_weights_update_group",
-            master_address=host,
-            master_port=port,
-            rank_offset=1,
-            world_size=world,
-            group_name=self._name,
-            backend=self._backend,
-        )
-        ours = asyncio.to_thread(
-            init_custom_process_group,
-            backend=self._backend,
-            init_method=f"tcp://{host}:{port}",
-            world_size=world,
-            rank=0,
-            group_name=self._name,
-        )
-        _, self._group = await asyncio.gather(theirs, ours)
-
-    async def carry(self, link: Link, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
+    async def carry(self, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
         """See `Carrier.carry`."""
         for part, last in _parts(tensors, self._bucket_bytes):
-            theirs = link.call(
+            theirs = self._link.call(
                 "update_weights_from_distributed",
                 names=[name for name, _ in part],
                 dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
@@ -112,16 +86,44 @@ class ByGroup:
             await asyncio.gather(theirs, asyncio.to_thread(torch.distributed.broadcast, flat, 0, self._group))
 
 
+async def by_group(bucket_bytes: int, url: str, gpu: bool, link: Link) -> ByGroup:
+    """Make a process group with SGLang's ranks. A `Connect` once all but `link` is given.
+
+    NCCL with `gpu`, if this actor has a GPU that SGLang does not use; gloo otherwise.
+    """
+    from sglang.srt.utils.common import init_custom_process_group
+
+    host, port = _address(url)
+    name = f"streamppo-{host}-{port}-{uuid4().hex[:8]}"
+    world, backend = 1 + link.ranks, "nccl" if gpu else "gloo"
+    theirs = link.call(
+        "init_weights_update_group",
+        master_address=host,
+        master_port=port,
+        rank_offset=1,
+        world_size=world,
+        group_name=name,
+        backend=backend,
+    )
+    ours = asyncio.to_thread(
+        init_custom_process_group,
+        backend=backend,
+        init_method=f"tcp://{host}:{port}",
+        world_size=world,
+        rank=0,
+        group_name=name,
+    )
+    _, group = await asyncio.gather(theirs, ours)
+    return ByGroup(link, bucket_bytes, name, group, "cuda" if gpu else "cpu")
+
+
 class ByDisk:
-    """Files in a folder that both sides reach."""
+    """Files in a folder that this actor and SGLang both reach."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, link: Link, folder: Path) -> None:
+        self._link, self._folder = link, folder
 
-    async def connect(self, link: Link) -> None:
-        """Nothing to do."""
-
-    async def carry(self, link: Link, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
+    async def carry(self, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
         """See `Carrier.carry`. The files are gone when it returns."""
         from safetensors.torch import save_file
 
@@ -129,13 +131,30 @@ class ByDisk:
         try:
             await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
             ending = _ending(version, last=True, flush=flush)
-            await link.call("update_weights_from_disk", model_path=str(self._folder), **ending)
+            await self._link.call("update_weights_from_disk", model_path=str(self._folder), **ending)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+async def by_disk(folder: Path, link: Link) -> ByDisk:
+    """Make the way by files. A `Connect` once `folder` is given."""
+    return ByDisk(link, folder)
+
+
+class Bucket(Protocol):
+    """SGLang's flat buffer of several tensors."""
+
+    def get_flattened_tensor(self) -> Tensor:
+        """The buffer."""
+        ...
+
+    def get_metadata(self) -> object:
+        """Names and places of the tensors in it."""
+        ...
+
+
 def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
-    """`tensors` in parts of about `bucket_bytes`, and whether it is the last part."""
+    """Cut `tensors` into parts of about `bucket_bytes`; true comes with the last part."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors.items():
@@ -147,19 +166,19 @@ def _parts(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Iterator[tuple[N
     yield part, True
 
 
-def _ending(version: int, *, last: bool, flush: bool) -> dict[str, Any]:
-    """The version holds, and the cache is emptied, once all parts have arrived."""
+def _ending(version: int, *, last: bool, flush: bool) -> dict[str, object]:
+    """Let the last part set the version and empty the cache."""
     return {"weight_version": str(version) if last else None, "flush_cache": last and flush}
 
 
-def _bucket(part: Named) -> Any:
+def _bucket(part: Named) -> Bucket:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     return FlattenedTensorBucket(named_tensors=list(part))
 
 
-def _serialize(part: Named, *, text: bool) -> Any:
-    """A handle on the part's tensors in shared memory; it can be opened once."""
+def _serialize(part: Named, *, text: bool) -> str | bytes:
+    """Put a part into shared memory. Returns a handle on it, which can be opened once."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     bucket = _bucket(part)
@@ -168,7 +187,7 @@ def _serialize(part: Named, *, text: bool) -> Any:
 
 
 def _address(url: str) -> tuple[str, int]:
-    """This machine's address as SGLang sees it, and a free port."""
+    """Find this machine's address as SGLang at `url` sees it, and a free port."""
     host = "127.0.0.1"
     if url:
         parts = urlsplit(url)

@@ -1,60 +1,49 @@
-"""A server that runs already, on this machine or in the cluster's private network."""
+"""An SGLang server that runs already, on this machine or in the cluster's private network."""
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 import time
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
 from urllib.parse import urlsplit
 
 import httpx
 
+from streamppo.config.engine import SGLangEngine
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.link import HEALTH_S
+from streamppo.rollout.sglang.link import HEALTH_S, Answer
 
 SILENT_S = 5.0
-"""A server that has not answered for so long is taken for dead."""
+"""A server that has not answered for this long is taken for dead."""
 
 
 class Server:
-    """A server that runs already, on this machine or in the cluster's private network."""
+    """A `Link` to a server. `client` speaks to `url`; `info` is what the server says about itself."""
 
-    def __init__(self, url: str, key: str, *, slots: int, kv: str, start_s: float) -> None:
-        check_address(url, key)
-        self.version, self.capacity, self.ranks = (0,), slots, 1
-        self._url, self._slots, self._kv, self._start_s = url, slots, kv, start_s
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=slots)
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits)
+    def __init__(self, client: httpx.AsyncClient, url: str, slots: int, info: Mapping[str, Answer]) -> None:
+        states = info.get("internal_states") or [{}]
+        room = sum(state.get("effective_max_running_requests_per_dp") or slots for state in states)
+        self.version = wire.supported(info["version"], f"the SGLang server at {url}")
+        self.capacity, self.ranks = min(slots, room), int(info.get("tp_size", 1))
+        self._client, self._url = client, url
 
-    async def start(self, life: int) -> None:
-        """See `Link.start`: wait for it, and undo what a client that died may have left behind."""
-        said = await self._wait()
-        self.version = wire.supported(said["version"], f"the SGLang server at {self._url}")
-        wire.check_server(said, self._kv, self.version)
-        states = said.get("internal_states") or [{}]
-        room = sum(state.get("effective_max_running_requests_per_dp") or self._slots for state in states)
-        self.capacity, self.ranks = min(self._slots, room), int(said.get("tp_size", 1))
-        with contextlib.suppress(ValueError, NotImplementedError):
-            await self.call("end_weight_update")
-        await self.call("continue_generation")
-        await self.call("abort_request", abort_all=True)
-
-    async def call(self, name: str, /, **fields: Any) -> Any:
+    async def call(self, name: str, /, **fields: object) -> Answer:
         """See `Link.call`."""
+        if self._client.is_closed:
+            raise ConnectionError(f"the connection to {self._url} is closed")
         try:
             answer = await self._client.post(f"/{name}", json=fields)
         except httpx.TransportError as error:
             raise ConnectionError(f"{type(error).__name__} at {self._url}") from error
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise NotImplementedError(name)
-        said = answer.json() if answer.content else None
-        fields = said if isinstance(said, dict) else {}
-        if answer.is_error or fields.get("success") is False:
-            raise ValueError(str(fields.get("message") or fields.get("error") or f"status {answer.status_code}"))
-        return fields["ranks"] if name == "weights_checker" else said
+        content = answer.json() if answer.content else None
+        told = content if isinstance(content, dict) else {}
+        if answer.is_error or told.get("success") is False:
+            raise ValueError(str(told.get("message") or told.get("error") or f"status {answer.status_code}"))
+        return told["ranks"] if name == "weights_checker" else content
 
     async def abort(self, rid: str) -> None:
         """See `Link.abort`."""
@@ -69,27 +58,50 @@ class Server:
         return ""
 
     async def stop(self) -> None:
-        """See `Link.stop`: a server that others started goes on."""
+        """Close the connections; a server that others started runs on."""
+        await self._client.aclose()
 
-    async def _wait(self) -> dict[str, Any]:
-        deadline = time.monotonic() + self._start_s
-        while True:
-            try:
-                answer = await self._client.get("/server_info", timeout=SILENT_S)
-                if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-                    raise ModelError(
-                        f"the SGLang server at {self._url} refuses the key: see rollout.engine.api_key_env"
-                    )
-                return answer.raise_for_status().json()
-            except (httpx.HTTPError, ValueError) as error:
-                if time.monotonic() > deadline:
-                    why = f"{type(error).__name__}: {error}"
-                    raise ModelError(f"no SGLang server can be reached at {self._url} ({why})") from error
-            await asyncio.sleep(HEALTH_S)
+
+async def connect(chosen: SGLangEngine, key: str, slots: int, life: int) -> Server:
+    """Wait for the server at `chosen.url`, and undo what a client that died may have left behind in it.
+
+    A `Start` once all but `life` is given; at most `slots` completions run at once. Raises `ModelError` for a server
+    that cannot be reached or used.
+    """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=slots)
+    async with AsyncExitStack() as undo:
+        client = httpx.AsyncClient(base_url=chosen.url, headers=headers, timeout=None, limits=limits)
+        undo.push_async_callback(client.aclose)
+        info = await _answer(client, chosen.url, chosen.start_s)
+        server = Server(client, chosen.url, slots, info)
+        wire.check_server(info, chosen.kv, server.version)
+        with suppress(ValueError, NotImplementedError):
+            await server.call("end_weight_update")
+        await server.call("continue_generation")
+        await server.call("abort_request", abort_all=True)
+        undo.pop_all()
+    return server
+
+
+async def _answer(client: httpx.AsyncClient, url: str, start_s: float) -> Mapping[str, Answer]:
+    """Ask the server about itself until it answers. Raises `ModelError` if it does not within `start_s`."""
+    deadline = time.monotonic() + start_s
+    while True:
+        try:
+            answer = await client.get("/server_info", timeout=SILENT_S)
+            if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+                raise ModelError(f"the SGLang server at {url} refuses the key: see rollout.engine.api_key_env")
+            return answer.raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            if time.monotonic() > deadline:
+                why = f"{type(error).__name__}: {error}"
+                raise ModelError(f"no SGLang server can be reached at {url} ({why})") from error
+        await asyncio.sleep(HEALTH_S)
 
 
 def check_address(url: str, key: str) -> None:
-    """A server outside of this machine needs a key and an address that is not public. Raises `ModelError`."""
+    """Refuse a server with a public address, or one outside of this machine without a key. Raises `ModelError`."""
     parts = urlsplit(url)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, proto=socket.IPPROTO_TCP)
@@ -99,6 +111,6 @@ def check_address(url: str, key: str) -> None:
     if all(address.is_loopback for address in addresses):
         return
     if not all(address.is_private for address in addresses):
-        raise ModelError(f"the SGLang server at {url} has a public address: whoever reaches it controls it")
+        raise ModelError(f"the SGLang server at {url} has a public address: everybody who reaches it controls it")
     if not key:
         raise ModelError(f"the SGLang server at {url} needs a key (--api-key), given by rollout.engine.api_key_env")

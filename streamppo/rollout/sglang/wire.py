@@ -1,4 +1,4 @@
-"""What is said to SGLang and how its answers are read. Pure: nothing of SGLang is loaded here.
+"""Writes requests to SGLang and reads its answers. Pure: nothing of SGLang is loaded here.
 
 Token ids go in and come out, never text.
 """
@@ -6,7 +6,6 @@ Token ids go in and come out, never text.
 import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import Any
 
 import numpy as np
 
@@ -14,16 +13,17 @@ from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Completion, Sampling
+from streamppo.rollout.sglang.link import Answer
 from streamppo.types import Ints
 
 OLDEST = (0, 5, 17)
-"""Older ones can be made to run code by whoever reaches their ports."""
+"""The oldest version that is used: earlier ones run the code of everybody who reaches their ports."""
 FLUSHES_PAUSED = (0, 5, 21)
-"""From here on a paused engine can empty its cache of prefixes while requests wait; before, that ends it."""
+"""The first version whose paused engine can empty its cache of prefixes while requests wait; earlier ones die."""
 
 
 def installed() -> tuple[int, ...]:
-    """The version of the installed SGLang. Raises `ModelError` if there is none, or one that is too old."""
+    """Read the version of the installed SGLang. Raises `ModelError` if there is none, or if it is too old."""
     try:
         return supported(metadata.version("sglang"), "the installed SGLang")
     except metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ def installed() -> tuple[int, ...]:
 
 
 def supported(version: str, what: str) -> tuple[int, ...]:
-    """`version` as numbers. Raises `ModelError` if it is too old to be used safely."""
+    """Parse `version`, that of `what`. Raises `ModelError` if it is too old to be used safely."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if numbers < OLDEST:
         raise ModelError(f"{what} is {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
@@ -42,16 +42,16 @@ def supported(version: str, what: str) -> tuple[int, ...]:
 
 def arguments(
     config: Config, engine: SGLangEngine, model_path: str, tokens: int, version: tuple[int, ...]
-) -> dict[str, Any]:
-    """SGLang's arguments for an engine of our own, of `version`. On a CPU its cache holds `tokens`."""
+) -> dict[str, object]:
+    """Write SGLang's arguments for an engine of our own, of `version`. On a CPU its cache holds `tokens`."""
     rollout, model = config.rollout, config.model
     unflushed = engine.kv == "recompute" and version < FLUSHES_PAUSED
-    made: dict[str, Any] = {
+    made: dict[str, object] = {
         "model_path": model_path,
         "skip_tokenizer_init": True,
         "dtype": model.dtype,
         "enable_fp32_lm_head": model.float32_head,
-        "tp_size": max(1, int(rollout.gpus)),
+        "tp_size": ranks(config),
         "max_running_requests": rollout.slots,
         "mem_fraction_static": engine.mem_fraction_static,
         "disable_radix_cache": not engine.prefix_cache or unflushed,
@@ -75,17 +75,22 @@ def arguments(
     }
 
 
+def ranks(config: Config) -> int:
+    """Count the processes that share the model in an engine of our own."""
+    return max(1, int(config.rollout.gpus))
+
+
 def environment(config: Config, *, local: bool) -> dict[str, str]:
-    """The environment of SGLang's processes. `local`: the model is a folder; nothing has to be asked of the hub."""
+    """Write the environment of SGLang's processes. With `local` the model is a folder, and the hub is not asked."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
-    # Log-probs are to be those of the distribution that is sampled from, after temperature.
+    # Log-probs come from the distribution that is sampled from, after temperature.
     return {"OMP_NUM_THREADS": str(config.rollout.threads), "SGLANG_RETURN_ORIGINAL_LOGPROB": "0", **offline}
 
 
 def request(
     prompt: Ints, sampling: Sampling, *, room: int, eos_ids: Sequence[int], rid: str, key: str
-) -> dict[str, Any]:
-    """The fields of a `generate` call. Prompts share their cache with those of equal `key` alone."""
+) -> dict[str, object]:
+    """Write the fields of a `generate` call. Prompts of one `key` share a cache of prefixes."""
     return {
         "rid": rid,
         "input_ids": prompt.tolist(),
@@ -102,23 +107,24 @@ def request(
     }
 
 
-def completion(answer: Mapping[str, Any], oldest: int) -> Completion:
-    """The completion in the answer to a `generate` call that was sent at version `oldest`.
+def completion(answer: Mapping[str, Answer], oldest: int) -> Completion:
+    """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
-    Where SGLang does not say which version sampled a token, `oldest` is taken for all of them: a lag is never
-    understated. Raises `ModelError` for what is no completion.
+    If SGLang does not say which version sampled a token, `oldest` is taken for all of them: a lag is never understated.
+    Raises `ModelError` if the answer is no completion.
     """
-    said = answer["meta_info"]
-    finish = (said.get("finish_reason") or {}).get("type")
+    meta = answer["meta_info"]
+    reason = meta.get("finish_reason") or {}
+    finish = reason.get("type")
     if finish not in ("stop", "length"):
-        raise ModelError(f"SGLang gave up a completion: {(said.get('finish_reason') or {}).get('message') or finish}")
-    drawn = said.get("output_token_logprobs") or ()
+        raise ModelError(f"SGLang gave up a completion: {reason.get('message') or finish}")
+    drawn = meta.get("output_token_logprobs") or ()
     if not drawn:
         raise ModelError("SGLang gave a completion without tokens")
     logprobs = np.array([entry[0] for entry in drawn], np.float32)
     if not np.isfinite(logprobs).all():
         raise ModelError("the log-probs are not finite: the weights have diverged")
-    spans = said.get("weight_versions")
+    spans = meta.get("weight_versions")
     return Completion(
         tokens=np.array([entry[1] for entry in drawn], np.int32),
         logprobs=logprobs,
@@ -128,8 +134,8 @@ def completion(answer: Mapping[str, Any], oldest: int) -> Completion:
     )
 
 
-def versions(spans: Sequence[Mapping[str, Any]], count: int) -> Ints:
-    """SGLang's spans [{version, start, end}] as one version for each of `count` tokens.
+def versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
+    """Spread SGLang's spans [{version, start, end}] over `count` tokens: one version for each.
 
     Raises `ModelError` if they leave a token out or name no version of ours.
     """
@@ -144,14 +150,14 @@ def versions(spans: Sequence[Mapping[str, Any]], count: int) -> Ints:
     return made
 
 
-def check_server(said: Mapping[str, Any], kv: str, version: tuple[int, ...]) -> None:
+def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...]) -> None:
     """Refuse a server whose settings would make versions or caches wrong. Raises `ModelError`."""
-    if kv == "keep" and not said.get("disable_overlap_schedule"):
+    if kv == "keep" and not info.get("disable_overlap_schedule"):
         raise ModelError(
             "with rollout.engine.kv = 'keep' the SGLang server needs --disable-overlap-schedule: otherwise the last "
             "token of the version before counts as one of the next"
         )
-    if kv == "recompute" and version < FLUSHES_PAUSED and not said.get("disable_radix_cache"):
+    if kv == "recompute" and version < FLUSHES_PAUSED and not info.get("disable_radix_cache"):
         raise ModelError("with rollout.engine.kv = 'recompute' an SGLang before 0.5.21 needs --disable-radix-cache")
 
 
@@ -164,16 +170,16 @@ FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Tensors that SGLang keeps as parts of one."""
+"""Tensors that SGLang keeps as parts of a larger one, and its name."""
 
 
-def checksums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The weights checker's checksum of every tensor of every rank."""
-    return {f"{rank}/{name}": sum_ for rank, said in enumerate(ranks) for name, sum_ in said["checksums"].items()}
+def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:
+    """Name the weights checker's checksum of every tensor by rank/tensor."""
+    return {f"{rank}/{name}": sum_ for rank, held in enumerate(ranks) for name, sum_ in held["checksums"].items()}
 
 
 def unmoved(before: Mapping[str, str], after: Mapping[str, str], changed: Sequence[str]) -> list[str]:
-    """Those tensors of `changed` (HF names) whose checksum is the same as `before` in all ranks."""
+    """Find the tensors of `changed` (HF names) whose checksum is the same as `before` in all ranks."""
     same = []
     for name in changed:
         held = name
@@ -197,11 +203,11 @@ KNOWN = (
     (r"No CUDA GPUs are available|no NVIDIA driver|libcuda", "there is no GPU: rollout.gpus must be 0 on a CPU"),
     (r"No module named", "a package that SGLang needs is not installed"),
 )
-"""What to look for in SGLang's output, and what it means here."""
+"""Patterns in SGLang's output, and their meaning here."""
 
 
 def reason(output: str) -> str:
-    """One sentence for the last error in the output of SGLang's processes; empty if there is none."""
+    """Explain the last error in the output of SGLang's processes in one sentence; empty if there is none."""
     errors = re.findall(r"^(?:\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", output, re.MULTILINE)
     if not errors:
         return ""

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.engine import Completion, Sampling
@@ -75,17 +76,23 @@ def reference(model: Any, prompt: np.ndarray, tokens: np.ndarray, temperature: f
     return logp[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).numpy()
 
 
-async def all_of(
-    engine: EmbeddedEngine, requests: Sequence[np.ndarray], samplings: Sequence[Sampling]
+def completions_of(
+    model: Any, requests: Sequence[np.ndarray], samplings: Sequence[Sampling], **options: Any
 ) -> list[Completion]:
-    return await asyncio.gather(*(engine.generate(p, s) for p, s in zip(requests, samplings, strict=True)))
+    """The completions of a new engine."""
+
+    async def complete() -> list[Completion]:
+        running = engine(model, **options)
+        return await asyncio.gather(*(running.generate(p, s) for p, s in zip(requests, samplings, strict=True)))
+
+    return asyncio.run(complete())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_are_those_of_transformers_for_ragged_prompts_and_refilled_rows(name: str) -> None:
     model, requests = make(name), prompts(23)
     samplings = [Sampling(3 + n % 20) for n in range(len(requests))]
-    completions = asyncio.run(all_of(engine(model), requests, samplings))
+    completions = completions_of(model, requests, samplings)
     for prompt, sampling, done in zip(requests, samplings, completions, strict=True):
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
         stopped = 1 in done.tokens
@@ -99,9 +106,17 @@ def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(name: str
     model, tokens_BP = make(name), torch.tensor([[3, 4, 5], [6, 7, 8]])
     logits = {}
     for wide in (True, False):
-        decoder = engine(model, dtype=torch.bfloat16, float32_head=wide)._decoder
+        decoder = Decoder(
+            model.config,
+            tensors(model),
+            rows=4,
+            max_tokens=64,
+            dtype=torch.bfloat16,
+            float32_head=wide,
+            device="cpu",
+        )
         logits[wide] = decoder.prefill(tokens_BP, torch.tensor([3, 3]), torch.tensor([0, 1]))
-        assert decoder.parameters is not None and decoder.parameters.embedding.dtype == torch.bfloat16
+        assert decoder.parameters.embedding.dtype == torch.bfloat16
         rounded = torch.equal(logits[wide], logits[wide].bfloat16().float())
         assert rounded is not wide
     torch.testing.assert_close(logits[True].bfloat16().float(), logits[False], rtol=2**-7, atol=1e-6)
@@ -109,7 +124,7 @@ def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(name: str
 
 def test_log_probs_are_at_the_sampling_temperature() -> None:
     model, requests = make(), prompts(6)
-    completions = asyncio.run(all_of(engine(model), requests, [Sampling(8, temperature=0.5)] * 6))
+    completions = completions_of(model, requests, [Sampling(8, temperature=0.5)] * 6)
     for prompt, done in zip(requests, completions, strict=True):
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens, 0.5), atol=1e-5, rtol=0)
 
@@ -117,7 +132,7 @@ def test_log_probs_are_at_the_sampling_temperature() -> None:
 def test_greedy_rows_take_the_best_token_beside_sampled_rows() -> None:
     model, requests = make(), prompts(8)
     samplings = [Sampling(12, temperature=float(n % 2)) for n in range(8)]
-    completions = asyncio.run(all_of(engine(model), requests, samplings))
+    completions = completions_of(model, requests, samplings)
     for prompt, sampling, done in zip(requests, samplings, completions, strict=True):
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
         if sampling.temperature == 0:
@@ -128,9 +143,7 @@ def test_greedy_rows_take_the_best_token_beside_sampled_rows() -> None:
 
 def test_the_same_seed_gives_the_same_completions_and_another_seed_others() -> None:
     model, requests = make(), prompts(9)
-    one, again, other = (
-        asyncio.run(all_of(engine(model, seed=seed), requests, [Sampling(9)] * 9)) for seed in (7, 7, 8)
-    )
+    one, again, other = (completions_of(model, requests, [Sampling(9)] * 9, seed=seed) for seed in (7, 7, 8))
     assert [done.tokens.tolist() for done in one] == [done.tokens.tolist() for done in again]
     assert [done.tokens.tolist() for done in one] != [done.tokens.tolist() for done in other]
 
@@ -189,7 +202,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_ones_stay(name:
     asyncio.run(scenario())
 
 
-def test_whoever_cancels_a_swap_harms_nobody_else() -> None:
+def test_a_cancelled_swap_harms_nobody_else() -> None:
     async def scenario() -> None:
         model, new = make(), tensors(make(seed=1))
         running = engine(model, eos=-1)
@@ -282,13 +295,13 @@ def test_weights_that_have_diverged_fail_every_request_instead_of_hanging() -> N
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("turns", range(0, 40, 3))
-def test_stopping_at_any_moment_cancels_whatever_is_in_flight(turns: int) -> None:
+@pytest.mark.parametrize("passes", range(0, 40, 3))
+def test_stopping_at_any_moment_cancels_every_waiting_call(passes: int) -> None:
     async def scenario() -> None:
         running = engine(make(), slots=3)
         asked = [asyncio.create_task(running.generate(prompt, Sampling(30))) for prompt in prompts(12)]
         asked.append(asyncio.create_task(running.update_weights(1, tensors(make()))))
-        for _ in range(turns):
+        for _ in range(passes):
             await asyncio.sleep(0)
         await running.stop()
         _, hanging = await asyncio.wait(asked, timeout=5)

@@ -1,4 +1,4 @@
-"""A rollout actor without Ray: what it loads, what it refuses to go on with, and what it survives."""
+"""The worker of a rollout actor without Ray: versions that it follows, failures that cost one trajectory each."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,8 +11,10 @@ import torch
 
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, WeightsError
-from streamppo.rollout import actor
+from streamppo.rollout import follower
 from streamppo.rollout.episode import Episode
+from streamppo.rollout.follower import Follower
+from streamppo.rollout.worker import Worker
 from streamppo.types import (
     EvaluationReport,
     Failure,
@@ -26,6 +28,8 @@ from streamppo.types import (
     encode,
 )
 from streamppo.weights import buckets
+
+pytest_plugins = ["rollout_log"]
 
 
 class Remote:
@@ -70,35 +74,31 @@ class Engine:
         self.version = version
 
 
-def following(queue: Queue) -> Any:
-    """An actor of which only the part that follows the weights has been set up."""
-    made: Any = actor.RolloutActor.__new__(actor.RolloutActor)
-    made.name, made.queue, made.engine = "rollout-0", queue, Engine()
-    made._push_ms, made._digest = 0.0, ""
-    made._swapped = asyncio.Condition()
-    return made
+def _engine() -> Any:
+    return Engine()
 
 
-def test_damaged_weights_are_refused_and_asked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -> None:
     async def scenario() -> Queue:
-        queue = Queue(damaged=actor.PULLS - 1)
-        task = asyncio.create_task(following(queue)._follow_weights())
-        while not queue.swaps:
-            await asyncio.wait({task}, timeout=0.01)
+        queue: Any = Queue(damaged=follower.PULLS - 1)
+        made = Follower("rollout-0", queue, _engine(), "first")
+        task = asyncio.create_task(made.run())
+        await made.reach(1)
+        assert made.push_ms > 0 and made.digest != "first"
         task.cancel()
         return queue
 
     queue = asyncio.run(scenario())
-    assert (queue.pulls, queue.swaps) == (actor.PULLS, [1])
-    assert capsys.readouterr().out.count("rollout-0: keeps version 0: push 1: bucket 0 does not match") == 2
+    assert (queue.pulls, queue.swaps) == (follower.PULLS, [1])
+    assert log_lines == ["keeps version 0: push 1: bucket 0 does not match its checksum"] * 2
 
 
 def test_weights_that_stay_damaged_end_the_actor() -> None:
     async def scenario() -> None:
-        queue = Queue(damaged=1000)
+        queue: Any = Queue(damaged=1000)
         with pytest.raises(WeightsError, match="bucket 0 does not match"):
-            await following(queue)._follow_weights()
-        assert (queue.pulls, queue.swaps) == (actor.PULLS, [])
+            await Follower("rollout-0", queue, _engine(), "first").run()
+        assert (queue.pulls, queue.swaps) == (follower.PULLS, [])
 
     asyncio.run(scenario())
 
@@ -134,47 +134,77 @@ class Rewards:
         return Reward(score=float(text.completion == prompt.columns["answer"]))
 
 
-def sampling(config: Config, *texts: str) -> Any:
-    """An actor of which only the part that samples and answers has been set up, with these prompts."""
-    made: Any = actor.RolloutActor.__new__(actor.RolloutActor)
+class Tickets:
+    """A queue that gives out one ticket for each prompt, all at once, and then nothing; it keeps every delivery."""
+
+    def __init__(self, prompts: int) -> None:
+        self.tickets = [Ticket(identity=Identity(task="t", prompt=n, sample=0), slot=n) for n in range(prompts)]
+        self.asked: list[tuple[int, int]] = []
+        self.trajectories: list[Trajectory] = []
+        self.failures: list[Failure] = []
+        self.issue, self.deliver = Remote(self._issue), Remote(self._deliver)
+        self.weights_after = Remote(self._weights_after)
+
+    async def _issue(self, actor: str, version: int, room: int, call: int) -> bytes:
+        self.asked.append((room, call))
+        if call:
+            await asyncio.Event().wait()
+        return encode(tuple(self.tickets))
+
+    async def _deliver(self, trajectories: bytes, failures: bytes) -> None:
+        self.trajectories += decode(trajectories, tuple[Trajectory, ...])
+        self.failures += decode(failures, tuple[Failure, ...])
+
+    async def _weights_after(self, name: str, version: int) -> None:
+        await asyncio.Event().wait()
+
+
+def working(config: Config, *texts: str) -> tuple[Worker, Tickets]:
+    """A worker on a task with these prompts, and its queue."""
     prompts = [Prompt(text=text, columns={"answer": "2"}) for text in texts]
-    made.name, made.config, made.engine = "rollout-0", config, SimpleNamespace(version=7)
-    made.task = SimpleNamespace(held_out=lambda limit: prompts, prompt=lambda number: prompts[number])
-    made.player, made.tokenizer, made.rewards = Player(), Player.tokenizer, Rewards()
-    made._sampling = made._greedy = None
-    made._started, made._swapped = asyncio.Event(), asyncio.Condition()
-    made._finished, made._delivery_due, made._free = [], asyncio.Event(), asyncio.Semaphore(0)
-    made._trajectories = 0
-    made._started.set()
-    return made
+    task: Any = SimpleNamespace(held_out=lambda limit: prompts, prompt=lambda number: prompts[number])
+    player: Any = Player()
+    rewards: Any = Rewards()
+    queue: Any = Tickets(len(texts))
+    engine: Any = SimpleNamespace(version=7)
+    followed = Follower("rollout-0", queue, engine, "digest")
+    return Worker(config, "rollout-0", queue, task, player, rewards, follower=followed), queue
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_held_out_prompt_that_fails_is_counted_and_named_and_the_others_are_judged(
-    fault: str, math_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+    fault: str, math_config: Callable[..., Config], log_lines: list[str]
 ) -> None:
     async def story() -> EvaluationReport:
-        return decode(await sampling(math_config(), "1+1=", fault, "0+2=").evaluate(0, 1, 7), EvaluationReport)
+        worker, _ = working(math_config(), "1+1=", fault, "0+2=")
+        return await worker.evaluate(0, 1, 7)
 
     report = asyncio.run(story())
     assert (report.correct, report.count, report.failed) == (2, 2, 1)
     assert (report.min_version, report.max_version) == (7, 7)
     error, stage = FAULTS[fault]
-    said = f"rollout-0: 1 of 3 held-out prompts failed, the first of them: {stage}: {error}\n"
-    assert capsys.readouterr().out == said.replace("\ud83d", "?")
+    line = f"1 of 3 held-out prompts failed, the first of them: {stage}: {error}"
+    assert log_lines == [line.replace("\ud83d", "?")]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_trajectory_that_fails_is_delivered_as_a_failure_of_its_stage(
     fault: str, math_config: Callable[..., Config]
 ) -> None:
-    async def story() -> list[Trajectory | Failure]:
-        made = sampling(math_config(), "1+1=", fault)
-        for prompt in range(2):
-            await made._sample(Ticket(identity=Identity(task="t", prompt=prompt, sample=0), slot=prompt))
-        return made._finished
+    async def story() -> Tickets:
+        worker, queue = working(math_config(), "1+1=", fault)
+        running = asyncio.create_task(worker.run())
+        while len(queue.trajectories) + len(queue.failures) < 2:
+            await asyncio.wait({running}, timeout=0.01)
+        running.cancel()
+        return queue
 
-    trajectory, failure = asyncio.run(story())
-    assert isinstance(trajectory, Trajectory) and trajectory.reward == 1.0
-    assert isinstance(failure, Failure) and failure.stage == FAULTS[fault][1]
-    assert decode(encode(failure), Failure) == failure
+    queue = asyncio.run(story())
+    (trajectory,), (failure,) = queue.trajectories, queue.failures
+    assert (trajectory.reward, trajectory.actor, trajectory.identity.prompt) == (1.0, "rollout-0", 0)
+    assert (failure.stage, failure.identity.prompt) == (FAULTS[fault][1], 1)
+    in_flight = math_config().rollout.in_flight
+    assert queue.asked[0] == (in_flight, 0)
+    # Tickets that have arrived end the call, and the room that they took comes back.
+    assert [call for _, call in queue.asked[1:]] == [1] * len(queue.asked[1:])
+    assert in_flight - 2 <= queue.asked[-1][0] <= in_flight

@@ -11,8 +11,10 @@ from transformers import Qwen2Config
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.sglang.engine import SGLangEngine
+from streamppo.rollout.sglang.engine import SGLangEngine, start
+from streamppo.rollout.sglang.life import Setup
 
+pytest_plugins = ["rollout_log"]
 CONFIG = Qwen2Config(
     vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
 )
@@ -20,7 +22,10 @@ PROMPT = np.array([3, 4], np.int32)
 
 
 class Fake:
-    """Link and carrier in one. `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts."""
+    """An SGLang, the link to it and the carrier of its weights in one.
+
+    `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts.
+    """
 
     version, ranks = (0, 5, 21), 1
 
@@ -34,19 +39,20 @@ class Fake:
         self.look.set()
         self.dead = ""
         self.swallows = self.deadly = self.barren = False
-        self.running = self.most = 0
+        self.running = self.most = self.stopped = 0
         self.loaded, self.norm = -1, 0.0
 
-    async def start(self, life: int) -> None:
+    async def start(self, life: int) -> "Fake":
         if self.barren:
             raise ModelError("SGLang cannot start: no luck")
         self.lives.append(life)
         self.dead, self.loaded = "", -1
+        return self
 
-    async def connect(self, link: Any) -> None:
-        pass
+    async def connect(self, link: Any) -> "Fake":
+        return self
 
-    async def carry(self, link: Any, version: int, tensors: Any, *, flush: bool) -> None:
+    async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
         if not self.swallows:
             self.loaded, self.norm = version, float(tensors["model.norm.weight"][0])
 
@@ -80,7 +86,7 @@ class Fake:
         return self.dead
 
     async def stop(self) -> None:
-        pass
+        self.stopped += 1
 
 
 def pushed(norm: float) -> dict[str, torch.Tensor]:
@@ -89,28 +95,19 @@ def pushed(norm: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, norm) for name, shape in expected_shapes(CONFIG).items()}
 
 
-async def opened(fake: Fake, said: list[str] | None = None) -> SGLangEngine:
-    engine = SGLangEngine(
-        fake,
-        fake,
-        CONFIG,
-        eos_ids={1},
-        max_total_tokens=32,
-        kv="keep",
-        say=(said if said is not None else []).append,
-    )
-    await engine.open(5, pushed(1.0))
-    return engine
+async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None) -> SGLangEngine:
+    setup = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size)
+    return await start(setup, CONFIG, version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=32)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
 
 
-def test_what_was_in_flight_at_a_death_is_sampled_again_by_the_version_that_was_served() -> None:
+def test_what_was_in_flight_at_a_death_is_sampled_again_by_the_version_that_was_served(log_lines: list[str]) -> None:
     async def case() -> None:
-        fake, said = Fake(), []
-        engine = await opened(fake, said)
+        fake = Fake()
+        engine = await opened(fake)
         await engine.update_weights(6, pushed(2.0))
         fake.gate.clear()
         under_way = asyncio.ensure_future(engine.generate(PROMPT, Sampling(1)))
@@ -121,7 +118,7 @@ def test_what_was_in_flight_at_a_death_is_sampled_again_by_the_version_that_was_
         fake.gate.set()
         assert (await under_way).versions.tolist() == [6]
         assert (fake.lives, fake.norm, engine.usage().restarts) == ([0, 1], 2.0, 1)
-        assert said == ["SGLang ended: killed by a test; starting it again with version 6"]
+        assert log_lines == ["SGLang ended: killed by a test; starting it again with version 6"]
         await engine.stop()
 
     run(case())
@@ -193,7 +190,7 @@ def test_a_prompt_over_which_it_always_dies_is_given_up() -> None:
     run(case())
 
 
-def test_a_start_that_fails_is_told_to_whoever_waits() -> None:
+def test_a_start_that_fails_is_told_to_every_waiting_caller() -> None:
     async def case() -> None:
         fake = Fake()
         engine = await opened(fake)
@@ -220,7 +217,7 @@ def test_no_more_is_sent_than_it_runs_at_once() -> None:
     run(case())
 
 
-def test_whoever_stops_waiting_is_aborted() -> None:
+def test_a_request_that_nobody_waits_for_is_aborted() -> None:
     async def case() -> None:
         fake = Fake()
         engine = await opened(fake)
@@ -241,9 +238,22 @@ def test_a_first_push_that_does_not_fit_starts_nothing() -> None:
         fake = Fake()
         wrong = pushed(1.0)
         wrong["model.norm.weight"] = torch.zeros(3)
-        engine = SGLangEngine(fake, fake, CONFIG, eos_ids={1}, max_total_tokens=32, kv="keep", say=print)
         with pytest.raises(WeightsError, match=r"model.norm.weight has shape \(3,\)"):
-            await engine.open(0, wrong)
+            await opened(fake, wrong)
         assert fake.lives == []
+
+    run(case())
+
+
+def test_an_sglang_that_does_not_take_its_first_weights_is_stopped() -> None:
+    class Refuses(Fake):
+        async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+            raise ValueError("no such layer")
+
+    async def case() -> None:
+        fake = Refuses()
+        with pytest.raises(WeightsError, match="version 5: no such layer"):
+            await opened(fake)
+        assert (fake.lives, fake.stopped) == ([0], 1)
 
     run(case())

@@ -1,0 +1,215 @@
+"""The work of one rollout actor: a set number of trajectories is always in flight.
+
+consumes     tickets from the queue
+produces     scored trajectories and failures, in the order in which they finish
+waits for    tickets, which the queue's admission rule gives out; never for the learner, another actor or a batch
+unblocks     the queue's next take
+
+    ticket -> prompt -> generate -> score -> deliver      one coroutine for each trajectory in flight: `_sample`
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from streamppo.config.sections import Config
+from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError
+from streamppo.rollout import build
+from streamppo.rollout.episode import FAILURES, Episode, Player
+from streamppo.rollout.follower import Follower, pull
+from streamppo.tasks import task as tasks
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.task import Task
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import (
+    EngineReport,
+    EvaluationReport,
+    Failure,
+    Prompt,
+    Reward,
+    Ticket,
+    Trajectory,
+    decode,
+    encode,
+    utf8_safe,
+)
+
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
+    from streamppo.queue.actor import QueueActor
+    from streamppo.tasks.rewards.reward_model import RewardModel
+
+log = logging.getLogger(__name__)
+
+
+class Answer(NamedTuple):
+    """A greedy answer: true if it is right, None if it failed for `reason`; its oldest and its newest version."""
+
+    correct: bool | None
+    oldest: int
+    newest: int
+    reason: str = ""
+
+
+async def start(
+    config: Config,
+    name: str,
+    queue: "ActorProxy[QueueActor]",
+    reward_models: "Mapping[str, ActorProxy[RewardModel]]",
+    model_path: str,
+) -> "Worker":
+    """Load tokenizer, task and reward, and start the engine on the newest version."""
+    tokenizer = Tokenizer(model_path)
+    task = tasks.build(config.task, config.seed, tokenizer)
+    for kind, count in task.lengths().items():
+        log.info("%d prompts are too long: %s", count, kind)
+    rewards = Rewards(config.reward, reward_models)
+    await rewards.start(task.sources())
+    push, tensors = await pull(queue, name, -1)
+    engine = await build.engine(config, name, model_path, push.version, tensors)
+    player = Player(engine, tokenizer, config.environment)
+    return Worker(config, name, queue, task, player, rewards, follower=Follower(name, queue, engine, push.digest))
+
+
+class Worker:
+    """Samples trajectories for tickets, and greedy answers for evaluations, with one engine; `start` makes it."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        queue: "ActorProxy[QueueActor]",
+        task: Task,
+        player: Player,
+        rewards: Rewards,
+        *,
+        follower: Follower,
+    ) -> None:
+        self._config, self._name, self._queue = config, name, queue
+        self._task, self._player, self._rewards = task, player, rewards
+        self._follower, self._engine = follower, follower.engine
+        self._sampling = build.sampling(config)
+        self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
+        self._free = asyncio.Semaphore(0)
+        self._finished: list[Trajectory | Failure] = []
+        self._delivery_due = asyncio.Event()
+        self._trajectories = 0
+
+    @property
+    def version(self) -> int:
+        """The version that the engine holds."""
+        return self._engine.version
+
+    async def run(self) -> None:
+        """Sample and follow the weights without end. Ends only by an exception."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follower.run())
+            group.create_task(self._deliver())
+            await self._issue(group)
+
+    # --- the life of a trajectory ----------------------------------------------------------------------------
+
+    async def _issue(self, group: asyncio.TaskGroup) -> None:
+        """Ask for as many tickets as there is room for, without end; during a request, more room appears."""
+        room, call = self._config.rollout.in_flight, 0
+        while True:
+            while room == 0 or not self._free.locked():
+                await self._free.acquire()
+                room += 1
+            answer = await self._queue.issue.remote(self._name, self._engine.version, room, call)
+            tickets = decode(answer, tuple[Ticket, ...])
+            # A call that gave tickets is over. The same call again gives the same tickets, if they did not arrive.
+            call += bool(tickets)
+            for ticket in tickets:
+                room -= 1
+                group.create_task(self._sample(ticket))
+
+    async def _sample(self, ticket: Ticket) -> None:
+        """Take one trajectory from its ticket to the next delivery."""
+        try:
+            prompt = self._task.prompt(ticket.identity.prompt)
+            episode = await self._player.play(prompt, self._sampling)
+            reward = await self._score(prompt, episode)
+            self._finished.append(episode.trajectory(ticket.identity, self._name, reward))
+            self._trajectories += 1
+        except FAILURES as error:
+            reason = utf8_safe(error)
+            self._finished.append(
+                Failure(identity=ticket.identity, actor=self._name, stage=_stage(error), reason=reason)
+            )
+        self._delivery_due.set()
+        self._free.release()
+
+    async def _score(self, prompt: Prompt, episode: Episode) -> Reward:
+        return episode.reward(await self._rewards.score(prompt, episode.text(prompt, self._player.tokenizer)))
+
+    async def _deliver(self) -> None:
+        """Make one delivery after another, without end; during a delivery, the next one gathers."""
+        while True:
+            await self._delivery_due.wait()
+            self._delivery_due.clear()
+            results, self._finished = self._finished, []
+            trajectories = tuple(result for result in results if isinstance(result, Trajectory))
+            failures = tuple(result for result in results if isinstance(result, Failure))
+            await self._queue.deliver.remote(encode(trajectories), encode(failures))
+
+    # --- evaluation and counters -----------------------------------------------------------------------------
+
+    async def evaluate(self, first: int, step: int, min_version: int) -> EvaluationReport:
+        """Answer held-out prompts first, first + step, ... greedily, once the engine holds `min_version`."""
+        await self._follower.reach(min_version)
+        prompts = self._task.held_out(self._config.evaluation.prompts)[first::step]
+        answers = await asyncio.gather(*(self._answer(prompt) for prompt in prompts))
+        reasons = [answer.reason for answer in answers if answer.correct is None]
+        if reasons:
+            log.info("%d of %d held-out prompts failed, the first of them: %s", len(reasons), len(answers), reasons[0])
+        return EvaluationReport(
+            actor=self._name,
+            correct=sum(answer.correct is True for answer in answers),
+            count=sum(answer.correct is not None for answer in answers),
+            failed=len(reasons),
+            min_version=min((answer.oldest for answer in answers), default=min_version),
+            max_version=max((answer.newest for answer in answers), default=min_version),
+        )
+
+    async def _answer(self, prompt: Prompt) -> Answer:
+        try:
+            episode = await self._player.play(prompt, self._greedy)
+            correct = (await self._score(prompt, episode)).total >= self._config.reward.correct_at
+        except FAILURES as error:
+            return Answer(None, self.version, self.version, utf8_safe(f"{_stage(error)}: {error}"))
+        return Answer(correct, int(episode.versions.min()), int(episode.versions.max()))
+
+    def report(self) -> EngineReport:
+        """Return the counters since the start."""
+        usage = self._engine.usage()
+        return EngineReport(
+            actor=self._name,
+            version=self.version,
+            tokens=usage.tokens,
+            trajectories=self._trajectories,
+            busy_s=usage.busy_s,
+            idle_s=usage.idle_s,
+            swaps=usage.swaps,
+            swap_s=usage.swap_s,
+            push_ms=self._follower.push_ms,
+            checksum=self._follower.digest,
+            restarts=usage.restarts,
+            scorers=self._rewards.report(),
+            too_long=self._task.lengths(),
+        )
+
+
+def _stage(error: Exception) -> Literal["engine", "environment", "reward", "task"]:
+    """Name the stage in which a trajectory failed."""
+    match error:
+        case RewardFailed():
+            return "reward"
+        case EnvironmentFailed():
+            return "environment"
+        case TaskError():
+            return "task"
+        case _:
+            return "engine"
