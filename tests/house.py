@@ -18,10 +18,19 @@ BOUNDS = {
     "units": 18,
     "modules in an import cycle": 0,
     "units in an import cycle": 0,
+    "steps of the declared path not in the code": 0,
+    "frames from the command to backward()": 5,
+    "files on that path": 5,
+    "Any per 1,000 lines": 4,
+    "broad excepts": 17,
+    "print": 1,
+    "print outside commands": 0,
+    "sentences of them that begin with a wh-word": 0,
     "largest file": 400,
     "longest function": 60,
     "most parameters before *": 6,
     "deepest nesting": 3,
+    "undocumented public things": 0,
 }
 """The most that each measure may be."""
 WH_WORDS = ("whoever", "whatever", "what", "those", "one that", "who", "which", "whether", "where", "whom", "whose")
