@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, Token
 from cyclopts.validators import Number
 
 from streamppo import __version__, process
@@ -42,6 +42,14 @@ app = App(
 ConfigFile = Annotated[Path, Parameter(help="A TOML file, such as configs/math.toml.")]
 RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/math.")]
 Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
+
+
+def _whole(_: type[int], tokens: Sequence[Token]) -> int:
+    """Read a whole number as it is written: cyclopts would round 1.5."""
+    return int(tokens[0].value)
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,7 +120,7 @@ def scale(
     folder: RunFolder,
     /,
     *,
-    rollouts: Annotated[int, Parameter(validator=Number(gte=1), help="How many rollout actors, at least 1.")],
+    rollouts: Annotated[Whole, Parameter(validator=Number(gte=1), help="How many rollout actors, at least 1.")],
 ) -> int:
     """Change the number of rollout actors of a run that is running. A resumed run has as many."""
     return rollouts_of_run.scale(_existing(folder), rollouts)
@@ -126,7 +134,7 @@ def replay(
     folder: RunFolder,
     /,
     *,
-    to: Annotated[int | None, Parameter(help="The last version to make (default: all).")] = None,
+    to: Annotated[Whole | None, Parameter(help="The last version to make (default: all).")] = None,
     changes: Annotated[
         Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")
     ] = (),
@@ -146,10 +154,10 @@ def inspect(
     folder: RunFolder,
     /,
     *,
-    update: Annotated[int | None, Parameter(help="The version that the batch made (default: the newest).")] = None,
+    update: Annotated[Whole | None, Parameter(help="The version that the batch made (default: the newest).")] = None,
     dead_letters: Annotated[bool, Parameter(help="Show what could not be trained on, and why.")] = False,
-    prompt: Annotated[int | None, Parameter(help="Show what became of every attempt at this prompt.")] = None,
-    n: Annotated[int, Parameter(help="Trajectories to show (default: 4).")] = 4,
+    prompt: Annotated[Whole | None, Parameter(help="Show what became of every attempt at this prompt.")] = None,
+    n: Annotated[Whole, Parameter(help="Trajectories to show (default: 4).")] = 4,
 ) -> int:
     """Show text, tokens, rewards, versions and lag of what a run was trained on."""
     folder = _existing(folder)
@@ -171,7 +179,7 @@ def reward_test(
     config: ConfigFile,
     /,
     *overrides: Override,
-    n: Annotated[int, Parameter(help="Completions to sample from the model (default: 16).")] = 16,
+    n: Annotated[Whole, Parameter(help="Completions to sample from the model (default: 16).")] = 16,
     completions: Annotated[
         Path | None, Parameter(help="A jsonl file of them instead: completion, prompt, columns.")
     ] = None,

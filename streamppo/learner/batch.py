@@ -130,7 +130,7 @@ def micro_batches(
 ) -> list[list[Tensor]]:
     """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
-    Where rows are `padded`, each counts as many tokens as the longest of its micro-batch.
+    Each row counts as many tokens as the longest of its micro-batch if rows are `padded`.
 
     Every rank gets the same number of micro-batches, because each of them is a collective: where rows run out, a
     micro-batch is empty. Longest first, each row goes to the rank with the fewest tokens so far, so that padding is

@@ -42,7 +42,7 @@ class Epoch(NamedTuple):
 class Objective(NamedTuple):
     """The functions and the epochs of one run.
 
-    `scored` is the part that must be known of the whole batch before its first step. Where that leaves the policy out,
+    `scored` is the part that must be known of the whole batch before its first step. If that leaves the policy out,
     `anchor` makes the proximal log-probs of a micro-batch from its current ones, and the policy passes over the batch
     only to learn from it. `one_step` says that the policy makes a single step of a batch.
     """

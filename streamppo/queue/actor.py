@@ -186,7 +186,7 @@ class QueueActor(ArchivedRuns):
     async def take(self, version: int) -> bytes:
         """The batch of the update that starts at `version`, as soon as it is whole; nothing after `stop`.
 
-        A batch that one rank has got before `stop` all ranks get. One that was trained on comes from the archive.
+        A batch that one rank has got before `stop` all ranks get. A batch that was trained on comes from the archive.
         """
         if version < self._queue.state.version:
             # The file has its name when its version is in the journal.

@@ -5,9 +5,9 @@ runs/NAME/archive/00000042.zarr.zip       the batch of version 42, exactly
     zarr.open_group(zarr.storage.ZipStore("00000042.zarr.zip", mode="r"))        is all that it takes to read one
 
 B trajectories lie one after another in flat columns: those of trajectory i are `offsets[i] : offsets[i + 1]`, its
-prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. Where rewards stand on single tokens there is a flat column
-`token_rewards` with offsets of its own, and where they have components a table of them [B, components], NaN where a
-trajectory has none of a name. Where there is a critic, `values` has for each token what the critic expected before it
+prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on single tokens there is a flat column
+`token_rewards` with offsets of its own, and if they have components a table of them [B, components], NaN if a
+trajectory has none of a name. If there is a critic, `values` has for each token the critic's expectation before it
 was sampled, as the update began. A file is complete when it has its name; it counts once the journal holds its SHA-256.
 
 It is written under a name of its writer, and gets its own within the transaction that records it: a queue that was

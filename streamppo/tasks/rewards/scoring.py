@@ -1,24 +1,29 @@
 """All scorers of a run: which of them score a trajectory, and how their scores become one reward."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from streamppo.config import reward as choices
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks import plugins
 from streamppo.tasks.read import Row
-from streamppo.tasks.rewards import reward_model, signature
+from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.batcher import Batcher, CallBatch, CallOne
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.processes import pool
 from streamppo.tasks.rewards.processes.pool import Pool
-from streamppo.tasks.rewards.reward_model import Models
 from streamppo.tasks.rewards.service import Service
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
+
+if TYPE_CHECKING:
+    from streamppo.tasks.rewards.reward_model import Models
 
 MODEL_BATCHES = 2
 """Batches on their way to a reward model: one is scored, and the next one is there when it is done."""
@@ -135,6 +140,9 @@ class Rewards:
             case choices.ModelScorer():
                 log.info("%s is the reward model %s", name, scorer.path)
                 size, places = scorer.batch_size, MODEL_BATCHES
+                # Looking a configuration over needs no Ray.
+                from streamppo.tasks.rewards import reward_model
+
                 call = _in_time(await reward_model.connect(self._models[name], scorer), scorer.timeout_s)
             case choices.ServiceScorer() | choices.JudgeScorer():
                 log.info("%s is %s", name, scorer.url)

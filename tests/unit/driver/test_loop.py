@@ -1,5 +1,6 @@
 """The loop without Ray: the order of the mailbox, and updates that are redone, evaluated and recorded."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ class Loop:
             self.lose_at.remove(self.version + 1)
             raise LearnerLost("learner-0 has died")
         if self.version + 1 == self.interrupt_at:
-            raise Interrupted("stopped by SIGINT")
+            raise Interrupted(signal.SIGINT)
         self.version += 1
         return [encode(report(self.version))]
 

@@ -28,7 +28,7 @@ def record_of(folder: Path) -> Record:
 
 
 def test_metrics_that_find_no_room_are_named_and_the_run_goes_on_from_the_last_whole_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     record = record_of(tmp_path)
     record.update(report(1))
@@ -40,7 +40,7 @@ def test_metrics_that_find_no_room_are_named_and_the_run_goes_on_from_the_last_w
         record.update(report(2))
     (tmp_path / "summary.json.tmp").mkdir()
     record.close("RunError: the first reason", None, [])
-    assert f"{tmp_path}/summary.json: cannot be written" in capsys.readouterr().out
+    assert f"{tmp_path}/summary.json: cannot be written" in logged.text
     again = record_of(tmp_path)
     again._file.close()
     assert again.version == 1

@@ -292,7 +292,7 @@ def test_the_builtin_reward_stays_in_the_actor_and_wants_the_exact_answer_and_it
     caplog.set_level("INFO", logger="streamppo")
 
     async def story() -> None:
-        async with started(Reward(function="streamppo.tasks.library.arithmetic:score")) as rewards:
+        async with started(one_function(function="streamppo.tasks.library.arithmetic:score")) as rewards:
             assert processes() == []
             prompt = Prompt(text="1+2=", columns={"answer": "3", "level": 1})
             for given, expected in ((text("3"), 1), (text("33"), 0), (text("3", "length"), 0), (text(""), 0)):

@@ -8,6 +8,7 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 
 import pytest
 
@@ -18,13 +19,13 @@ from streamppo.telemetry.live import LiveLine
 TEXT = "[   1.0s] update    1/1000  reward 0.123  entropy 1.234  ess 0.987  lag 0.50  learner waits 3%"
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+@contextmanager
+def terminal() -> Iterator[int]:
     """Standard output is a terminal of 40 columns; its other end."""
     reader, writer = pty.openpty()
     resize(writer, 40)
-    with os.fdopen(writer, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
+    # Within the test itself: pytest gives standard output another file between a fixture and its test.
+    with os.fdopen(writer, "w") as stdout, redirect_stdout(stdout):
         yield reader
     os.close(reader)
 
@@ -37,29 +38,32 @@ def written(reader: int) -> str:
     return os.read(reader, 10_000).decode()
 
 
-def test_a_line_is_rewritten_in_its_place_and_never_wraps(terminal: int) -> None:
-    line = LiveLine()
-    line.show(TEXT, last=False)
-    line.show(TEXT.upper(), last=False)
-    shown = written(terminal)
-    assert shown == f"{process.CLEAR_LINE}{TEXT[:39]}{process.CLEAR_LINE}{TEXT.upper()[:39]}"
-    resize(sys.stdout.fileno(), 60)
-    line.show(TEXT, last=False)
-    assert written(terminal) == process.CLEAR_LINE + TEXT[:59]
+def test_a_line_is_rewritten_in_its_place_and_never_wraps() -> None:
+    with terminal() as reader:
+        line = LiveLine()
+        line.show(TEXT, last=False)
+        line.show(TEXT.upper(), last=False)
+        shown = written(reader)
+        assert shown == f"{process.CLEAR_LINE}{TEXT[:39]}{process.CLEAR_LINE}{TEXT.upper()[:39]}"
+        resize(sys.stdout.fileno(), 60)
+        line.show(TEXT, last=False)
+        assert written(reader) == process.CLEAR_LINE + TEXT[:59]
 
 
-def test_a_terminal_of_unknown_width_gets_the_whole_line(terminal: int) -> None:
-    resize(sys.stdout.fileno(), 0)
-    LiveLine().show(TEXT, last=False)
-    assert written(terminal) == process.CLEAR_LINE + TEXT
+def test_a_terminal_of_unknown_width_gets_the_whole_line() -> None:
+    with terminal() as reader:
+        resize(sys.stdout.fileno(), 0)
+        LiveLine().show(TEXT, last=False)
+        assert written(reader) == process.CLEAR_LINE + TEXT
 
 
-def test_the_last_state_stays_and_an_error_begins_below_it(terminal: int) -> None:
-    line = LiveLine()
-    line.show("update 1", last=False)
-    line.close()
-    line.close()
-    assert written(terminal) == f"{process.CLEAR_LINE}update 1\r\n"
+def test_the_last_state_stays_and_an_error_begins_below_it() -> None:
+    with terminal() as reader:
+        line = LiveLine()
+        line.show("update 1", last=False)
+        line.close()
+        line.close()
+        assert written(reader) == f"{process.CLEAR_LINE}update 1\r\n"
 
 
 def test_without_a_terminal_a_line_is_logged_now_and_then_and_at_the_end(
