@@ -30,6 +30,7 @@ CHOICES: dict[str, list[str]] = {
         f"loss {kind}": [f"algorithm.policy_loss.kind={kind}", MINIBATCHES]
         for kind in ("clip", "cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo")
     },
+    "loss function": ["algorithm.policy_loss={kind='function', function='examples/own_loss.py:loss'}", MINIBATCHES],
     "correction off": ["algorithm.correction.kind=off"],
     "correction mask": ["algorithm.correction.kind=mask"],
     "correction truncate_and_mask": ["algorithm.correction={kind='truncate_and_mask', band=[0.5, 2.0]}"],

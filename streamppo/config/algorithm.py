@@ -199,6 +199,13 @@ class Sapo(Kind, frozen=True, tag="sapo"):
     """Steepness for positive and for negative advantages."""
 
 
+class OwnLoss(Kind, frozen=True, tag="function"):
+    """A loss of your own, tried on a made-up micro-batch before the first update."""
+
+    function: str
+    """`package.module:name` or `path/file.py:name` of a function: `LossInputs` -> one loss for each token."""
+
+
 class Whiten(Section, frozen=True):
     """Advantages get mean 0 and variance 1."""
 
@@ -295,7 +302,7 @@ class Algorithm(Section, frozen=True):
     """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
     whiten: Whiten = Whiten()
     """Scale of the advantages."""
-    policy_loss: Clip | Cispo | Gspo | SequenceClip | Reinforce | ImportanceWeighted | DppoTv | Sapo = Clip()
+    policy_loss: Clip | Cispo | Gspo | SequenceClip | Reinforce | ImportanceWeighted | DppoTv | Sapo | OwnLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """Proximal log-probs: from a forward pass, or between behavior and current by age (A-3PO, arXiv:2512.06547)."""

@@ -10,14 +10,16 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamppo.algorithms import advantages, corrections, groups, policy_losses, proximal, vtrace
+from streamppo.algorithms import advantages, corrections, groups, own_loss, policy_losses, proximal, vtrace
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.config import algorithm as choices
 from streamppo.config.sections import Config
+from streamppo.errors import TaskError
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.policy import Part, Scored
+from streamppo.tasks import plugins
 
 Advantages: TypeAlias = Callable[[PaddedBatch, Scored, Tensor], Estimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
@@ -228,3 +230,18 @@ def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
             return partial(policy_losses.dppo_tv, delta=delta)
         case choices.Sapo(tau=(positive, negative)):
             return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)
+        case choices.OwnLoss(function=name):
+            return partial(own_loss.own_loss, function=_own_loss(name))
+
+
+def _own_loss(name: str) -> own_loss.OwnLoss:
+    """Import a user's loss and try it. Raises `TaskError` for one that cannot teach."""
+    function = plugins.load(name, "algorithm.policy_loss.function")
+    if not callable(function):
+        raise TaskError(f"algorithm.policy_loss.function {name!r} is not a function")
+    try:
+        own_loss.try_own_loss(function)
+    # Other people's code raises anything.
+    except Exception as error:
+        raise TaskError(f"algorithm.policy_loss.function {name!r}: {type(error).__name__}: {error}") from error
+    return function
