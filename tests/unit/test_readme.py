@@ -49,3 +49,11 @@ def test_the_readme_names_the_commands_that_there_are() -> None:
     files = {path.stem.replace("_", "-") for path in (REPOSITORY / "streamppo" / "commands").glob("[!_]*.py")}
     assert commands - {"run", "resume"} <= files
     assert {"run", "resume", "check", "replay", "inspect", "scale", "reward-test"} >= commands
+
+
+def test_every_file_that_the_status_names_is_there() -> None:
+    named = re.findall(
+        r"\b((?:tests|benchmarks|configs|docs)/[\w./-]+)", (REPOSITORY / "docs" / "status.md").read_text()
+    )
+    assert len(named) > 30
+    assert [name for name in named if not (REPOSITORY / name.rstrip(".")).exists()] == []
