@@ -103,7 +103,12 @@ def run(
 
 
 @app.command
-def resume(folder: RunFolder, /, *overrides: Override) -> int:
+def resume(
+    folder: RunFolder,
+    /,
+    *overrides: Override,
+    accept_changes: Annotated[bool, Parameter(help="Go on though data or model are not what they were.")] = False,
+) -> int:
     """Continue a run as its configuration says, with overrides."""
     folder = _existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
@@ -112,7 +117,7 @@ def resume(folder: RunFolder, /, *overrides: Override) -> int:
     from streamppo import run as loop
 
     with lock.driver_lock(folder):
-        return loop.run(loaded, folder, started=STARTED, interrupts=interrupts)
+        return loop.run(loaded, folder, started=STARTED, interrupts=interrupts, accept_changes=accept_changes)
 
 
 @app.command
