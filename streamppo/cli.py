@@ -176,6 +176,22 @@ def inspect(
     return command.inspect(config, folder, update, n)
 
 
+@app.command
+def export(
+    folder: RunFolder,
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="The folder to write; it must not exist.")],
+    version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
+) -> int:
+    """Write the weights of a checkpoint as a Hugging Face folder, also of a run that died."""
+    folder = _existing(folder)
+    config = configfile.load(folder / configfile.CONFIG)
+    from streamppo.commands import export as command
+
+    return command.export(config, folder, version, to)
+
+
 # --- preparing a run -----------------------------------------------------------------------------------------
 
 
