@@ -6,7 +6,11 @@ Each trial is a real run of `--config`, shortened, with `--kills` kills at rando
 resumed. When the run has ended, every slot that the queue ever opened must be consumed once, still wait, or be given up
 with a reason (lost: those that are nowhere; twice: those that are in more than one place), and `streamppo replay` must
 arrive at the very weights. Seconds to recover are those from the kill to the next update that is new. With `--scale`
-another number of rollout actors is asked for before every kill.
+another number of rollout actors is asked for before every kill. With `--draw` every trial has a configuration of its
+own, drawn from all that the configuration's types offer; it is written down with the trial.
+
+With `--json out.json` every trial is also a line of out.jsonl as soon as it has ended: the same command goes on after
+those that are there, and a larger `--trials` adds to them.
 """
 
 import argparse
@@ -22,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +34,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import draw
 from benchmarks.runs import machine
+from streamppo.errors import StreamppoError
 from streamppo.queue import archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import GIVEN_UP
@@ -209,33 +215,71 @@ def table(trials: list[Trial]) -> dict[str, Any]:
     }
 
 
-def campaign(options: argparse.Namespace) -> Iterator[tuple[list[Trial], list[str]]]:
-    """After every trial: those that ended, and what was wrong with the others."""
-    generator = random.Random(options.seed)
-    trials: list[Trial] = []
-    failures: list[str] = []
-    jobs = [
-        ([generator.choice(list(KINDS)) for _ in range(options.kills)], generator.randrange(2**31))
-        for _ in range(options.trials)
-    ]
+class Job(NamedTuple):
+    """One trial to be made: the kinds of its kills, its seed, and its overrides."""
 
-    def attempt(job: tuple[list[str], int]) -> Trial | str:
-        kinds, seed = job
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                return trial(options.config, Path(folder), tuple(options.set), kinds, seed, scale=options.scale)
-            except RuntimeError as error:
-                return f"kills {kinds}, seed {seed}: {error}"
+    number: int
+    kinds: list[str]
+    seed: int
+    overrides: list[str]
 
-    with ThreadPoolExecutor(options.parallel) as pool:
-        for number, one in enumerate(pool.map(attempt, jobs)):
-            if isinstance(one, Trial):
-                trials.append(one)
-                print(json.dumps({"trial": number, **one._asdict()}), flush=True)
-            else:
-                failures.append(one)
-                print(json.dumps({"trial": number, "failure": one}), flush=True)
-            yield trials, failures
+
+def jobs(options: argparse.Namespace, data: Path) -> list[Job]:
+    """All trials of a campaign; the same options always make the same ones, and more `--trials` add to them."""
+    generator, made = random.Random(options.seed), list[Job]()
+    for number in range(options.trials):
+        kinds, seed = [generator.choice(list(KINDS)) for _ in range(options.kills)], generator.randrange(2**31)
+        # The drawn choices are those of the trial's own seed, however many the configuration offers.
+        fixed = [*SHORT, *options.set]
+        drawn = draw.draw(random.Random(seed), options.config, fixed, data) if options.draw else []
+        made.append(Job(number, kinds, seed, [*options.set, *drawn]))
+    return made
+
+
+def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
+    """Make one trial; its line of the log, with a trial or a failure in it."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            made = trial(options.config, Path(folder), tuple(job.overrides), job.kinds, job.seed, scale=options.scale)
+        except (RuntimeError, StreamppoError, OSError, subprocess.SubprocessError) as error:
+            return {**job._asdict(), "failure": f"{type(error).__name__}: {error}"}
+    return {**job._asdict(), "trial": {**made._asdict(), "kills": [kill._asdict() for kill in made.kills]}}
+
+
+def campaign(options: argparse.Namespace, data: Path, log: Path | None) -> Iterator[list[dict[str, Any]]]:
+    """After every trial: the lines of all that were made, those of an earlier call included, which `log` keeps."""
+    wanted = jobs(options, data)
+    lines_made = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
+    for line in lines_made:
+        if (
+            line["number"] < len(wanted)
+            and {name: line[name] for name in Job._fields} != wanted[line["number"]]._asdict()
+        ):
+            sys.exit(f"{log}: trial {line['number']} is of another campaign: take another --json, or the same options")
+    there = {line["number"] for line in lines_made}
+    if lines_made:
+        yield lines_made
+    pool = ThreadPoolExecutor(options.parallel)
+    try:
+        left = [pool.submit(attempt, options, job) for job in wanted if job.number not in there]
+        for ended in as_completed(left):
+            line = ended.result()
+            print(json.dumps(line), flush=True)
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            lines_made.append(line)
+            yield lines_made
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def result(lines_made: list[dict[str, Any]]) -> dict[str, Any]:
+    """The campaign in numbers, and each of its trials."""
+    made = [line["trial"] for line in lines_made if "trial" in line]
+    trials = [Trial(**{**one, "kills": [Kill(**kill) for kill in one["kills"]]}) for one in made]
+    failures = [line for line in lines_made if "failure" in line]
+    return {**table(trials), "failures": failures, "drawn": [line["overrides"] for line in lines_made]}
 
 
 def main() -> None:
@@ -247,22 +291,30 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--scale", action="store_true", help="change the number of rollout actors before every kill")
     parser.add_argument("--set", nargs="*", default=["updates=60"], metavar="section.field=value")
-    parser.add_argument("--json", type=Path, help="write the table here too, anew after every trial")
+    parser.add_argument("--json", type=Path, help="write the table here too, and each trial to the .jsonl beside it")
+    parser.add_argument(
+        "--draw", action="store_true", help="another configuration for every trial (benchmarks/draw.py)"
+    )
     options = parser.parse_args()
     described = {
         "machine": machine(),
         "config": str(options.config),
         "overrides": options.set,
+        "seed": options.seed,
         "scale": options.scale,
         "runs_at_a_time": options.parallel,
     }
-    result: dict[str, Any] = {}
-    for trials, failures in campaign(options):
-        result = described | table(trials) | {"failures": failures}
+    # The trials of a data task name it, so it has the same place in every call.
+    data = Path(tempfile.gettempdir()) / "streamppo-chaos.jsonl"
+    draw.write_data(data)
+    log = options.json.with_suffix(".jsonl") if options.json else None
+    found: dict[str, Any] = {}
+    for lines_made in campaign(options, data, log):
+        found = described | result(lines_made)
         if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
-    if result["failures"] or result["lost"] or result["twice"] or result["replayed_bit_for_bit"] < result["trials"]:
+            options.json.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+    if found["failures"] or found["lost"] or found["twice"] or found["replayed_bit_for_bit"] < found["trials"]:
         sys.exit(1)
 
 

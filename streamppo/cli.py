@@ -103,7 +103,12 @@ def run(
 
 
 @app.command
-def resume(folder: RunFolder, /, *overrides: Override) -> int:
+def resume(
+    folder: RunFolder,
+    /,
+    *overrides: Override,
+    accept_changes: Annotated[bool, Parameter(help="Go on though data or model are not what they were.")] = False,
+) -> int:
     """Continue a run as its configuration says, with overrides."""
     folder = _existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
@@ -112,7 +117,7 @@ def resume(folder: RunFolder, /, *overrides: Override) -> int:
     from streamppo import run as loop
 
     with lock.driver_lock(folder):
-        return loop.run(loaded, folder, started=STARTED, interrupts=interrupts)
+        return loop.run(loaded, folder, started=STARTED, interrupts=interrupts, accept_changes=accept_changes)
 
 
 @app.command
@@ -169,6 +174,22 @@ def inspect(
     if prompt is not None:
         return command.inspect_prompt(folder, prompt)
     return command.inspect(config, folder, update, n)
+
+
+@app.command
+def export(
+    folder: RunFolder,
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="The folder to write; it must not exist.")],
+    version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
+) -> int:
+    """Write the weights of a checkpoint as a Hugging Face folder, also of a run that died."""
+    folder = _existing(folder)
+    config = configfile.load(folder / configfile.CONFIG)
+    from streamppo.commands import export as command
+
+    return command.export(config, folder, version, to)
 
 
 # --- preparing a run -----------------------------------------------------------------------------------------

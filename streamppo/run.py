@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from streamppo import durable, process
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.driver import preflight
 from streamppo.driver.cluster import ray_session
 from streamppo.driver.evaluation import evaluate
 from streamppo.driver.interrupts import Interrupts
@@ -54,14 +55,16 @@ class Asked(NamedTuple):
     refs: "list[ObjectRef[bytes]]"
 
 
-def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts) -> int:
+def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts, accept_changes: bool = False) -> int:
     """Make all updates; the exit code is 0 only then. `started` is when the command began (perf_counter).
 
     A `folder` that holds a part of the run is continued. Survival of a learner's death, resume and replay are the
-    same: load a checkpoint, redo the archived batches, arrive at the same weights. summary.json is written in every
-    outcome. Raises `StreamppoError`.
+    same: load a checkpoint, redo the archived batches, arrive at the same weights. A run that cannot go on is refused
+    before its folder is touched, also one whose data or model changed, unless `accept_changes`; in every other outcome
+    summary.json is written. Raises `StreamppoError`.
     """
     process.log_to_stdout()
+    preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
         record = Record(folder, started, config.seed, config.updates)

@@ -17,7 +17,7 @@ learner brings the weights again.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from uuid import uuid4
@@ -26,17 +26,17 @@ import msgspec
 import ray
 
 from streamppo import process
-from streamppo.config.change import kept, learning
+from streamppo.config.change import learning
 from streamppo.config.sections import Config
-from streamppo.errors import CheckpointError, Diverged, JournalError, QueueError
-from streamppo.queue import report, snapshot
+from streamppo.errors import Diverged, JournalError, QueueError
+from streamppo.queue import continuation, report, snapshot
 from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.defects import limits_of
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
 from streamppo.queue.rules import QueueRules
 from streamppo.queue.source import ArchivedRuns
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue.state import QueueState, Settings, settings_of
 from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
 
@@ -58,6 +58,7 @@ class QueueActor(ArchivedRuns):
         process.log_to_stdout("queue")
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path
+        continuation.refuse_without_journal(Path(run))
         self._journal = Journal(Path(run) / "journal.sqlite")
         self._journal.fence()
         self._queue = _rebuilt(settings_of(self.config), self._journal)
@@ -88,16 +89,10 @@ class QueueActor(ArchivedRuns):
         it changes what a run keeps.
         """
         self._queue.lost_all()
-        before = [msgspec.msgpack.decode(config, type=Config) for config in self._journal.configs().values()]
-        if before:
-            _refuse_other(kept(before[-1]), kept(self.config))
-        if not before or learning(before[-1]) != learning(self.config):
-            if before and version < self._queue.state.version:
-                raise CheckpointError(
-                    f"versions {version + 1} to {self._queue.state.version} must be redone as they were made, and the "
-                    "configuration is another one: resume without changes first, and stop with a signal"
-                )
-            self._journal.configure(self._queue.state.version, msgspec.msgpack.encode(self.config))
+        before, newest = continuation.newest_config(self._journal), self._queue.state.version
+        continuation.refuse_other(before, self.config, newest, lambda: version)
+        if before is None or learning(before) != learning(self.config):
+            self._journal.configure(newest, msgspec.msgpack.encode(self.config))
         await self._commit()
         return self._queue.state.version
 
@@ -280,28 +275,6 @@ class QueueActor(ArchivedRuns):
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-def _refuse_other(before: Mapping[str, object], present: Mapping[str, object]) -> None:
-    for name, value in before.items():
-        if present[name] != value:
-            raise CheckpointError(f"a run keeps its {name}: it was {value!r}, and cannot become {present[name]!r}")
-
-
-def settings_of(config: Config) -> Settings:
-    """The queue that the configuration describes."""
-    queue = config.queue
-    return Settings(
-        task=str(config.task.__struct_config__.tag),
-        batch_size=queue.batch_size,
-        samples_per_prompt=queue.samples_per_prompt,
-        max_lag=queue.max_lag,
-        whole_groups=config.algorithm.compares_samples is not None,
-        resample_equal=config.algorithm.zero_variance == "resample",
-        too_old=queue.too_old,
-        max_attempts=queue.max_attempts,
-        max_failure_rate=queue.max_failure_rate,
-    )
 
 
 def _rebuilt(settings: Settings, journal: Journal) -> QueueRules:

@@ -54,27 +54,33 @@ commit;
 
 
 class Journal:
-    """One writer at a time. Every method raises `JournalError`, which names the file, if SQLite or the disk refuses."""
+    """One writer at a time, and readers, which leave the files as they are.
 
-    def __init__(self, path: Path) -> None:
+    Every method raises `JournalError`, which names the file, if SQLite or the disk refuses.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
         self._tip = path.with_name("journal.tip")
+        self._read_only = read_only
         with self._errors_named():
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            address = _read_only_address(path) if read_only else path
+            self._db = sqlite3.connect(address, uri=read_only, check_same_thread=False, isolation_level=None)
             self._verify_structure()
-            self._db.execute("pragma journal_mode = wal")
-            # An acknowledged trajectory survives a power cut, not only a kill.
-            self._db.execute("pragma synchronous = full")
+            if not read_only:
+                self._db.execute("pragma journal_mode = wal")
+                # An acknowledged trajectory survives a power cut, not only a kill.
+                self._db.execute("pragma synchronous = full")
             self._verify_format()
             self._number = self._last_transaction()
 
     @classmethod
     def of(cls, run: Path) -> "Journal":
-        """The journal of the run in the folder `run`. Raises `JournalError` if it has none, and makes none."""
+        """The journal of the run in the folder `run`, to be read. Raises `JournalError` if it has none."""
         path = run / "journal.sqlite"
         if not path.is_file():
             raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
-        return cls(path)
+        return cls(path, read_only=True)
 
     def fence(self) -> None:
         """Keep everybody who opened it before from writing; all that they wrote is read from here on."""
@@ -165,7 +171,7 @@ class Journal:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
     def close(self) -> None:
-        """Fold the log into the file."""
+        """Fold the log into the file, unless it is only read."""
         with self._errors_named():
             self._db.close()
 
@@ -184,6 +190,8 @@ class Journal:
             self._db.execute("begin immediate")
             try:
                 number = self._transactions()
+                if not self.path.exists():
+                    raise JournalError(f"{self.path}: gone: the run's folder was moved or deleted while it is running")
                 if number != self._number and not fencing:
                     raise JournalError(f"{self.path}: somebody else writes here: this queue was given up for dead")
                 if number == 0:
@@ -209,6 +217,8 @@ class Journal:
         """Make the tables of a new journal. Raises `JournalError` for one that another version of streamppo made."""
         ((found,),) = self._db.execute("pragma user_version").fetchall()
         ((tables,),) = self._db.execute("select count(*) from sqlite_master").fetchall()
+        if not tables and self._read_only:
+            raise JournalError(f"{self.path}: empty: nothing was ever written there")
         if not tables:
             self._db.executescript(TABLES)
         elif found != FORMAT:
@@ -257,6 +267,12 @@ class Journal:
     def _check(self, table: str, row: bytes, checksum: int) -> None:
         if not isinstance(row, bytes) or crc32(row) != checksum:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise JournalError(f"{self.path}: damaged: a row of {table!r} does not match its checksum")
+
+
+def _read_only_address(path: Path) -> str:
+    """The address under which SQLite changes nothing; without a log it would begin one, unless the file is final."""
+    final = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
+    return f"{path.resolve().as_uri()}?mode=ro{final}"
 
 
 def _tip(number: int) -> bytes:

@@ -41,11 +41,7 @@ def drain(settings: Settings, state: QueueState) -> Changes:
 def rebuild(settings: Settings, saved: Saved, path: Path) -> QueueState:
     """The state that was saved in `path`. Raises `JournalError` for a queue of another shape."""
     counters = saved.counters
-    if counters.shape != settings.shape:
-        raise JournalError(
-            f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
-            f"{tuple(counters.shape)}, which a run keeps, and the configuration says {tuple(settings.shape)}"
-        )
+    refuse_other_shape(settings, counters, path)
     state = QueueState(
         version=counters.version,
         opened=counters.opened,
@@ -62,6 +58,15 @@ def rebuild(settings: Settings, saved: Saved, path: Path) -> QueueState:
         lease(state, one.version, one.min_version, [state.units[first] for first in firsts])
     state.ready_units = sum(unit.missing == 0 for unit in state.units.values())
     return state
+
+
+def refuse_other_shape(settings: Settings, counters: Counters, path: Path) -> None:
+    """Raise `JournalError` if the journal at `path`, with these counters, is of a queue of another shape."""
+    if counters.shape != settings.shape:
+        raise JournalError(
+            f"{path}: of another run: its (task.kind, queue.samples_per_prompt, trajectories taken together) are "
+            f"{tuple(counters.shape)}, which a run keeps, and the configuration says {tuple(settings.shape)}"
+        )
 
 
 def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:

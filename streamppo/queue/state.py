@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from streamppo.config.sections import Config
 from streamppo.queue.records import DeadLetter, Ended, Shape
 from streamppo.queue.slot import Slot, Unit
 from streamppo.types import Batch
@@ -38,6 +39,22 @@ class Settings(NamedTuple):
     def shape(self) -> Shape:
         """The settings that every journal of a run has in common."""
         return Shape(self.task, self.samples_per_prompt, self.unit_size)
+
+
+def settings_of(config: Config) -> Settings:
+    """The queue that the configuration describes."""
+    queue = config.queue
+    return Settings(
+        task=str(config.task.__struct_config__.tag),
+        batch_size=queue.batch_size,
+        samples_per_prompt=queue.samples_per_prompt,
+        max_lag=queue.max_lag,
+        whole_groups=config.algorithm.compares_samples is not None,
+        resample_equal=config.algorithm.zero_variance == "resample",
+        too_old=queue.too_old,
+        max_attempts=queue.max_attempts,
+        max_failure_rate=queue.max_failure_rate,
+    )
 
 
 class LeasedBatch(NamedTuple):

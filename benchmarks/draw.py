@@ -1,0 +1,111 @@
+"""Draws a configuration for a short run of the tiny model: every choice that the configuration's own types offer.
+
+The kinds of the mathematics come from the unions and literals of `Algorithm`, and tasks and rewards from theirs; kinds
+that need more than their name are in the tables below. A combination that the configuration refuses is drawn again.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from msgspec import inspect
+
+from streamppo.config import file as configfile
+from streamppo.config.algorithm import Algorithm
+from streamppo.config.task import Task
+from streamppo.errors import ConfigError
+
+FIELDS: dict[str, tuple[object, ...]] = {
+    "algorithm.critic.model": ("head", "head", "policy", "scratch"),
+    "algorithm.critic.warmup_updates": (0, 0, 3),
+    "algorithm.kl.reward_beta": (0.0, 0.0, 0.05),
+    "algorithm.kl.loss_beta": (0.0, 0.0, 0.02),
+    "algorithm.target_kl": (0.0, 0.0, 0.05),
+    "algorithm.whiten.over": ("batch", "group"),
+    "learner.ranks": (1, 1, 2),
+    "learner.epochs": (1, 2),
+    "learner.minibatches": (1, 2, 4),
+    "learner.micro_batch_tokens": (256, 16384),
+    "queue.samples_per_prompt": (1, 4, 8),
+    "queue.max_lag": (0, 1, 2, 4),
+    "queue.too_old": ("mask", "drop", "wait"),
+    "rollout.actors": (1, 2),
+}
+"""Fields that are drawn from these values."""
+REQUIRED = {
+    "function": "function='examples/own_loss.py:loss'",
+    "truncate_and_mask": "band=[0.5, 2.0]",
+}
+"""Kinds of the mathematics that need more than their name."""
+ADDITION = "streamppo.tasks.library.arithmetic:score"
+TASKS = {
+    "arithmetic": ("task.kind=arithmetic",),
+    "calculator": (
+        "task.kind=calculator",
+        "environment.name=streamppo.tasks.library.calculator:Calculator",
+        "environment.max_turns=3",
+        "environment.max_tokens=24",
+    ),
+    "data": ("task={kind='data', sources={data={data='DATA', held_out=0.2}}}",),
+}
+"""Overrides of each task that needs no extra; `DATA` becomes a file of additions."""
+LEFT_OUT = {"reasoning_gym", "verifiers"}
+"""Tasks that need packages of their own."""
+REWARDS = (
+    *(f"reward={{function='{ADDITION}', where='{where}'}}" for where in ("auto", "actor", "process")),
+    f"reward={{scorers={{right={{function='{ADDITION}'}}, again={{function='{ADDITION}', weight=0.5}}}}}}",
+)
+TRIES = 10_000
+
+
+def choices() -> dict[str, list[str]]:
+    """Every choice between kinds or words in `Algorithm`, as overrides, by the name of its field."""
+    found: dict[str, list[str]] = {}
+    for field in inspect.type_info(Algorithm).fields:  # pyright: ignore[reportAttributeAccessIssue]
+        values = list(_values(field.type))
+        if len(values) > 1:
+            found[field.encode_name] = [f"algorithm.{field.encode_name}={value}" for value in values]
+    return found
+
+
+def tasks() -> set[str]:
+    """The kinds of task that there are."""
+    return {str(kind.__struct_config__.tag) for kind in get_args(Task)}
+
+
+def draw(generator: random.Random, config: Path, fixed: Sequence[str], data: Path) -> list[str]:
+    """Overrides of `config` and of `fixed` that make a valid configuration. A data task reads the file `data`."""
+    for _ in range(TRIES):
+        kind = generator.choice(sorted(TASKS))
+        drawn = [generator.choice(options) for options in choices().values()]
+        drawn += [f"{name}={generator.choice(values)}" for name, values in FIELDS.items()]
+        drawn += [text.replace("DATA", str(data)) for text in TASKS[kind]]
+        drawn.append("reward={}" if kind == "calculator" else generator.choice(REWARDS))
+        try:
+            configfile.load(config, [*fixed, *drawn])
+        except ConfigError:
+            continue
+        return drawn
+    raise RuntimeError(f"no valid configuration in {TRIES} tries")
+
+
+def write_data(path: Path) -> None:
+    """Write the rows of a data task: additions that builtin:tiny was taught."""
+    problems = [(first, second) for first in range(10, 100, 3) for second in range(10, 100, 7)]
+    rows = [{"prompt": f"{first}+{second}=", "answer": str(first + second)} for first, second in problems]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _values(kind: inspect.Type) -> Iterator[str]:
+    match kind:
+        case inspect.UnionType(types=types):
+            for one in types:
+                yield from _values(one)
+        case inspect.StructType(tag=tag) if tag is not None:
+            yield "{" + ", ".join(filter(None, [f"kind='{tag}'", REQUIRED.get(str(tag))])) + "}"
+        case inspect.LiteralType(values=values):
+            yield from map(str, values)
+        case _:
+            return

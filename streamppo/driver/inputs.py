@@ -1,0 +1,150 @@
+"""Fingerprints of the files that a run reads besides its configuration: data, models, and the source of its rewards.
+
+RUN/inputs.json    the SHA-256 of every file, as the newest driver found them
+
+Prompt number p stands for a row of the data, so other rows would be trained on under the same numbers: a run keeps its
+data and its models, unless a change is accepted on purpose. A reward may change; that is noted. Data sets and models
+that are names on a hub have no files here, and are not looked at. Of a file above `WHOLE_BYTES` a fingerprint covers
+the size and `PLACES` pieces of a MiB, spread evenly.
+"""
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from streamppo import durable
+from streamppo.config.reward import FunctionScorer, ModelScorer
+from streamppo.config.sections import Config, model_path
+from streamppo.config.task import DataTask
+from streamppo.errors import CheckpointError, RunError
+
+INPUTS = "inputs.json"
+WHOLE_BYTES = 2**30
+PLACES, PIECE = 64, 2**20
+CRITICS = ("head", "policy", "scratch")
+"""Critics that have no folder of their own."""
+
+log = logging.getLogger(__name__)
+
+
+class Input(msgspec.Struct, frozen=True):
+    """One file or folder: the name that the configuration gives it, and the fingerprint of each of its files."""
+
+    path: str
+    files: dict[str, str]
+
+
+class Named(NamedTuple):
+    """A place that the configuration names in `field`; the run keeps what is there if it is `kept`."""
+
+    field: str
+    path: str
+    kept: bool
+
+
+def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
+    """Compare all inputs with those that the run in `folder` had, and remember them.
+
+    Raises `CheckpointError` for changed data or models, unless `accept_changes`.
+    """
+    named, before = list(_named(config, folder)), _recorded(folder)
+    present = {one.field: _found(one) for one in named}
+    changed = {one.field: _change(before.get(one.field), present[one.field]) for one in named}
+    refused = [f"{one.field}: {changed[one.field]}" for one in named if one.kept and changed[one.field]]
+    if refused and not accept_changes:
+        raise CheckpointError(
+            "\n".join(refused) + "\na run keeps its data and its models: the numbers of its prompts would stand for "
+            "other rows, and held-out rows could be trained on. Put them back, or go on with them on purpose: "
+            f"streamppo resume {folder} --accept-changes"
+        )
+    for field, change in changed.items():
+        if change:
+            log.info("%s: %s; the run goes on with it", field, change)
+    there = {field: found for field, found in present.items() if found.files}
+    if there != before:
+        with durable.naming(folder / INPUTS, RunError):
+            durable.write(folder / INPUTS, msgspec.json.format(msgspec.json.encode(there)))
+
+
+def _recorded(folder: Path) -> dict[str, Input]:
+    path = folder / INPUTS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Input])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunError(f"{path}: cannot be read: {error}") from error
+
+
+def _named(config: Config, folder: Path) -> Iterator[Named]:
+    yield Named("model.path", model_path(config, folder), kept=True)
+    if config.algorithm.critic.model not in CRITICS:
+        yield Named("algorithm.critic.model", config.algorithm.critic.model, kept=True)
+    if isinstance(config.task, DataTask):
+        for name, source in config.task.sources.items():
+            yield Named(f"task.sources.{name}.data", source.data, kept=True)
+            if source.evaluation is not None:
+                yield Named(f"task.sources.{name}.evaluation", source.evaluation, kept=True)
+    for name, scorer in config.reward.scorers.items():
+        match scorer:
+            case FunctionScorer(function=function):
+                yield Named(f"reward.scorers.{name}.function", _source(function), kept=False)
+            case ModelScorer(path=path):
+                yield Named(f"reward.scorers.{name}.path", path, kept=False)
+            case _:
+                pass
+    if config.environment is not None:
+        yield Named("environment.name", _source(config.environment.name), kept=False)
+
+
+def _source(name: str) -> str:
+    """The file of `package.module:name` or `path/file.py:name`; nothing of it is imported."""
+    where = name.rpartition(":")[0]
+    relative = where if where.endswith(".py") else f"{where.replace('.', '/')}.py"
+    found = (Path(folder) / relative for folder in ("", *sys.path))
+    return str(next((path for path in found if path.is_file()), relative))
+
+
+def _found(named: Named) -> Input:
+    path = Path(named.path)
+    if path.is_file():
+        return Input(named.path, {path.name: fingerprint(path)})
+    names = [file.relative_to(path) for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
+    # Hidden files are those of tools.
+    shown = sorted(str(name) for name in names if not any(part.startswith(".") for part in name.parts))
+    return Input(named.path, {name: fingerprint(path / name) for name in shown})
+
+
+def fingerprint(path: Path) -> str:
+    """The SHA-256 of a file; of a large one that of its size and of pieces of it."""
+    size = path.stat().st_size
+    if size <= WHOLE_BYTES:
+        return durable.sha256(path)
+    found = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for place in range(PLACES):
+            file.seek((size - PIECE) * place // (PLACES - 1), os.SEEK_SET)
+            found.update(file.read(PIECE))
+    return f"pieces {found.hexdigest()}"
+
+
+def _change(before: Input | None, present: Input) -> str:
+    """Say how a place differs from what it was; nothing if it is the same, or if another place is named on purpose."""
+    if before is None or before.path != present.path:
+        return ""
+    if not present.files:
+        return f"{before.path} is gone"
+    both = before.files.keys() & present.files.keys()
+    kinds = {
+        "changed": {name for name in both if before.files[name] != present.files[name]},
+        "new": present.files.keys() - before.files.keys(),
+        "gone": before.files.keys() - present.files.keys(),
+    }
+    told = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
+    return f"{before.path} is not what the run had: {told}" if told else ""

@@ -1,0 +1,50 @@
+"""Looks at a run's folder before anything in it is changed: a run that cannot go on is left byte for byte as it was."""
+
+import logging
+from pathlib import Path
+
+from streamppo.config.sections import Config
+from streamppo.driver import inputs
+from streamppo.errors import CheckpointError
+from streamppo.learner import manifest
+from streamppo.queue import continuation, snapshot
+from streamppo.queue.journal import Journal
+from streamppo.queue.state import settings_of
+from streamppo.telemetry import metrics_file
+
+log = logging.getLogger(__name__)
+
+
+def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> None:
+    """Refuse to go on with the run in `folder` as `config` says, if that cannot be right; a new run always may.
+
+    Changed data and models are refused too, unless `accept_changes`; they are remembered from here on. Raises
+    `JournalError`, `CheckpointError` or `RunError`.
+    """
+    continuation.refuse_without_journal(folder)
+    if (folder / "journal.sqlite").is_file():
+        _verify_journal(config, folder)
+    inputs.verify(config, folder, accept_changes=accept_changes)
+
+
+def _verify_journal(config: Config, folder: Path) -> None:
+    journal = Journal.of(folder)
+    try:
+        before, counters, versions = continuation.newest_config(journal), journal.counters(), journal.versions()
+        if counters is not None:
+            snapshot.refuse_other_shape(settings_of(config), counters, journal.path)
+    finally:
+        journal.close()
+    continuation.refuse_other(before, config, max(versions, default=0), lambda: _start(folder))
+
+
+def _start(folder: Path) -> int:
+    """The version from which the learner would begin. Damaged checkpoints stay where they are."""
+    recorded = max((line["update"] for line in metrics_file.updates(folder)), default=0)
+    for path in reversed(manifest.complete(folder / "checkpoints")):
+        if int(path.name) <= recorded:
+            try:
+                return manifest.verify(path).version
+            except CheckpointError as error:
+                log.info("%s", error)
+    return 0

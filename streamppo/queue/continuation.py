@@ -1,0 +1,48 @@
+"""Rules for going on with a run: what it keeps, and what must be there. Pure: no Ray."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from streamppo.config.change import kept, learning
+from streamppo.config.sections import Config
+from streamppo.errors import CheckpointError, JournalError
+from streamppo.queue.journal import Journal
+
+
+def newest_config(journal: Journal) -> Config | None:
+    """The configuration that the run had last; None if it never began."""
+    configs = list(journal.configs().values())
+    return msgspec.msgpack.decode(configs[-1], type=Config) if configs else None
+
+
+def refuse_other(before: Config | None, config: Config, newest: int, start: Callable[[], int]) -> None:
+    """Raise `CheckpointError` if `config` changes what a run keeps, or how a version is made that must be made again.
+
+    The run had `before` last and has made version `newest`. The learner will begin with version `start()`, which is
+    asked for only if it matters.
+    """
+    if before is None:
+        return
+    was, becomes = kept(before), kept(config)
+    for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
+        raise CheckpointError(
+            f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"
+        )
+    if learning(before) != learning(config) and (version := start()) < newest:
+        raise CheckpointError(
+            f"versions {version + 1} to {newest} must be redone as they were made, and the configuration is another "
+            "one: resume without changes first, and stop with a signal"
+        )
+
+
+def refuse_without_journal(run: Path) -> None:
+    """Raise `JournalError` if the run in the folder `run` has trained, and its journal is not there."""
+    path = run / "journal.sqlite"
+    trained = next((run / "archive").glob("*.zarr.zip"), None) or next((run / "checkpoints").glob("[0-9]*"), None)
+    if trained is not None and not path.is_file():
+        raise JournalError(
+            f"{path}: missing, though {trained} is there: without it nobody knows which trajectories were trained on. "
+            f"Put it back, with journal.tip, to go on; `streamppo export {run} --to FOLDER` gets the weights out"
+        )

@@ -1,0 +1,94 @@
+"""`streamppo export`: the weights of any checkpoint, by transformers' own means, are those that were pushed."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import learner_case as case
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import COUNTERS
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from streamppo import cli
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.learner import optimizer, policy
+from streamppo.learner.checkpoint import Saver
+from streamppo.learner.manifest import State
+from streamppo.learner.update import Updater
+from streamppo.queue.journal import Journal
+from streamppo.queue.records import Changes, Made
+from streamppo.tasks.tokenizer import character_tokenizer
+from streamppo.weights import buckets
+from streamppo.weights.transport import Pushed
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def model_at(folder: Path, *, tied: bool) -> None:
+    torch.manual_seed(5)
+    Qwen2ForCausalLM(Qwen2Config(**case.SMALL, tie_word_embeddings=tied)).save_pretrained(folder)
+    character_tokenizer("0123456789+=").save_pretrained(folder)
+
+
+def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: str | None = None) -> Updater:
+    """A dead run with a checkpoint of each of `versions`, every one with weights of its own."""
+    updater = case.updater(config, Path(config.model.path))
+    updater.optimizer = optimizer.adamw(updater.policy, config)
+    journal, saver = Journal(run / "journal.sqlite"), Saver(dist.new_group(backend="gloo"), config.checkpoint)  # pyright: ignore
+    journal.fence()
+    for version in versions:
+        with torch.no_grad():
+            for parameter in updater.policy.parameters():
+                parameter.add_(0.125)
+        whole = policy.snapshot(updater.policy, config.model.dtype)
+        push, _ = buckets.flatten(version, version - 1, whole, config.learner.bucket_bytes)
+        pushed = Future[Pushed]()
+        pushed.set_result(Pushed(digest or push.digest, 0.0))
+        journal.write(Changes(COUNTERS), [Made(version=version, digest=push.digest, archived=None)])
+        state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=0)
+        saver.start(run / "checkpoints", state, updater.policy, updater.optimizer, pushed)
+    saver.wait()
+    journal.close()
+    configfile.save(config, run)
+    return updater
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_exported_has_the_digest_that_the_journal_has_of_that_version(
+    tmp_path: Path, dtype: str, tied: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_at(tmp_path / "model", tied=tied)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    config = case.config_of(f"model.path={tmp_path / 'model'}", f"model.dtype={dtype}", "checkpoint.keep=9")
+    checkpointed(run, config, (3, 5))
+    for version, flags in ((3, ["--version", "3"]), (5, [])):
+        out = tmp_path / "out" / str(version)
+        assert cli.main(["export", str(run), *flags, "--to", str(out)]) == 0, capsys.readouterr().err
+        lm = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, dtype))
+        push, _ = buckets.flatten(version, None, dict(lm.named_parameters()), config.learner.bucket_bytes)
+        assert push.digest == Journal.of(run).versions()[version].digest
+        assert AutoTokenizer.from_pretrained(out)("1+1=")["input_ids"]
+        assert list(out.glob("*.safetensors"))
+
+
+def test_a_folder_that_exists_is_refused_and_the_versions_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_at(tmp_path / "model", tied=True)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    checkpointed(run, case.config_of(f"model.path={tmp_path / 'model'}", "checkpoint.keep=9"), (3, 5), digest="other")
+    out = tmp_path / "out"
+    assert cli.main(["export", str(run), "--version", "4", "--to", str(out)]) == 1
+    assert "no checkpoint of version 4; there are 3, 5" in capsys.readouterr().err
+    assert cli.main(["export", str(run), "--to", str(out)]) == 1
+    assert "its weights are not those of version 5 that the engines had" in capsys.readouterr().err
+    assert not out.exists()
+    out.mkdir()
+    assert cli.main(["export", str(run), "--to", str(out)]) == 1
+    assert f"{out}: exists" in capsys.readouterr().err
+    assert list(out.iterdir()) == []

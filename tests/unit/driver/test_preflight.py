@@ -1,0 +1,174 @@
+"""A run that cannot go on is refused before anything in its folder is changed, and the reason is said."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import COUNTERS, trajectory
+
+from streamppo.config.sections import Config
+from streamppo.driver import preflight
+from streamppo.errors import CheckpointError, JournalError, StreamppoError
+from streamppo.learner import manifest
+from streamppo.learner.manifest import State
+from streamppo.queue.archive import Archive
+from streamppo.queue.journal import Journal
+from streamppo.queue.records import Changes, Made
+from streamppo.queue.state import settings_of
+from streamppo.types import Batch
+
+Load = Callable[..., Config]
+
+
+def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
+    """A run whose driver died after version 2, with one checkpoint; its log was never folded into the journal."""
+    journal, archive = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
+    journal.fence()
+    journal.configure(0, msgspec.msgpack.encode(config))
+    counters = msgspec.structs.replace(COUNTERS, shape=settings_of(config).shape)
+    journal.write(Changes(counters), [Made(version=0, digest="0", archived=None)])
+    for version in (0, 1):
+        archived = archive.write(Batch(version=version, min_version=0, trajectories=(trajectory([1, version]),)))
+        made = Made(version=version + 1, digest="d", archived=archived)
+        journal.write(Changes(counters), [made], archive.settle)
+    lines = "".join(f'{{"update": {version}, "wall_s": 1.0}}\n' for version in (1, 2))
+    (run / "metrics.jsonl").write_text(lines)
+    (run / "summary.json").write_text("{}")
+    saved = run / "checkpoints" / f"{checkpoint:08d}"
+    saved.mkdir(parents=True)
+    manifest.write(saved, State(version=checkpoint, digest="d", ranks=1, beta=0.0, bad_steps=0))
+    KEPT.append(journal)
+    return run
+
+
+KEPT: list[Journal] = []
+"""Journals stay open: the last one that closes folds the log into the file."""
+
+
+def contents(run: Path) -> dict[str, str]:
+    """Every file of the run but SQLite's index of its log, which any reader makes."""
+    files = [path for path in run.rglob("*") if path.is_file() and not path.name.endswith("-shm")]
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def refusal(config: Config, run: Path) -> StreamppoError:
+    """The error of a resume, which has left the run as it was."""
+    before = contents(run)
+    with pytest.raises(StreamppoError) as refused:
+        preflight.verify(config, run)
+    assert contents(run) == before
+    return refused.value
+
+
+def test_a_new_run_and_one_that_was_stopped_go_on(math_config: Load, tmp_path: Path) -> None:
+    preflight.verify(math_config(), tmp_path)
+    preflight.verify(math_config(), trained(tmp_path, math_config(), checkpoint=2))
+    preflight.verify(math_config("learner.lr=1e-5"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("learner.ranks=2", "a run keeps its learner.ranks: it was 1, and cannot become 2"),
+        ("queue.samples_per_prompt=2", "of another run"),
+        ("learner.lr=1e-5", "versions 2 to 2 must be redone as they were made"),
+    ],
+)
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_refused_change_leaves_every_file_as_it_was(
+    math_config: Load, tmp_path: Path, change: str, words: str, closed: bool
+) -> None:
+    run = trained(tmp_path, math_config())
+    if closed:
+        KEPT.pop().close()
+    assert words in str(refusal(math_config(change), run))
+
+
+def test_a_damaged_checkpoint_stays_where_it_is_when_a_resume_is_refused(math_config: Load, tmp_path: Path) -> None:
+    run = trained(tmp_path, math_config(), checkpoint=2)
+    (run / "checkpoints" / "00000002" / "manifest.json").write_text("{}")
+    assert "versions 1 to 2 must be redone" in str(refusal(math_config("learner.lr=1e-5"), run))
+
+
+def test_a_journal_that_was_deleted_is_named_and_none_is_made(math_config: Load, tmp_path: Path) -> None:
+    run = trained(tmp_path, math_config())
+    for path in run.glob("journal*"):
+        path.unlink()
+    error = refusal(math_config(), run)
+    assert isinstance(error, JournalError)
+    assert f"{run / 'journal.sqlite'}: missing, though {run / 'archive'}/0000000" in str(error)
+    assert "streamppo export" in str(error)
+
+
+# --- data, models, rewards -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(math_config: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A configuration with data, a model and a reward in the present folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    Path("mine.py").write_text("def score(trajectory): return 1.0\n")
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("run").mkdir()
+    task = "task={kind='data', sources={data={data='train.jsonl'}}}"
+    return math_config(task, "model.path=model", "reward={function='mine.py:score'}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("train.jsonl", "task.sources.data.data: train.jsonl is not what the run had: changed: train.jsonl"),
+        ("model/config.json", "model.path: model is not what the run had: changed: config.json"),
+        ("model/added.json", "model.path: model is not what the run had: new: added.json"),
+    ],
+)
+def test_changed_data_or_a_changed_model_is_refused_until_it_is_accepted(
+    own: Config, changed: str, words: str, logged: pytest.LogCaptureFixture
+) -> None:
+    run = Path("run")
+    preflight.verify(own, run)
+    preflight.verify(own, run)
+    Path(changed).write_text("other")
+    error = refusal(own, run)
+    assert isinstance(error, CheckpointError)
+    assert words in str(error) and f"streamppo resume {run} --accept-changes" in str(error)
+    preflight.verify(own, run, accept_changes=True)
+    assert f"{words}; the run goes on with it" in logged.text
+    preflight.verify(own, run)
+
+
+def test_data_that_are_gone_are_refused(own: Config) -> None:
+    preflight.verify(own, Path("run"))
+    Path("train.jsonl").unlink()
+    assert "task.sources.data.data: train.jsonl is gone" in str(refusal(own, Path("run")))
+
+
+def test_a_changed_reward_is_a_note_and_other_data_named_on_purpose_are_none(
+    own: Config, math_config: Load, logged: pytest.LogCaptureFixture
+) -> None:
+    preflight.verify(own, Path("run"))
+    Path("mine.py").write_text("def score(trajectory): return 0.0\n")
+    preflight.verify(own, Path("run"))
+    assert "mine.py is not what the run had: changed: mine.py; the run goes on with it" in logged.text
+    Path("more.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    other = "task={kind='data', sources={data={data='more.jsonl'}}}"
+    preflight.verify(math_config(other, "model.path=model", "reward={function='mine.py:score'}"), Path("run"))
+
+
+def test_a_large_file_is_known_by_pieces_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamppo.driver import inputs
+
+    monkeypatch.setattr(inputs, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(inputs, "PIECE", 10)
+    large = tmp_path / "large"
+    large.write_bytes(bytes(5000))
+    before = inputs.fingerprint(large)
+    for at in (0, 4999):
+        large.write_bytes(bytes(at) + b"x" + bytes(4999 - at))
+        assert inputs.fingerprint(large) != before
+    large.write_bytes(bytes(5001))
+    assert inputs.fingerprint(large) != before

@@ -1,0 +1,62 @@
+"""The chaos campaign draws configurations that are valid and cover every kind, and goes on where it stopped."""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MATH, REPOSITORY
+
+from streamppo.config import file as configfile
+
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks import chaos, draw
+
+KINDS = [one for name in ("correction", "advantage", "policy_loss") for one in draw.choices()[name]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_the_mathematics_can_be_drawn(kind: str) -> None:
+    configfile.load(MATH, ["queue.samples_per_prompt=4", kind])
+
+
+def test_every_task_is_drawn_or_left_out_by_name() -> None:
+    assert draw.TASKS.keys() | draw.LEFT_OUT == draw.tasks()
+
+
+def test_a_drawn_configuration_is_valid_and_the_same_again(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    draw.write_data(data)
+    first, again, other = (draw.draw(random.Random(seed), MATH, chaos.SHORT, data) for seed in (1, 1, 2))
+    assert first == again != other
+    configfile.load(MATH, [*chaos.SHORT, *first])
+
+
+def options(**changed: Any) -> argparse.Namespace:
+    known = {"seed": 1, "trials": 3, "kills": 2, "draw": True, "set": ["updates=9"], "config": MATH, "parallel": 1}
+    return argparse.Namespace(**{**known, **changed})
+
+
+def test_a_campaign_goes_on_after_the_trials_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def attempt(_: argparse.Namespace, job: chaos.Job) -> dict[str, Any]:
+        made.append(job.number)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return {**job._asdict(), "failure": "planted"}
+
+    monkeypatch.setattr(chaos, "attempt", attempt)
+    log = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        list(chaos.campaign(options(), tmp_path / "data", log))
+    *_, last = chaos.campaign(options(trials=4), tmp_path / "data", log)
+    assert made.count(0) == 1 and made.count(1) == 2
+    assert sorted(line["number"] for line in last) == [0, 1, 2, 3]
+    assert sorted(json.loads(line)["number"] for line in log.read_text().splitlines()) == [0, 1, 2, 3]
+    with pytest.raises(SystemExit, match="of another campaign"):
+        list(chaos.campaign(options(seed=2), tmp_path / "data", log))
