@@ -111,7 +111,7 @@ class SGLangEngine:
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
-        saved = self._architecture.as_saved(tensors)
+        saved = await asyncio.to_thread(self._architecture.as_saved, tensors)
         async with self._swapping:
             await self._until_serving()
             begin = time.perf_counter()
