@@ -13,7 +13,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMIN
 """Told to cuBLAS and flash-attn (by transformers) by the environment, before they are used for the first time."""
 
 LOAD = timedelta(hours=2)
-"""Limit of a collective while models are read: rank 0 reads for all, and NCCL's 10 minutes are less than 70B may take."""
+"""Limit of a collective while models are read: rank 0 reads for all, and 70B may take longer than NCCL's 10 minutes."""
 UPDATE = timedelta(minutes=10)
 """Limit of a collective in an update: a rank that is so late hangs, and the others end with an error."""
 
