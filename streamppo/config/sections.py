@@ -207,7 +207,7 @@ class Watchdog(Section, frozen=True):
     shutdown_s: Seconds = 6.0
     """A run that is asked to stop writes a last checkpoint, unless that takes longer."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
-    """A rollout actor that has not called the queue for so long (it does every 5 s) is replaced by another one."""
+    """A rollout actor that has given no sign of life for so long (it does every 5 s) is replaced by another one."""
     max_restarts: Count = 10
     """Stages that are started again within restarts_s; one more death ends the run."""
     restarts_s: Seconds = 600.0

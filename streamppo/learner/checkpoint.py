@@ -1,26 +1,34 @@
 """Checkpoints by torch.distributed.checkpoint: written aside, flushed, renamed; complete only with their manifest.
 
 start        a copy on the CPU; the learner waits for no more than that, and goes on
-a thread     writes the files, waits until the version is published, adds the manifest, gives the name
+a thread     writes this rank's files, waits until the version is published, adds the manifest, gives the name
+
+A disk may be a node's own: one rank leads in each folder, and gives it the manifest and the name.
 """
 
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from uuid import uuid4
 
 import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from streamppo import durable
 from streamppo.config.sections import Checkpoint
 from streamppo.errors import CheckpointError
 from streamppo.learner import manifest
-from streamppo.learner.manifest import State
+from streamppo.learner.manifest import Damaged, Files, State
 from streamppo.weights.transport import Pushed
+
+METADATA = ".metadata"
+"""The file of torch.distributed.checkpoint that says which file holds which tensor."""
+T = TypeVar("T")
 
 
 class Saver:
@@ -52,12 +60,13 @@ class Saver:
         final = folder / f"{state.version:08d}"
         if self._is_there(final):
             return
-        if dist.get_rank() == 0:
+        leads = _leads(folder, self._group)
+        if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
         tensors = _tensors(policy, optimizer)
         written = dcp.async_save(tensors, checkpoint_id=durable.aside(final), process_group=self._group)
         assert isinstance(written, Future), "async_save gives a future unless it is asked for more"
-        self._under_way = self._thread.submit(self._complete, final, state, written, pushed)
+        self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads)
 
     def wait(self) -> None:
         """Wait until the last checkpoint has its name. Raises `CheckpointError` if the disk refused it."""
@@ -71,22 +80,33 @@ class Saver:
 
     def _is_there(self, final: Path) -> bool:
         """The answer of rank 0 on every rank: the others do not know when it gives a name."""
-        found = [final.exists()]
-        dist.broadcast_object_list(found, group=self._group, group_src=0)
-        return found[0]
+        return _told(final.exists(), self._group)
 
-    def _complete(self, final: Path, state: State, written: "Future[object]", pushed: "Future[Pushed]") -> None:
+    def _complete(
+        self, final: Path, state: State, written: "Future[object]", pushed: "Future[Pushed]", *, leads: bool
+    ) -> None:
         try:
             written.result()
         except dcp.api.CheckpointException as error:
             reasons = [str(failure) for failure, _ in error.failures.values()]
             raise CheckpointError(f"{final}: cannot be written: {reasons[0]}") from error
-        if dist.get_rank() != 0:
-            return
-        # A run must never go on from a version that the queue does not know.
-        whole = msgspec.structs.replace(state, digest=pushed.result().digest)
+        aside = durable.aside(final)
         with durable.naming(final, CheckpointError):
-            manifest.write(durable.aside(final), whole)
+            own = manifest.seal(aside, f"__{dist.get_rank()}_*")
+            ranks = _gather(own, self._group)
+            if dist.get_rank() == 0:
+                # A run must never go on from a version that the queue does not know.
+                state = msgspec.structs.replace(state, digest=pushed.result().digest)
+                metadata = (aside / METADATA).read_bytes()
+            else:
+                metadata = b""
+            state, metadata = _told((state, metadata), self._group)
+            if not leads:
+                return
+            # torch.distributed.checkpoint writes it where rank 0 is, and every rank reads it.
+            (aside / METADATA).write_bytes(metadata)
+            files = Files(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
+            manifest.write(aside, state, files)
             durable.settle(final)
             manifest.drop(final.parent, self._config.keep, self._config.keep_every)
 
@@ -98,25 +118,97 @@ def own_group() -> dist.ProcessGroup:
     return made
 
 
-def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Load one verified checkpoint in place, RNG included. A collective.
+def load_newest(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
+    """Load the checkpoint at `path` in place; where a file is damaged, the newest one before it. A collective.
 
-    Raises `CheckpointError` if another number of ranks wrote it.
+    None if all of them are damaged. Raises the other errors of `load`.
     """
-    state = manifest.verify(path)
+    before = [found.name for found in manifest.complete(path.parent) if found.name <= path.name]
+    for name in _told(before, dist.group.WORLD)[::-1]:
+        one = path.with_name(name)
+        try:
+            return load(one, policy, optimizer)
+        except Damaged as error:
+            if _leads(one.parent, dist.group.WORLD) and one.is_dir():
+                manifest.set_aside(one, error)
+    return None
+
+
+def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
+
+    Raises `CheckpointError` on all ranks if another number of ranks wrote it, or if a rank lacks a file; `Damaged` if a
+    file is not as it was written.
+    """
+    state = _verify(path)
     if state.ranks != dist.get_world_size():
         raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
     tensors = _tensors(policy, optimizer)
     dcp.load(tensors, checkpoint_id=path)
-    set_state_dict(policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=tensors["optimizer"])
-    (rng,) = tensors["rng"].values()
-    torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng:
-        torch.cuda.set_rng_state(rng["cuda"])
+    (own,) = tensors["own"].values()
+    moments = {name: {**shards, **own["state"][name]} for name, shards in tensors["optimizer"].items()}
+    optimizer_state = {"state": moments, "param_groups": own["param_groups"]}
+    set_state_dict(policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state)
+    torch.set_rng_state(own["rng"]["cpu"])
+    if "cuda" in own["rng"]:
+        torch.cuda.set_rng_state(own["rng"]["cuda"])
     return state
 
 
+def _verify(path: Path) -> State:
+    """Let every rank verify its files; the first error of any rank is raised by all, a missing file before damage."""
+    found: State | CheckpointError
+    try:
+        found = manifest.verify(path, dist.get_rank())
+    except CheckpointError as error:
+        found = error
+    errors = [one for one in _gather(found, dist.group.WORLD) if isinstance(one, CheckpointError)]
+    for error in sorted(errors, key=lambda error: isinstance(error, Damaged)):
+        raise error
+    assert isinstance(found, State)
+    return found
+
+
+def _leads(folder: Path, group: dist.ProcessGroup | None) -> bool:
+    """True on the lowest of the ranks that see the same `folder`. A collective."""
+    rank = dist.get_rank(group)
+    if dist.get_world_size(group) == 1:
+        return True
+    token = _told(uuid4().hex, group)
+    marker = folder / f".rank-{rank}"
+    with durable.naming(folder, CheckpointError):
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.write_text(token)
+        dist.barrier(group)
+        lower = [folder / f".rank-{other}" for other in range(rank)]
+        leads = not any(other.exists() and other.read_text() == token for other in lower)
+        dist.barrier(group)
+        marker.unlink()
+    return leads
+
+
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks. A collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _told(value: T, group: dist.ProcessGroup | None) -> T:
+    """The value of rank 0. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
 def _tensors(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The shards, and under a name of this rank all that ranks have alike: one of them would write that for all."""
     model_state, optimizer_state = get_state_dict(policy, optimizer)
+    sharded: dict[str, dict[str, Any]] = {}
+    alike: dict[str, dict[str, Any]] = {}
+    for name, moments in optimizer_state["state"].items():
+        sharded[name] = {key: value for key, value in moments.items() if isinstance(value, DTensor)}
+        alike[name] = {key: value for key, value in moments.items() if not isinstance(value, DTensor)}
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-    return {"policy": model_state, "optimizer": optimizer_state, "rng": {f"rank-{dist.get_rank()}": rng}}
+    own = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
+    return {"policy": model_state, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": own}}

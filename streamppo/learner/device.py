@@ -1,14 +1,21 @@
 """A rank's device, the GPU that Ray gave it or the CPU, and its process group."""
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.errors import RunError
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 """Told to cuBLAS and flash-attn (by transformers) by the environment, before they are used for the first time."""
+
+LOAD = timedelta(hours=2)
+"""Limit of a collective while models are read: rank 0 reads for all, and 70B may take longer than NCCL's 10 minutes."""
+UPDATE = timedelta(minutes=10)
+"""Limit of a collective in an update: a rank that is so late hangs, and the others end with an error."""
 
 
 def acquire(gpus: float) -> torch.device:
@@ -34,7 +41,10 @@ def acquire(gpus: float) -> torch.device:
 
 
 def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int) -> None:
-    """The process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective."""
+    """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
+
+    Its collectives may take as long as models are read, until `expect_updates`.
+    """
     host, port = address
     on_gpu = device.type == "cuda"
     dist.init_process_group(
@@ -42,5 +52,13 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int) 
         init_method=f"tcp://{host}:{port}",
         rank=rank,
         world_size=ranks,
+        timeout=LOAD,
         device_id=device if on_gpu else None,
     )
+
+
+def expect_updates(mesh: DeviceMesh) -> None:
+    """Shorten the limit of collectives: everything is loaded."""
+    for group in (dist.group.WORLD, mesh.get_group()):
+        assert group is not None, "join comes first"
+        group.set_timeout(UPDATE)

@@ -104,8 +104,7 @@ def build(
     adamw = optimizer.adamw(loaded, config)
     updater = _updater(config, loaded, adamw, mesh, reference)
     version = 0
-    if resume_from is not None:
-        state = checkpoint.load(Path(resume_from), loaded, adamw)
+    if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), loaded, adamw)):
         version = state.version
         optimizer.configure(adamw, config)
         updater.remember(state.beta, state.bad_steps)

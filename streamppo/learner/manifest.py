@@ -1,8 +1,10 @@
 """Manifests say which checkpoints are complete, and that their files are as they were written. Needs no torch.
 
+A disk may be a node's own: each rank hashes and verifies the files that it wrote, and a folder need not hold others.
+
 runs/NAME/checkpoints/00000050/        one folder for each version
     *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer, RNG of every rank
-    manifest.json                      the rest of the state, and the SHA-256 of every other file; written last
+    manifest.json                      the rest of the state, and the SHA-256 of each rank's files; written last
 runs/NAME/checkpoints/00000050.damaged what was found damaged
 """
 
@@ -37,55 +39,89 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     bad_steps: int
 
 
+class Files(msgspec.Struct, frozen=True, kw_only=True):
+    """SHA-256 of files by name: those that all ranks read, and those that each rank wrote."""
+
+    shared: dict[str, str]
+    ranks: tuple[dict[str, str], ...]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of manifest.json; `check` is the SHA-256 of the rest."""
 
     state: State
-    sha256: dict[str, str]
+    files: Files
     check: str
 
 
-def write(folder: Path, state: State) -> None:
-    """Checksum and flush every file of `folder`, then add and flush the manifest."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    checksums = {path.name: durable.sha256(path) for path in files}
-    manifest = Manifest(state=state, sha256=checksums, check=_check(state, checksums))
+class Damaged(CheckpointError):
+    """A file is not as it was written."""
+
+
+def seal(folder: Path, pattern: str) -> dict[str, str]:
+    """Flush the files of `folder` whose names match `pattern`; return the SHA-256 of each."""
+    files = sorted(folder.glob(pattern))
     for path in files:
         durable.flush(path)
+    return {path.name: durable.sha256(path) for path in files}
+
+
+def write(folder: Path, state: State, files: Files) -> None:
+    """Add and flush the manifest of `folder`, whose files are flushed."""
+    manifest = Manifest(state=state, files=files, check=_check(state, files))
     durable.write(folder / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1).encode())
 
 
-def verify(path: Path) -> State:
-    """The state in the checkpoint at `path`. Raises `CheckpointError` that names a missing or damaged file."""
+def read(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises `Damaged`."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: cannot be read: {error}") from error
-    if manifest.check != _check(manifest.state, manifest.sha256) or path.name != f"{manifest.state.version:08d}":
-        raise CheckpointError(f"{path / MANIFEST}: damaged: it does not match its own checksum")
-    for name, expected in manifest.sha256.items():
+        raise Damaged(f"{path / MANIFEST}: cannot be read: {error}") from error
+    if manifest.check != _check(manifest.state, manifest.files) or path.name != f"{manifest.state.version:08d}":
+        raise Damaged(f"{path / MANIFEST}: damaged: it does not match its own checksum")
+    return manifest
+
+
+def verify(path: Path, rank: int) -> State:
+    """The state in the checkpoint at `path`, once the files that `rank` reads are verified.
+
+    Raises `Damaged`, or `CheckpointError` for a file that is not there; both name it.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: not on the disk of rank {rank}, which wrote a part of it")
+    manifest = read(path)
+    own = manifest.files.ranks[rank] if rank < manifest.state.ranks else {}
+    for name, expected in {**manifest.files.shared, **own}.items():
         file = path / name
-        if not file.is_file() or durable.sha256(file) != expected:
-            raise CheckpointError(f"{file}: missing or damaged (its SHA-256 is not the manifest's)")
+        if not file.is_file():
+            raise CheckpointError(f"{file}: not on the disk of rank {rank}, which wrote a part of the checkpoint")
+        if durable.sha256(file) != expected:
+            raise Damaged(f"{file}: damaged (its SHA-256 is not the manifest's)")
     return manifest.state
 
 
 def newest(folder: Path, at_most: float = math.inf) -> Path | None:
-    """The newest checkpoint under `folder` that is whole, or None, of versions up to `at_most`.
+    """The newest checkpoint under `folder` with a whole manifest, or None, of versions up to `at_most`.
 
-    A damaged one is named and moved out of the way.
+    One whose manifest is damaged is named and moved out of the way. The ranks verify the files.
     """
     for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
         try:
-            verify(path)
-        except CheckpointError as error:
-            damaged = path.with_name(f"{path.name}.damaged")
-            log.info("%s; moved to %s, going on from the checkpoint before it", error, damaged.name)
-            shutil.rmtree(damaged, ignore_errors=True)
-            path.rename(damaged)
+            read(path)
+        except Damaged as error:
+            set_aside(path, error)
         else:
             return path
     return None
+
+
+def set_aside(path: Path, reason: object) -> None:
+    """Name a damaged checkpoint, and move it out of the way."""
+    damaged = path.with_name(f"{path.name}.damaged")
+    log.info("%s; moved to %s, going on from the checkpoint before it", reason, damaged.name)
+    shutil.rmtree(damaged, ignore_errors=True)
+    path.rename(damaged)
 
 
 def drop(folder: Path, keep: int, keep_every: int) -> None:
@@ -103,5 +139,5 @@ def complete(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit())
 
 
-def _check(state: State, checksums: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps([msgspec.to_builtins(state), checksums], sort_keys=True).encode()).hexdigest()
+def _check(state: State, files: Files) -> str:
+    return hashlib.sha256(json.dumps(msgspec.to_builtins([state, files]), sort_keys=True).encode()).hexdigest()

@@ -68,6 +68,7 @@ class Rank:
         device.join(place, address, self._rank, ranks)
         mesh = init_device_mesh(place.type, (ranks,))
         learner = self._built = build(self._config, model_path, mesh, self._publish, resume_from)
+        device.expect_updates(mesh)
         if critic.pretrain and resume_from is None:
             learner.pretrain(self._fetcher.archived(critic.pretrain))
         if self._rank == 0:

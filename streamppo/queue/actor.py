@@ -148,6 +148,11 @@ class QueueActor(ArchivedRuns):
         return encode(tickets or ())
 
     @ray.method
+    async def beat(self, actor: str) -> None:
+        """Note that `actor` lives."""
+        self._heard[actor] = time.monotonic()
+
+    @ray.method
     async def swapped(self, actor: str, engine_version: int) -> None:
         """The engine of `actor` holds `engine_version` from here on."""
         self._hear(actor, engine_version)

@@ -13,13 +13,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def expected_shapes(config: "PreTrainedConfig") -> dict[str, torch.Size]:
-    """List the name and shape of every tensor that a push of this model holds; tied ones stand in it once."""
-    from transformers import AutoModelForCausalLM
+class Architecture:
+    """The parameters of a model, by the names of its modules and by those of its files; no weights are loaded."""
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    def __init__(self, config: "PreTrainedConfig") -> None:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(config)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Name and shape of every tensor that a push of this model holds; tied ones stand in it once."""
+        return {name: parameter.shape for name, parameter in self._model.named_parameters()}
+
+    def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Name and cut the tensors of a push as the model's files do: engines load those.
+
+        Modules may differ from files: transformers keeps the experts of a layer in one tensor.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._model, dict(tensors))
 
 
 def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from streamppo.tasks.rewards.reward_model import RewardModel
 
 log = logging.getLogger(__name__)
+BEAT_S = 5.0
+"""Seconds between two signs of life, however long a swap or a completion takes."""
 
 
 class Answer(NamedTuple):
@@ -105,9 +107,16 @@ class Worker:
     async def run(self) -> None:
         """Sample and follow the weights without end. Ends only by an exception."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._beat())
             group.create_task(self._follower.run())
             group.create_task(self._deliver())
             await self._issue(group)
+
+    async def _beat(self) -> None:
+        """Tell the queue without end that this actor lives: one that is full calls it for nothing else in a swap."""
+        while True:
+            await self._queue.beat.remote(self._name)
+            await asyncio.sleep(BEAT_S)
 
     # --- the life of a trajectory ----------------------------------------------------------------------------
 

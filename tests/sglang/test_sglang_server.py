@@ -148,14 +148,14 @@ def test_weights_also_come_by_a_process_group_and_by_files(
 
 
 def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Setting, tmp_path: Path) -> None:
-    """A llama, whose values SGLang gives back; its end token ends completions."""
+    """A llama, whose end token ends completions."""
     before, after = case.model("llama"), case.model("llama", seed=16)
     folder = case.save(before, tmp_path)
 
     async def use() -> None:
         engine = await case.engine(folder, case.tensors(before), "rollout.engine.kv=recompute")
         try:
-            assert engine._life.attestation.means == "values"
+            assert engine._life.attestation.means == "comparison"
             ends = await asyncio.gather(*(engine.generate(prompt, Sampling(450)) for prompt in case.prompts(8)))
             assert all((done.tokens == 1).nonzero()[0].tolist() == [len(done.tokens) - 1] for done in ends)
             assert {done.finish for done in ends} == {"stop"}

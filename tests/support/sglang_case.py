@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import MATH
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from streamppo.config import file as configfile
 from streamppo.rollout import build
@@ -29,10 +37,18 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
 MODELS = {
     # Nothing but their length ends its completions.
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, eos_token_id=None)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=1)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, eos_token_id=None)),
 }
 BEGUN_S = 0.3
 """After so long, prompts are being completed."""

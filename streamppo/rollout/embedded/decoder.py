@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamppo.errors import ModelError
-from streamppo.rollout.fit import check_fit, expected_shapes
+from streamppo.rollout.fit import Architecture, check_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -78,7 +78,7 @@ class Decoder:
         self.kv_heads = config.num_key_value_heads
         self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.max_tokens = max_tokens
-        self._expected = expected_shapes(config)
+        self._expected = Architecture(config).shapes
         check_fit(self._expected, tensors)
         self.parameters = _fuse(self, tensors)
         self.rotation_TD = _rotation(config, max_tokens, self.device)

@@ -1,8 +1,15 @@
-"""Compares what SGLang holds with what was pushed: some of its loaders skip a tensor without an error."""
+"""Compares what SGLang holds with what was pushed: its loaders skip a tensor that they do not know without an error.
+
+    begin    every tensor that SGLang holds gets random values -> load -> check: each of them was written
+    swap     before -> load -> check: each of them moved, unless what it is made of is the same as before
+
+SGLang without a weights checker is compared by samples: that cannot show that an expert was skipped, and a mixture of
+experts is refused.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,92 +19,204 @@ from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.link import Answer, Link
 
 SAMPLE = 12
-"""Number of tensors that are compared after a push."""
+"""Number of tensors whose values are compared where SGLang has no weights checker."""
 ROWS = 8
-"""Number of their rows that are read back, if SGLang gives values."""
+"""Number of their rows that are read back."""
 PROBE = 16
-"""Number of tokens in the text whose log-probs are compared if SGLang gives neither values nor checksums."""
-Means = Literal["checksums", "values", "log-probs"]
+"""Number of tokens in the text whose log-probs are compared if SGLang gives no values either."""
+Means = Literal["checksums", "comparison", "values", "log-probs"]
+Tensors = Mapping[str, Tensor]
 
 
-class Sample(NamedTuple):
-    """The compared part of a model: some tensors, those of them that all ranks hold alike, and a text."""
+class Witness(Protocol):
+    """A means to see what SGLang holds."""
 
-    names: Sequence[str]
-    alike: Sequence[str]
-    text: Sequence[int]
+    means: Means
+
+    async def before(self) -> None:
+        """Remember what SGLang holds, ahead of a load."""
+        ...
+
+    async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
+        """Name what is not as a load of `tensors` leaves it; the load before it was of `before`, if there was one."""
+        ...
 
 
 class Attestation:
     """Compares SGLang with each push, by the best means that it has for this model; `begin` makes it.
 
-    checksums   every sampled tensor that has changed has another checksum (SGLang's weights checker)
-    values      the first rows of sampled tensors are those that were pushed
-    log-probs   if a tensor has changed, so have the log-probs of a fixed text
+    checksums    each tensor that SGLang holds has another checksum than before (its weights checker on a GPU)
+    comparison   each tensor that SGLang holds differs from a copy of before (its weights checker on a CPU)
+    values       the first rows of sampled tensors are those that were pushed
+    log-probs    if a tensor has changed, so have the log-probs of a fixed text
     """
 
-    def __init__(self, link: Link, sample: Sample, means: Means, seen: Answer) -> None:
-        self.means: Means = means
-        self._link, self._sample, self._seen = link, sample, seen
-        self._tensors: dict[str, Tensor] = {}
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+        self._tensors: Tensors | None = None
 
-    async def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `WeightsError` if SGLang does not hold `tensors`."""
-        seen, changed = await _look(self._link, self._sample, self.means), self._changed(tensors)
-        match self.means:
-            case "values":
-                wrong = [name for name, rows in seen.items() if rows != tensors[name][:ROWS].float().tolist()]
-            case "checksums":
-                wrong = wire.unmoved(self._seen, seen, changed)
-            case "log-probs":
-                wrong = changed if changed and seen == self._seen else []
-        if wrong:
+    @property
+    def means(self) -> Means:
+        """The means of the last comparison."""
+        return self._witness.means
+
+    async def before(self) -> None:
+        """Look at SGLang ahead of a load."""
+        await self._witness.before()
+
+    async def check(self, tensors: Tensors) -> None:
+        """Raise `WeightsError`, with a name, if SGLang does not hold `tensors`, which it has just loaded."""
+        if wrong := await self._witness.wrong(self._tensors, tensors):
             raise WeightsError(f"SGLang has not taken {wrong[0]} (compared by {self.means}, {len(wrong)} are wrong)")
-        self._seen = seen
-        self._tensors = {name: tensors[name].clone() for name in self._sample.names}
-
-    def _changed(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        return [name for name, before in self._tensors.items() if not torch.equal(before, tensors[name])]
+        self._tensors = tensors
 
 
-async def begin(link: Link, tensors: Mapping[str, Tensor], vocabulary: int) -> Attestation:
-    """Find the best means for an SGLang that was given its first `tensors`, and check that it holds them.
+async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
+    """Find the best means for an SGLang that is about to get its first `tensors`; until then it holds random values.
 
-    Raises `WeightsError` if it does not.
+    Raises `WeightsError` for a mixture of experts in an SGLang without a weights checker.
     """
-    names = list(tensors)[:: max(1, len(tensors) // SAMPLE)]
-    alike = [name for name in names if tensors[name].dim() == 1 and name.endswith("norm.weight")]
-    sample = Sample(names, alike, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
-    attestation = await _by_best_means(link, sample)
-    await attestation.check(tensors)
-    return attestation
+    witness = await _by_checksums(link) or await _by_comparison(link)
+    if witness is None:
+        if expert := next((name for name in tensors if ".experts." in name), None):
+            raise WeightsError(
+                f"this SGLang has no weights checker, and without it nobody can see whether it has taken {expert}"
+            )
+        witness = Samples(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
+    return Attestation(witness)
 
 
-async def _by_best_means(link: Link, sample: Sample) -> Attestation:
-    tries: tuple[Means, ...] = ("checksums", "values")
-    for means in tries:
+# --- by SGLang's weights checker -----------------------------------------------------------------------------
+
+
+class Checksums:
+    """Tensors that have moved have another checksum than in `seen`, by rank/name."""
+
+    means: Means = "checksums"
+
+    def __init__(self, link: Link, seen: Mapping[str, str]) -> None:
+        self._link, self._seen = link, seen
+
+    async def before(self) -> None:
+        """See `Witness.before`: the checksums after the last load are those before the next."""
+
+    async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
+        """See `Witness.wrong`."""
+        seen, self._seen = self._seen, wire.checksums(await self._link.call("weights_checker", action="checksum"))
+        unmoved = {key for key, checksum in self._seen.items() if checksum == seen.get(key)}
+        return await asyncio.to_thread(_wrong, unmoved, self._seen, before, tensors)
+
+
+class Comparison:
+    """Tensors that have moved differ from the copy that SGLang makes of them; `held` are all, by rank/name."""
+
+    means: Means = "comparison"
+
+    def __init__(self, link: Link, held: set[str]) -> None:
+        self._link, self._held = link, held
+
+    async def before(self) -> None:
+        """See `Witness.before`."""
+        await self._link.call("weights_checker", action="snapshot")
+
+    async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
+        """See `Witness.wrong`."""
+        unmoved = self._held - await _moved(self._link)
+        return await asyncio.to_thread(_wrong, unmoved, self._held, before, tensors)
+
+
+async def _by_checksums(link: Link) -> Witness | None:
+    try:
+        await link.call("weights_checker", action="checksum")
+        await link.call("weights_checker", action="reset_tensors")
+        return Checksums(link, wire.checksums(await link.call("weights_checker", action="checksum")))
+    except (ValueError, NotImplementedError):
+        return None
+
+
+async def _by_comparison(link: Link) -> Witness | None:
+    try:
+        await link.call("weights_checker", action="snapshot")
+        await link.call("weights_checker", action="reset_tensors")
+        return Comparison(link, await _moved(link))
+    except (ValueError, NotImplementedError):
+        return None
+
+
+async def _moved(link: Link) -> set[str]:
+    """List the tensors that are not as in SGLang's copy, by rank/name: it refuses, and names them."""
+    try:
+        await link.call("weights_checker", action="compare")
+    except ValueError as refused:
+        if moved := wire.moved(str(refused)):
+            return moved
+        raise
+    return set()
+
+
+def _wrong(
+    unmoved: set[str], held: "set[str] | Mapping[str, str]", before: Tensors | None, tensors: Tensors
+) -> list[str]:
+    """Name the tensors that a load of `tensors` should have moved."""
+    names = sorted({_name(key) for key in unmoved})
+    if before is None:
+        return names
+    # A changed tensor may be the same in the share of one rank, never in all of them.
+    moved = {_name(key) for key in held if key not in unmoved}
+    still = set(names) - moved
+    suspects = [name for name in tensors if wire.held_name(name) in still]
+    return [name for name in suspects if not _equal(before[name], tensors[name])]
+
+
+def _name(key: str) -> str:
+    return key.partition("/")[2]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Compare bytes, so that a NaN equals itself."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+# --- by samples ----------------------------------------------------------------------------------------------
+
+
+class Samples:
+    """Sampled tensors have the values that were pushed; without values, `text` has other log-probs than before."""
+
+    def __init__(self, link: Link, tensors: Tensors, text: Sequence[int]) -> None:
+        self.means: Means = "values"
+        self._link, self._text = link, text
+        self._sample = list(tensors)[:: max(1, len(tensors) // SAMPLE)]
+        if link.ranks > 1:
+            # Only the tensors that all ranks hold alike are whole in one of them.
+            self._sample = [name for name in self._sample if tensors[name].dim() == 1 and name.endswith("norm.weight")]
+        self._seen: Sequence[float] = ()
+
+    async def before(self) -> None:
+        """See `Witness.before`: the log-probs after the last load are those before the next."""
+
+    async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
+        """See `Witness.wrong`."""
+        if self.means == "values":
+            rows = await self._rows()
+            if any(found is not None for found in rows.values()):
+                return [name for name, found in rows.items() if found != tensors[name][:ROWS].float().tolist()]
+            self.means = "log-probs"
+        seen, self._seen = self._seen, await self._logprobs()
+        if before is None or seen != self._seen:
+            return []
+        return [name for name in tensors if not _equal(before[name], tensors[name])]
+
+    async def _rows(self) -> Mapping[str, Answer]:
+        """Read the first rows of the sampled tensors; None for a name that SGLang does not know."""
         try:
-            seen = await _look(link, sample, means)
+            calls = [self._link.call("get_weights_by_name", name=name, truncate_size=ROWS) for name in self._sample]
+            return dict(zip(self._sample, await asyncio.gather(*calls), strict=True))
         except (ValueError, NotImplementedError):
-            continue
-        if seen is not None:
-            return Attestation(link, sample, means, seen)
-    return Attestation(link, sample, "log-probs", await _look(link, sample, "log-probs"))
+            return {}
 
-
-async def _look(link: Link, sample: Sample, means: Means) -> Answer:
-    """Read what SGLang holds, by `means`; None if it has no values to give."""
-    match means:
-        case "checksums":
-            return wire.checksums(await link.call("weights_checker", action="checksum"))
-        case "values":
-            # With several ranks, only the tensors that all of them hold alike are whole in one of them.
-            names = sample.names if link.ranks == 1 else sample.alike
-            calls = [link.call("get_weights_by_name", name=name, truncate_size=ROWS) for name in names]
-            rows = dict(zip(names, await asyncio.gather(*calls), strict=True))
-            return None if None in rows.values() else rows
-        case "log-probs":
-            sampling = {"max_new_tokens": 1, "temperature": 0.0}
-            probe = {"input_ids": sample.text, "return_logprob": True, "logprob_start_len": 0}
-            answer = await link.call("generate", sampling_params=sampling, **probe)
-            return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    async def _logprobs(self) -> Sequence[float]:
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        probe = {"input_ids": self._text, "return_logprob": True, "logprob_start_len": 0}
+        answer = await self._link.call("generate", sampling_params=sampling, **probe)
+        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]

@@ -20,12 +20,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Sampling, Usage
-from streamppo.rollout.fit import check_fit, check_prompt, expected_shapes
+from streamppo.rollout.fit import Architecture, check_fit, check_prompt
 from streamppo.rollout.sglang import life as lives
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.life import Life, Setup
@@ -58,27 +57,28 @@ async def start(
 
     Raises `ModelError` or `WeightsError` if it cannot start.
     """
-    shapes = expected_shapes(hf_config)
-    check_fit(shapes, tensors)
-    life = await lives.begin(setup, 0, version, tensors)
-    return SGLangEngine(setup, life, shapes, version, tensors, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
+    architecture = Architecture(hf_config)
+    check_fit(architecture.shapes, tensors)
+    saved = architecture.as_saved(tensors)
+    life = await lives.begin(setup, 0, version, saved)
+    return SGLangEngine(setup, life, architecture, version, saved, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
 
 
 class SGLangEngine:
-    """Implements `Engine`; `start` makes it. `life` holds `tensors` as `version`."""
+    """Implements `Engine`; `start` makes it. `life` holds `tensors`, named as in the model's files, as `version`."""
 
     def __init__(
         self,
         setup: Setup,
         life: Life,
-        shapes: Mapping[str, torch.Size],
+        architecture: Architecture,
         version: int,
         tensors: Mapping[str, Tensor],
         *,
         eos_ids: set[int],
         max_total_tokens: int,
     ) -> None:
-        self._setup, self._life, self._shapes = setup, life, shapes
+        self._setup, self._life, self._architecture = setup, life, architecture
         self._version, self._tensors = version, tensors
         self._eos_ids, self._longest = sorted(eos_ids), max_total_tokens - 1
         self._capacity = asyncio.Semaphore(life.link.capacity)
@@ -110,19 +110,20 @@ class SGLangEngine:
 
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `Engine.update_weights`."""
-        check_fit(self._shapes, tensors)
+        check_fit(self._architecture.shapes, tensors)
+        saved = await asyncio.to_thread(self._architecture.as_saved, tensors)
         async with self._swapping:
             await self._until_serving()
             begin = time.perf_counter()
             self._certain.clear()
             try:
-                await self._until_death(self._life.swap(version, tensors))
+                await self._until_death(self._life.swap(version, saved))
             except Died as died:
                 raise WeightsError(f"SGLang died while it took version {version} ({died})") from None
             except (ValueError, WeightsError) as refused:
                 self._end_life(f"it refused version {version}")
                 raise WeightsError(f"version {version}: {refused}") from refused
-            self._version, self._tensors = version, tensors
+            self._version, self._tensors = version, saved
             self._certain.set()
             self._swaps += 1
             self._swap_s += time.perf_counter() - begin

@@ -1,20 +1,20 @@
 """One life of SGLang: from a start, with weights in it, to a death.
 
-begin    start -> make the way for weights -> load -> see that the weights have arrived
-swap     pause -> load -> continue -> see that the weights have arrived
+begin    start -> make the way for weights -> load -> see that every tensor has arrived
+swap     pause -> load -> continue -> see that every tensor has arrived
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from streamppo.errors import WeightsError
+from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.sglang import attest, wire
 from streamppo.rollout.sglang.attest import Attestation
-from streamppo.rollout.sglang.link import Link, Start
+from streamppo.rollout.sglang.link import HEALTH_S, Link, Start
 from streamppo.rollout.sglang.push import Carrier, Connect
 
 
@@ -25,6 +25,7 @@ class Setup(NamedTuple):
     connect: Connect
     kv: Literal["keep", "recompute"]
     vocabulary: int
+    start_s: float
 
 
 class Life:
@@ -39,23 +40,55 @@ class Life:
 
     async def swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Load `tensors` as `version`. Raises `ValueError` or `WeightsError` if SGLang does not take them."""
+        await self.attestation.before()
         await _load(self.link, self.carrier, self._kv, version, tensors)
         await self.attestation.check(tensors)
 
 
 async def begin(setup: Setup, number: int, version: int, tensors: Mapping[str, Tensor]) -> Life:
-    """Start SGLang for life `number` on `tensors` as `version`. Raises `ModelError` or `WeightsError` if it cannot."""
+    """Start SGLang for life number `number` on `tensors` as `version`.
+
+    Raises `ModelError` if it does not start, dies, or does not hold them within `start_s`; `WeightsError` if it refuses
+    them.
+    """
     link = await setup.start(number)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
-        carrier = await setup.connect(link)
         try:
-            await _load(link, carrier, setup.kv, version, tensors)
-            attestation = await attest.begin(link, tensors, setup.vocabulary)
+            async with asyncio.timeout(setup.start_s):
+                life = await _in_life(link, _fill(setup, link, version, tensors))
+        except TimeoutError:
+            limit = f"rollout.engine.start_s ({setup.start_s:g} s)"
+            raise ModelError(f"SGLang has started, and has not taken version {version} within {limit}") from None
+        except ConnectionError as died:
+            raise ModelError(f"SGLang died while it took version {version}: {died}") from died
         except ValueError as refused:
             raise WeightsError(f"version {version}: {refused}") from refused
         undo.pop_all()
+    return life
+
+
+async def _fill(setup: Setup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> Life:
+    """Load the first weights into an SGLang that has just started."""
+    carrier = await setup.connect(link)
+    attestation = await attest.begin(link, tensors, setup.vocabulary)
+    await attestation.before()
+    await _load(link, carrier, setup.kv, version, tensors)
+    await attestation.check(tensors)
     return Life(link, carrier, attestation, setup.kv)
+
+
+async def _in_life(link: Link, work: Coroutine[object, object, Life]) -> Life:
+    """Return the result of `work`. Raises `ConnectionError` if SGLang dies: a call to the dead may never return."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=HEALTH_S)
+            if not task.done() and (why := await link.death()):
+                raise ConnectionError(why)
+        return await task
+    finally:
+        task.cancel()
 
 
 async def _load(

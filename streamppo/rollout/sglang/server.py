@@ -43,7 +43,7 @@ class Server:
         told = content if isinstance(content, dict) else {}
         if answer.is_error or told.get("success") is False:
             raise ValueError(str(told.get("message") or told.get("error") or f"status {answer.status_code}"))
-        return told["ranks"] if name == "weights_checker" else content
+        return told.get("ranks") if name == "weights_checker" else content
 
     async def abort(self, rid: str) -> None:
         """See `Link.abort`."""

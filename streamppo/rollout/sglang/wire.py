@@ -163,14 +163,20 @@ def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...]) 
 
 # --- attestation ---------------------------------------------------------------------------------------------
 
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-"""Tensors that SGLang keeps as parts of a larger one, and its name."""
+FUSED = (
+    (r"\.(q|k|v)_proj\.", ".qkv_proj."),
+    (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.", ".experts.w13_"),
+    (r"\.experts\.\d+\.(down_proj|w2)\.", ".experts.w2_"),
+    (r"\.(gate|up)_proj\.", ".gate_up_proj."),
+)
+"""Names of tensors that SGLang keeps as parts of a larger one, as patterns, and its names."""
+
+
+def held_name(name: str) -> str:
+    """Name the tensor in which SGLang keeps the tensor that a model's files call `name`."""
+    for part, whole in FUSED:
+        name = re.sub(part, whole, name)
+    return name
 
 
 def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:
@@ -178,17 +184,9 @@ def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:
     return {f"{rank}/{name}": sum_ for rank, held in enumerate(ranks) for name, sum_ in held["checksums"].items()}
 
 
-def unmoved(before: Mapping[str, str], after: Mapping[str, str], changed: Sequence[str]) -> list[str]:
-    """Find the tensors of `changed` (HF names) whose checksum is the same as `before` in all ranks."""
-    same = []
-    for name in changed:
-        held = name
-        for part, whole in FUSED.items():
-            held = held.replace(f".{part}.", f".{whole}.")
-        keys = [key for key in after if key.partition("/")[2] == held]
-        if keys and all(after[key] == before.get(key) for key in keys):
-            same.append(name)
-    return same
+def moved(refusal: str) -> set[str]:
+    """Read, as rank/tensor, the tensors that the weights checker of a single rank has found to differ from its copy."""
+    return {f"0/{name}" for name in re.findall(r"^name=(\S+) max_abs_err=", refusal, re.MULTILINE)}
 
 
 # --- reasons -------------------------------------------------------------------------------------------------

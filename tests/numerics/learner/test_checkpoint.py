@@ -217,7 +217,7 @@ def test_a_checkpoint_counts_only_when_its_version_is_published(folder: Path, tm
     assert manifest.complete(tmp_path) == []
     push.set_result(Pushed("its digest", 1.0))
     saver.wait()
-    assert manifest.verify(tmp_path / "00000001").digest == "its digest"
+    assert manifest.verify(tmp_path / "00000001", 0).digest == "its digest"
 
 
 @ALONE
@@ -262,3 +262,47 @@ def test_every_rank_gets_its_own_random_numbers_and_nobody_saves_alone(folder: P
     for worker in workers:
         worker.join(120)
     assert [(out / f"rank-{rank}").exists() for rank in range(2)] == [True, True]
+
+
+def _apart(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
+    """Rank `rank` of two that have a disk each."""
+    torch.set_num_threads(1)
+    own = out / f"disk-{rank}" / "checkpoints"
+    with case.group(rank, ranks, store):
+        updater = case.updater(case.config_of(f"learner.ranks={ranks}"), folder)
+        saver = saver_of(updater)
+        for version in (1, 2):
+            saver.start(own, state_of(updater, version), updater.policy, updater.optimizer, pushed("its digest"))
+        saver.wait()
+        dist.barrier()
+        loaded = checkpoint.load_newest(own / "00000002", updater.policy, updater.optimizer)
+        assert loaded is not None and (loaded.version, loaded.digest) == (2, "its digest")
+        if rank == 1:
+            file = own / "00000002" / "__1_0.distcp"
+            file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+        dist.barrier()
+        loaded = checkpoint.load_newest(own / "00000002", updater.policy, updater.optimizer)
+        assert loaded is not None and loaded.version == 1
+        assert [path.name for path in sorted(own.iterdir())] == ["00000001", "00000002.damaged"]
+        if rank == 1:
+            (own / "00000001" / "__1_0.distcp").unlink()
+        dist.barrier()
+        with pytest.raises(
+            CheckpointError, match=r"disk-1/checkpoints/00000001/__1_0.distcp: not on the disk of rank 1"
+        ):
+            checkpoint.load_newest(own / "00000001", updater.policy, updater.optimizer)
+        assert (own / "00000001").is_dir()
+        (own / "done").touch()
+
+
+def test_ranks_with_a_disk_each_write_verify_and_miss_files_of_their_own(folder: Path, tmp_path: Path) -> None:
+    context, out = multiprocessing.get_context("spawn"), tmp_path / "disks"
+    workers = [
+        context.Process(target=_apart, args=(rank, 2, tmp_path / "store", folder, out), daemon=True)
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [(out / f"disk-{rank}" / "checkpoints" / "done").exists() for rank in range(2)] == [True, True]

@@ -1,6 +1,7 @@
 """The worker of a rollout actor without Ray: versions that it follows, failures that cost one trajectory each."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,11 @@ class Tickets:
         self.failures: list[Failure] = []
         self.issue, self.deliver = Remote(self._issue), Remote(self._deliver)
         self.weights_after = Remote(self._weights_after)
+        self.beats: list[float] = []
+        self.beat = Remote(self._beat)
+
+    async def _beat(self, actor: str) -> None:
+        self.beats.append(asyncio.get_running_loop().time())
 
     async def _issue(self, actor: str, version: int, room: int, call: int) -> bytes:
         self.asked.append((room, call))
@@ -208,3 +214,65 @@ def test_a_trajectory_that_fails_is_delivered_as_a_failure_of_its_stage(
     # Tickets that have arrived end the call, and the room that they took comes back.
     assert [call for _, call in queue.asked[1:]] == [1] * len(queue.asked[1:])
     assert in_flight - 2 <= queue.asked[-1][0] <= in_flight
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop that waits for nothing: where there is nothing to do, its clock jumps to the next timer."""
+
+    present = 0.0
+
+    def time(self) -> float:
+        return self.present
+
+    def _run_once(self) -> None:
+        timers: Any = self._scheduled  # pyright: ignore[reportAttributeAccessIssue]
+        if timers and not self._ready:  # pyright: ignore[reportAttributeAccessIssue]
+            self.present = max(self.present, timers[0].when())
+        super()._run_once()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class SlowSwap:
+    """An engine that takes 90 s for a swap."""
+
+    version = 0
+
+    async def update_weights(self, version: int, tensors: Any) -> None:
+        await asyncio.sleep(90)
+        self.version = version
+
+
+class Full(Tickets):
+    """A queue that has no ticket for an actor that is full, and one new version."""
+
+    async def _issue(self, actor: str, version: int, room: int, call: int) -> bytes:
+        return await asyncio.Event().wait() and b""
+
+    async def _weights_after(self, name: str, version: int) -> Any:
+        return await Queue(damaged=0)._weights_after(name, version)
+
+
+def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Callable[..., Config]) -> None:
+    config = math_config("watchdog.heartbeat_s=10")
+
+    async def story() -> list[float]:
+        worker, _ = working(config)
+        queue: Any = Full(0)
+        done = asyncio.Event()
+
+        async def swapped(name: str, version: int) -> None:
+            done.set()
+
+        queue.swapped = Remote(swapped)
+        engine: Any = SlowSwap()
+        worker._queue, worker._follower = queue, Follower("rollout-0", queue, engine, "first")
+        running = asyncio.create_task(worker.run())
+        await asyncio.wait({running, asyncio.create_task(done.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        assert not running.done()
+        running.cancel()
+        return [*queue.beats, asyncio.get_running_loop().time()]
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        beats = runner.run(story())
+    assert beats[-1] >= 90
+    gaps = [late - early for early, late in itertools.pairwise(beats)]
+    assert max(gaps) < config.watchdog.heartbeat_s

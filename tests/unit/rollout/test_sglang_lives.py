@@ -11,6 +11,7 @@ from transformers import Qwen2Config
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
+from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang.engine import SGLangEngine, start
 from streamppo.rollout.sglang.life import Setup
 
@@ -90,13 +91,11 @@ class Fake:
 
 
 def pushed(norm: float) -> dict[str, torch.Tensor]:
-    from streamppo.rollout.fit import expected_shapes
-
-    return {name: torch.full(shape, norm) for name, shape in expected_shapes(CONFIG).items()}
+    return {name: torch.full(shape, norm) for name, shape in Architecture(CONFIG).shapes.items()}
 
 
 async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None) -> SGLangEngine:
-    setup = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size)
+    setup = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)
     return await start(setup, CONFIG, version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=32)
 
 
@@ -255,5 +254,35 @@ def test_an_sglang_that_does_not_take_its_first_weights_is_stopped() -> None:
         with pytest.raises(WeightsError, match="version 5: no such layer"):
             await opened(fake)
         assert (fake.lives, fake.stopped) == ([0], 1)
+
+    run(case())
+
+
+def test_an_sglang_that_dies_over_its_first_weights_is_told_and_not_waited_for() -> None:
+    class Dies(Fake):
+        async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+            self.dead = "killed by a test"
+            await asyncio.Event().wait()
+
+    async def case() -> None:
+        fake = Dies()
+        with pytest.raises(ModelError, match="died while it took version 5: killed by a test"):
+            await opened(fake)
+        assert fake.stopped == 1
+
+    run(case())
+
+
+def test_a_first_load_that_never_ends_is_given_up_after_the_start_time_and_named() -> None:
+    class Hangs(Fake):
+        async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+            await asyncio.Event().wait()
+
+    async def case() -> None:
+        fake = Hangs()
+        setup = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=0.1)
+        with pytest.raises(ModelError, match=r"has not taken version 5 within rollout.engine.start_s \(0.1 s\)"):
+            await start(setup, CONFIG, version=5, tensors=pushed(1.0), eos_ids={1}, max_total_tokens=32)
+        assert fake.stopped == 1
 
     run(case())

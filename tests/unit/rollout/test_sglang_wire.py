@@ -131,14 +131,26 @@ def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
         wire.check_server(said, kv, (0, 5, 20))
 
 
-def test_checksums_that_have_not_moved_are_found_behind_their_fused_names() -> None:
-    def ranks(qkv: str, norm: str) -> list[dict[str, Any]]:
-        return [{"checksums": {"layers.0.self_attn.qkv_proj.weight": qkv, "layers.0.norm.weight": norm}}]
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"),
+        ("model.layers.1.mlp.experts.12.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
+        ("model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.1.mlp.experts.w2_weight"),
+        ("model.layers.1.block_sparse_moe.experts.0.w3.weight", "model.layers.1.block_sparse_moe.experts.w13_weight"),
+        ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.weight"),
+        ("model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_tensors_are_found_behind_the_names_of_those_that_they_are_part_of(name: str, held: str) -> None:
+    assert wire.held_name(name) == held
 
-    before, after = wire.checksums(ranks("a", "b")), wire.checksums(ranks("a", "c"))
-    changed = ["layers.0.self_attn.q_proj.weight", "layers.0.norm.weight"]
-    assert wire.unmoved(before, after, changed) == ["layers.0.self_attn.q_proj.weight"]
-    assert wire.unmoved(before, after, ["layers.0.norm.weight"]) == []
+
+def test_the_tensors_that_moved_are_read_from_the_refusal_of_the_weights_checker() -> None:
+    line = "max_abs_err=1 mean_abs_err=1 num_exceed=3 expect=x actual=y "
+    said = f"check tensor equality failed:\nname=a.w {line}\nname=b.w {line}"
+    assert wire.moved(said) == {"0/a.w", "0/b.w"}
 
 
 @pytest.mark.parametrize(

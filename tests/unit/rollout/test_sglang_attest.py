@@ -1,0 +1,155 @@
+"""What SGLang holds is compared with each push, with an SGLang that is a dozen lines."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from streamppo.errors import WeightsError
+from streamppo.rollout.fit import Architecture
+from streamppo.rollout.sglang import attest, wire
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+MODELS = [
+    Qwen3MoeConfig(**SHAPE, moe_intermediate_size=4, num_experts=2, num_experts_per_tok=1),
+    MixtralConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1),
+]
+Tensors = Mapping[str, Tensor]
+
+
+class Checked:
+    """An SGLang with a weights checker; `load` takes each tensor that it knows, but for `lost`, and skips all others.
+
+    `means` is all that its checker is capable of, `ranks` how many share the model.
+    """
+
+    version = (0, 5, 21)
+    capacity = 4
+
+    def __init__(self, known: Tensors, means: str, ranks: int = 1) -> None:
+        self.means, self.ranks = means, ranks
+        self.held = {wire.held_name(name): {name: 0.0} for name in known}
+        for name in known:
+            self.held[wire.held_name(name)][name] = 0.0
+        self.copy: dict[str, dict[str, float]] = {}
+        self.lost = ""
+
+    def load(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            held = self.held.get(wire.held_name(name), {})
+            if name in held and name != self.lost:
+                held[name] = float(tensor.double().sum())
+
+    async def call(self, name: str, /, **fields: object) -> Any:
+        if name != "weights_checker" or not self.means:
+            raise NotImplementedError(name)
+        match fields["action"]:
+            case "checksum" if self.means == "checksums":
+                sums = {name: str(sorted(parts.items())) for name, parts in self.held.items()}
+                return [{"checksums": sums}] * self.ranks
+            case "reset_tensors":
+                self.held = {name: dict.fromkeys(parts, -1.5) for name, parts in self.held.items()}
+            case "snapshot" if self.means == "comparison":
+                self.copy = {name: dict(parts) for name, parts in self.held.items()}
+            case "compare" if self.means == "comparison":
+                moved = [name for name, parts in self.held.items() if parts != self.copy[name]]
+                if moved:
+                    raise ValueError("\n".join(["failed:", *(f"name={name} max_abs_err=1" for name in moved)]))
+            case _:
+                raise ValueError("not here")
+
+    async def abort(self, rid: str) -> None: ...
+
+    async def death(self) -> str:
+        return ""
+
+    async def stop(self) -> None: ...
+
+
+async def loaded(link: Checked, tensors: Tensors) -> attest.Attestation:
+    attestation = await attest.begin(link, tensors, 16)
+    await swap(link, attestation, tensors)
+    return attestation
+
+
+async def swap(link: Checked, attestation: attest.Attestation, tensors: Tensors) -> None:
+    await attestation.before()
+    link.load(tensors)
+    await attestation.check(tensors)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+@pytest.fixture(params=MODELS, ids=lambda config: config.model_type)
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    return Architecture(request.param)
+
+
+@pytest.fixture
+def first(architecture: Architecture) -> dict[str, Tensor]:
+    return {name: torch.full(shape, 1.0) for name, shape in architecture.shapes.items()}
+
+
+MEANS = pytest.mark.parametrize("means", ["checksums", "comparison"])
+
+
+@MEANS
+def test_experts_under_the_names_of_files_are_all_taken(
+    architecture: Architecture, first: dict[str, Tensor], means: str
+) -> None:
+    saved = architecture.as_saved(first)
+    assert any(".experts.1." in name for name in saved)
+    attestation = run(loaded(Checked(saved, means), saved))
+    assert attestation.means == means
+
+
+@MEANS
+def test_experts_under_names_that_the_engine_skips_are_an_error_by_name(
+    architecture: Architecture, first: dict[str, Tensor], means: str
+) -> None:
+    link = Checked(architecture.as_saved(first), means)
+    with pytest.raises(
+        WeightsError, match=rf"has not taken \S+experts.w13_weight \(compared by {means}, [46] are wrong"
+    ):
+        run(loaded(link, first))
+
+
+@MEANS
+def test_a_tensor_that_a_later_push_loses_is_an_error_by_name(
+    architecture: Architecture, first: dict[str, Tensor], means: str
+) -> None:
+    saved = architecture.as_saved(first)
+    lost = next(name for name in saved if name.endswith("norm.weight"))
+
+    async def case() -> None:
+        link = Checked(saved, means, ranks=2 if means == "checksums" else 1)
+        attestation = await loaded(link, saved)
+        # What did not change need not move.
+        await swap(link, attestation, saved)
+        link.lost = lost
+        await swap(link, attestation, {name: tensor + (name != lost) for name, tensor in saved.items()})
+        with pytest.raises(WeightsError, match=rf"has not taken {lost} .*1 are wrong"):
+            await swap(link, attestation, {name: tensor + 2 for name, tensor in saved.items()})
+
+    run(case())
+
+
+def test_a_mixture_of_experts_is_refused_by_an_engine_that_cannot_show_its_tensors(
+    architecture: Architecture, first: dict[str, Tensor]
+) -> None:
+    saved = architecture.as_saved(first)
+    with pytest.raises(WeightsError, match=r"no weights checker.*whether it has taken \S+\.experts\.0\."):
+        run(loaded(Checked(saved, ""), saved))
