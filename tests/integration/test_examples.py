@@ -11,7 +11,7 @@ from typing import Any
 from conftest import REPOSITORY
 
 README = (REPOSITORY / "examples" / "README.md").read_text()
-SHORT = ("updates=3", "queue.batch_size=16", "model.warm_start.max_steps=20")
+SHORT = ("updates=3", "queue.batch_size=16", "model.tiny.max_steps=20")
 
 
 def python(*arguments: str) -> str:

@@ -92,3 +92,24 @@ class Flaky:
         if self.calls % self.every:
             raise Retryable("the judge is busy")
         return float(self.calls)
+
+
+class Paid:
+    """A batched reward that leaves a file for every call of it. While "first" is scored, the others come together."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def __call__(self, completions: list[str]) -> Any:
+        (self.folder / str(len(list(self.folder.iterdir())))).touch()
+        match completions[0]:
+            case "first":
+                time.sleep(0.1)
+                return [1.0]
+            case "mean":
+                return [1.0]
+            case "nan":
+                return [float("nan")] * len(completions)
+            case "busy":
+                raise Retryable("the judge is busy")
+        return None

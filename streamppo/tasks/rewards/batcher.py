@@ -27,7 +27,9 @@ class _Waiting(NamedTuple):
 class Batcher:
     """Up to `size` calls in a batch, up to `places` batches at once; no call waits for a batch to fill.
 
-    A batch that fails as a whole is tried one by one, so that one bad trajectory does not fail its neighbours.
+    A batch whose call raises, dies or takes too long is tried one by one, so that one bad trajectory does not fail its
+    neighbours. Values that came back are never asked for again, wrong ones neither; and a busy service is asked again
+    by the caller, with the whole batch.
     """
 
     def __init__(self, call: CallBatch, size: int, places: int) -> None:
@@ -51,7 +53,7 @@ class Batcher:
         columns = tuple(one.columns for one in batch)
         try:
             outcomes = await self._call(texts, columns)
-            if len(batch) > 1 and all(outcome.reason for outcome in outcomes):
+            if len(batch) > 1 and all(outcome.whole and not outcome.retryable for outcome in outcomes):
                 outcomes = [(await self._call((one.text,), (one.columns,)))[0] for one in batch]
         # Also a cancellation: the others of the batch wait for this call alone.
         except BaseException as error:

@@ -17,20 +17,23 @@ class Outcome(Crossing, frozen=True):
     reward: Reward | None = None
     reason: str = ""
     retryable: bool = False
+    whole: bool = False
+    """The call raised, died or took too long: in a batch it may be the fault of another trajectory."""
 
 
 NO_OPINION = Outcome()
 
 
-def failed(error: BaseException) -> Outcome:
-    """Turn an exception into a failure."""
-    text = f"{type(error).__name__}: {error}"[:QUOTED]
-    return Outcome(reason=utf8_safe(text), retryable=bool(getattr(error, "retryable", False)))
+def failed(error: BaseException, where: str = "") -> Outcome:
+    """Turn an exception into a failure; `where` is put before its words: a file and a line."""
+    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    reason = utf8_safe(f"{where}{said[:QUOTED]}")
+    return Outcome(reason=reason, retryable=bool(getattr(error, "retryable", False)), whole=True)
 
 
 def too_late(timeout_s: float) -> Outcome:
     """Return the failure of a call that did not end in time."""
-    return Outcome(reason=f"no score after {timeout_s:g} s")
+    return Outcome(reason=f"no score after {timeout_s:g} s", whole=True)
 
 
 def check(value: object, text: ScoredText) -> Outcome:
@@ -47,8 +50,13 @@ def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome,
         return (_refused(values, f"not a list of {len(texts)} numbers"),) * len(texts)
     listed = list(values)
     if len(listed) != len(texts):
-        return (Outcome(reason=f"returned {len(listed)} scores for {len(texts)} trajectories"),) * len(texts)
+        values, completions = _counted(len(listed), "value"), _counted(len(texts), "completion")
+        return (Outcome(reason=f"returned {values} for {completions}"),) * len(texts)
     return tuple(NO_OPINION if value is None else check(value, text) for value, text in zip(listed, texts, strict=True))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def check_verl(value: object, text: ScoredText) -> Outcome:

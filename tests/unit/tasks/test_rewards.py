@@ -227,10 +227,43 @@ def test_a_batch_fails_alone_for_the_trajectory_that_breaks_it() -> None:
                 "returned nan, not a finite number",
                 1.0,
             ]
-            with pytest.raises(RewardFailed, match="returned 2 scores for 1 trajectories"):
+            with pytest.raises(RewardFailed, match="returned 2 values for 1 completion$"):
                 await total(rewards, "short")
             with pytest.raises(RewardFailed, match="no reward applies"):
                 await total(rewards, "none")
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("mean", "returned 1 value for 8 completions"),
+        ("nothing", "returned None, not a list of 8 numbers"),
+        ("nan", "returned nan, not a finite number"),
+    ],
+)
+def test_a_batch_whose_values_came_back_is_never_asked_again(tmp_path: Path, completion: str, reason: str) -> None:
+    async def story() -> None:
+        config = faulty("Paid", batch_size=8, arguments={"folder": str(tmp_path)})
+        async with started(config) as rewards:
+            calls = (total(rewards, one) for one in ["first", *[completion] * 8])
+            first, *found = await asyncio.gather(*calls, return_exceptions=True)
+        assert (first, {str(value) for value in found}) == (1.0, {reason})
+        assert len(list(tmp_path.iterdir())) == 2
+
+    asyncio.run(story())
+
+
+def test_a_batch_for_a_busy_service_is_not_asked_again_one_by_one(tmp_path: Path) -> None:
+    async def story() -> None:
+        config = faulty("Paid", batch_size=8, attempts=1, arguments={"folder": str(tmp_path)})
+        async with started(config) as rewards:
+            calls = (total(rewards, one) for one in ["first", *["busy"] * 8])
+            first, *found = await asyncio.gather(*calls, return_exceptions=True)
+        assert first == 1.0
+        assert all("Retryable: the judge is busy" in str(value) for value in found)
+        assert len(list(tmp_path.iterdir())) == 2
 
     asyncio.run(story())
 
