@@ -16,8 +16,8 @@ class Discounted(Kind, frozen=True):
 class Bootstrapped(Discounted, frozen=True):
     """Estimators that continue a truncated completion with a value."""
 
-    bootstrap_truncated: bool = True
-    """The value after the last token of a truncated completion: the critic's, or 0."""
+    bootstrap_truncated: bool = False
+    """Continue a completion that was cut off with the critic's value: right only if its reward leaves the rest open."""
 
 
 class Gae(Bootstrapped, frozen=True, tag="gae"):
