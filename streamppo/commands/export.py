@@ -23,7 +23,7 @@ def export(config: Config, run: Path, version: int | None, folder: Path) -> int:
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a folder that does not")
     path = _checkpoint(run, version)
-    state, start = manifest.verify(path), model_path(config, run)
+    state, start = manifest.verify_whole(path), model_path(config, run)
     weights = _weights(path, start, config.model.dtype)
     push, _ = buckets.flatten(state.version, None, weights, config.learner.bucket_bytes)
     if push.digest != state.digest:

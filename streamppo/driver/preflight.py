@@ -44,7 +44,7 @@ def _start(folder: Path) -> int:
     for path in reversed(manifest.complete(folder / "checkpoints")):
         if int(path.name) <= recorded:
             try:
-                return manifest.verify(path).version
+                return manifest.read(path).state.version
             except CheckpointError as error:
                 log.info("%s", error)
     return 0

@@ -9,7 +9,7 @@ A disk may be a node's own: one rank leads in each folder, and gives it the mani
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
@@ -206,7 +206,8 @@ def _tensors(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     sharded: dict[str, dict[str, Any]] = {}
     alike: dict[str, dict[str, Any]] = {}
-    for name, moments in optimizer_state["state"].items():
+    moments_of = cast("dict[str, dict[str, object]]", optimizer_state["state"])
+    for name, moments in moments_of.items():
         sharded[name] = {key: value for key, value in moments.items() if isinstance(value, DTensor)}
         alike[name] = {key: value for key, value in moments.items() if not isinstance(value, DTensor)}
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})

@@ -101,6 +101,17 @@ def verify(path: Path, rank: int) -> State:
     return manifest.state
 
 
+def verify_whole(path: Path) -> State:
+    """The state in the checkpoint at `path`, once the files of every rank are verified: all of them are here.
+
+    Raises `Damaged`, or `CheckpointError` for a file that is not there; both name it.
+    """
+    state = read(path).state
+    for rank in range(state.ranks):
+        verify(path, rank)
+    return state
+
+
 def newest(folder: Path, at_most: float = math.inf) -> Path | None:
     """The newest checkpoint under `folder` with a whole manifest, or None, of versions up to `at_most`.
 

@@ -227,7 +227,7 @@ def test_a_batch_fails_alone_for_the_trajectory_that_breaks_it() -> None:
                 "returned nan, not a finite number",
                 1.0,
             ]
-            with pytest.raises(RewardFailed, match="returned 2 values for 1 completion$"):
+            with pytest.raises(RewardFailed, match=r"returned 2 values for 1 completion$"):
                 await total(rewards, "short")
             with pytest.raises(RewardFailed, match="no reward applies"):
                 await total(rewards, "none")
