@@ -12,7 +12,7 @@ from streamppo.config.sections import Config
 from streamppo.driver import preflight
 from streamppo.errors import CheckpointError, JournalError, StreamppoError
 from streamppo.learner import manifest
-from streamppo.learner.manifest import State
+from streamppo.learner.manifest import Files, State
 from streamppo.queue.archive import Archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
@@ -38,7 +38,8 @@ def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
     (run / "summary.json").write_text("{}")
     saved = run / "checkpoints" / f"{checkpoint:08d}"
     saved.mkdir(parents=True)
-    manifest.write(saved, State(version=checkpoint, digest="d", ranks=1, beta=0.0, bad_steps=0))
+    state = State(version=checkpoint, digest="d", ranks=1, beta=0.0, bad_steps=0)
+    manifest.write(saved, state, Files(shared={}, ranks=({},)))
     KEPT.append(journal)
     return run
 
