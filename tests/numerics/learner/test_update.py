@@ -10,6 +10,7 @@ import torch
 
 from streamppo.errors import UpdateError
 from streamppo.learner.batch import PaddedBatch, micro_batches, pad, row_order, unpadded
+from streamppo.learner.objective import Objective
 
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -26,6 +27,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *,
 
 
 TIMES = {"score_s", "train_s"}
+OWN_CRITIC = "algorithm.critic.model=policy"
 
 
 @pytest.mark.usefixtures("alone")
@@ -140,6 +142,20 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_st
 
 
 @pytest.mark.usefixtures("alone")
+def test_log_probs_that_are_not_numbers_are_bad_steps_under_target_kl_and_end_the_run_when_they_stay(
+    folder: Path,
+) -> None:
+    updater = case.updater(case.config_of("algorithm.target_kl=0.1", "learner.max_bad_steps=2", OWN_CRITIC), folder)
+    with torch.no_grad():
+        next(updater.policy.lm.parameters()).fill_(torch.nan)
+    metrics = case.metrics(updater, pad(case.batch()))
+    assert (metrics["bad_steps"], metrics["stopped_early"], metrics["steps"]) == (1, 0, 0)
+    assert metrics["critic_steps"] == 1
+    with pytest.raises(UpdateError, match="2 optimizer steps in a row"):
+        updater.update(pad(case.batch()))
+
+
+@pytest.mark.usefixtures("alone")
 def test_data_that_must_not_be_trained_on_is_refused_by_name(folder: Path) -> None:
     updater = case.updater(case.config_of(), folder)
     padded = pad(case.batch())
@@ -166,8 +182,8 @@ def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_
     finished = padded.truncated_B.logical_not().nonzero()[0]
     before = updater._before
 
-    def poisoned(batch: PaddedBatch, plan: list[torch.Tensor]):
-        scored, graph = before(batch, plan)
+    def poisoned(objective: Objective, batch: PaddedBatch, plan: list[torch.Tensor]):
+        scored, graph = before(objective, batch, plan)
         return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
 
     updater._before = poisoned
