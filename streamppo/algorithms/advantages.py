@@ -1,8 +1,8 @@
 """Advantages and returns from a critic: GAE and its special cases, and the sequence-level form.
 
 B sequences, T response tokens (padded). `values_BT[:, t]` is the critic's estimate before token t is taken;
-`bootstrap_B` is its estimate after the last token: 0 where the response ended by itself, the critic's value where it
-was cut off. A reward must stand on an unmasked token (`masked.on_last_token`).
+`bootstrap_B` is its estimate after the last token: 0 where the response is finished. A reward must stand on an unmasked
+token (`masked.on_last_token`).
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from streamppo.algorithms.masked import (
     sequence_sum,
     spread,
 )
-from streamppo.algorithms.scan import next_unmasked, reverse_scan
+from streamppo.algorithms.scan import group_sums, next_unmasked, reverse_scan
 
 VARIANCE_FLOOR = 1e-8
 """Added to the variance before whitening divides by its root, so that a batch of equal values becomes zero, not NaN."""
@@ -150,8 +150,7 @@ def moments(x_BT: Tensor, mask_BT: Tensor, group_ids_B: Tensor | None) -> Moment
     if group_ids_B is None:
         return Moments(*sums_3B.sum(-1).unbind())
     check_sequences(mask_BT, group_ids_B=group_ids_B)
-    same_BB = (group_ids_B[:, None] == group_ids_B[None, :]).double()
-    return Moments(*(sums_3B @ same_BB).unbind())
+    return Moments(*group_sums(sums_3B, group_ids_B).unbind())
 
 
 def whiten(

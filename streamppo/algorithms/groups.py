@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamppo.algorithms.advantages import whiten
 from streamppo.algorithms.masked import at_least_float32, check_tokens, fill, spread
-from streamppo.algorithms.scan import reverse_scan
+from streamppo.algorithms.scan import group_sums, leaders, reverse_scan
 
 STD_FLOOR = 1e-6
 """Added to a group's standard deviation before `grpo` divides by it, so that a group of equal scores gets 0."""
@@ -29,21 +29,21 @@ class Compared(NamedTuple):
     size: Tensor
 
 
-def same_group(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """[B, B] bool; refuses anything but one finite score and one group per trajectory (ValueError)."""
+def check_scores(scores_B: Tensor, group_ids_B: Tensor) -> None:
+    """Refuse anything but one finite score and one group per trajectory (ValueError)."""
     if scores_B.dim() != 1 or scores_B.shape != group_ids_B.shape:
         raise ValueError(f"scores {tuple(scores_B.shape)} and group_ids {tuple(group_ids_B.shape)} must both be [B]")
     if not bool(scores_B.isfinite().all()):
         raise ValueError(f"scores must be finite, got {scores_B}")
-    return group_ids_B[:, None] == group_ids_B[None, :]
 
 
 def compare(scores_B: Tensor, group_ids_B: Tensor) -> Compared:
-    """Group means as a matrix product: the same bits on every device, which scattered additions are not."""
-    same_BB = same_group(scores_B, group_ids_B).double()
-    size_B = same_BB.sum(-1)
-    mean_B = same_BB @ scores_B.double() / size_B
-    return Compared(scores_B.double() - mean_B, mean_B, size_B)
+    """Compare each trajectory with the mean of its group."""
+    check_scores(scores_B, group_ids_B)
+    scores_B = scores_B.double()
+    total_B, size_B = group_sums(torch.stack([scores_B, torch.ones_like(scores_B)]), group_ids_B)
+    mean_B = total_B / size_B
+    return Compared(scores_B - mean_B, mean_B, size_B)
 
 
 def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
@@ -51,11 +51,9 @@ def zero_variance(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
     DAPO samples such prompts again (https://arxiv.org/abs/2503.14476).
     """
-    same_BB = same_group(scores_B, group_ids_B)
-    table_BB = scores_B[None, :].expand_as(same_BB)
-    highest_B = table_BB.masked_fill(~same_BB, -torch.inf).amax(-1)
-    lowest_B = table_BB.masked_fill(~same_BB, torch.inf).amin(-1)
-    return highest_B == lowest_B
+    check_scores(scores_B, group_ids_B)
+    differs_B = scores_B != scores_B[leaders(group_ids_B)]
+    return group_sums(differs_B.double()[None], group_ids_B)[0] == 0
 
 
 def grpo(scores_B: Tensor, group_ids_B: Tensor, *, unbiased: bool = True) -> Tensor:
@@ -67,9 +65,8 @@ def grpo(scores_B: Tensor, group_ids_B: Tensor, *, unbiased: bool = True) -> Ten
     published trainers. Dividing by std gives easy and hard prompts more weight; without it this is `dr_grpo`.
     """
     centred_B, _, size_B = compare(scores_B, group_ids_B)
-    same_BB = same_group(scores_B, group_ids_B).double()
     divisor_B = (size_B - 1).clamp(min=1) if unbiased else size_B
-    std_B = (same_BB @ centred_B.square() / divisor_B).sqrt()
+    std_B = (group_sums(centred_B.square()[None], group_ids_B)[0] / divisor_B).sqrt()
     return (centred_B / (std_B + STD_FLOOR)).to(at_least_float32(scores_B).dtype)
 
 

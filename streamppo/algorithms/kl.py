@@ -1,7 +1,7 @@
 """KL divergence estimated from sampled tokens: a penalty in the reward, a term of the loss, an alarm.
 
 B sequences, T response tokens (padded). All are estimates of KL(current || reference) for tokens that the current
-policy sampled.
+policy sampled; those of another one are first given `policy_weights`.
 """
 
 from typing import Literal
@@ -9,10 +9,12 @@ from typing import Literal
 from torch import Tensor
 
 from streamppo.algorithms.masked import check_tokens, fill
-from streamppo.algorithms.ratios import LOG_RATIO_BOUND
+from streamppo.algorithms.ratios import LOG_RATIO_BOUND, bounded_exp
 
 Estimator = Literal["k1", "k2", "k3"]
 
+K3_BOUND = 10.0
+"""The largest k3 of a token in a loss or a reward; beyond it, at a d of -2.55 or 11, its gradient is zero."""
 TARGET_KL_SLACK = 1.5
 """An update ends when its KL passes this many times its target: single minibatches scatter around it."""
 
@@ -40,6 +42,27 @@ def kl(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, k
     raise ValueError(f"unknown KL estimator {kind!r}: k1, k2 or k3")
 
 
+def policy_weights(logprobs_BT: Tensor, sampled_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: makes a mean over the tokens that one policy sampled that of another one; detached, 0 where masked.
+
+        weights = stop(exp(logprobs - sampled_logprobs))
+
+    Importance sampling per token: E_sampled[weights * f] = E_current[f]. With equal policies all are 1.
+    """
+    check_tokens(mask_BT, logprobs_BT=logprobs_BT, sampled_logprobs_BT=sampled_logprobs_BT)
+    log_ratio_BT = fill(logprobs_BT.detach(), mask_BT) - fill(sampled_logprobs_BT.detach(), mask_BT)
+    return bounded_exp(log_ratio_BT).masked_fill(~mask_BT, 0.0)
+
+
+def penalty(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, mask_BT: Tensor, *, kind: Estimator) -> Tensor:
+    """[B, T]: `kl`, with k3 at most K3_BOUND: exp(12) of one token, and as much gradient, would rule a whole batch.
+
+    The bound is verl's (https://github.com/volcengine/verl, `low_var_kl`).
+    """
+    value_BT = kl(logprobs_BT, reference_logprobs_BT, mask_BT, kind=kind)
+    return value_BT.clamp(max=K3_BOUND) if kind == "k3" else value_BT
+
+
 def kl_reward(
     rewards_BT: Tensor,
     logprobs_BT: Tensor,
@@ -57,7 +80,7 @@ def kl_reward(
     score - beta * log(current / reference) of the whole response.
     """
     check_tokens(mask_BT, rewards_BT=rewards_BT)
-    penalty_BT = kl(logprobs_BT.detach(), reference_logprobs_BT, mask_BT, kind=kind)
+    penalty_BT = penalty(logprobs_BT.detach(), reference_logprobs_BT, mask_BT, kind=kind)
     return fill(rewards_BT, mask_BT) - beta * penalty_BT
 
 
@@ -77,9 +100,9 @@ def kl_loss(
     GRPO's is plain k3 (https://arxiv.org/abs/2402.03300). An unbiased VALUE is not an unbiased GRADIENT: that of k1
     is zero on average and that of k3 belongs to the reverse KL, while k2's is right on policy
     (https://arxiv.org/abs/2510.01555). So straight_through keeps the value of `kind` and takes the gradient of k2;
-    with k2 both forms are the same.
+    with k2 both forms are the same. The value of k3 is at most K3_BOUND.
     """
-    value_BT = kl(logprobs_BT, reference_logprobs_BT, mask_BT, kind=kind)
+    value_BT = penalty(logprobs_BT, reference_logprobs_BT, mask_BT, kind=kind)
     if not straight_through:
         return value_BT
     gradient_BT = kl(logprobs_BT, reference_logprobs_BT, mask_BT, kind="k2")
@@ -108,6 +131,6 @@ def stop_early(approximate_kl: float, target_kl: float | None) -> bool:
 
     The rule of Spinning Up and Stable-Baselines3
     (https://spinningup.openai.com/en/latest/algorithms/ppo.html). Without a target the answer is always
-    False; a NaN stops.
+    False; a NaN stops, and says nothing of how far: the learner counts it as a bad step.
     """
     return target_kl is not None and not approximate_kl <= TARGET_KL_SLACK * target_kl

@@ -1,7 +1,7 @@
 """The two pieces of every multi-step estimate: the token after a token, and a sum that runs backwards in time.
 
-B sequences, T response tokens (padded). Both skip masked tokens, so that an estimate on a response with tool
-output in the middle equals the estimate on the response without it.
+B sequences, T response tokens (padded), S rows of numbers. Both skip masked tokens, so that an estimate on a response
+with tool output in the middle equals the estimate on the response without it. The same sum adds up groups of sequences.
 """
 
 import torch
@@ -37,6 +37,37 @@ def reverse_scan(increments_BT: Tensor, decay_BT: Tensor, mask_BT: Tensor) -> Te
         decay_BT = decay_BT * later_decay_BT
         step *= 2
     return total_BT.masked_fill(~mask_BT, 0.0)
+
+
+def leaders(group_ids_B: Tensor) -> Tensor:
+    """[B], for each sequence the index of the first one of its group; groups may lie anywhere in the batch."""
+    order_B = group_ids_B.argsort(stable=True)
+    leader_B = torch.empty_like(order_B)
+    leader_B[order_B] = order_B[_starts(group_ids_B[order_B])]
+    return leader_B
+
+
+def group_sums(x_SB: Tensor, group_ids_B: Tensor) -> Tensor:
+    """[S, B], for each sequence the sum of x over its group.
+
+    Sorted by group, a `reverse_scan` that ends with each group: B entries of memory in each row, and the same bits on
+    every device, which scattered additions are not.
+    """
+    order_B = group_ids_B.argsort(stable=True)
+    start_B = _starts(group_ids_B[order_B])
+    ends_B = torch.nn.functional.pad(start_B[1:] != start_B[:-1], (0, 1), value=True)
+    decay_SB = (~ends_B).to(x_SB.dtype).expand_as(x_SB)
+    total_SB = reverse_scan(x_SB[:, order_B], decay_SB, torch.ones_like(x_SB, dtype=torch.bool))
+    sums_SB = torch.empty_like(total_SB)
+    sums_SB[:, order_B] = total_SB[:, start_B]
+    return sums_SB
+
+
+def _starts(sorted_ids_B: Tensor) -> Tensor:
+    """[B], the place at which the run of equal ids begins that each place belongs to."""
+    place_B = torch.arange(len(sorted_ids_B), device=sorted_ids_B.device)
+    begins_B = torch.nn.functional.pad(sorted_ids_B[1:] != sorted_ids_B[:-1], (1, 0), value=True)
+    return place_B.masked_fill(~begins_B, 0).cummax(-1).values
 
 
 def running_sum(x_BT: Tensor) -> Tensor:

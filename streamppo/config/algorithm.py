@@ -349,5 +349,15 @@ class Algorithm(Section, frozen=True):
             yield (
                 f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
             )
+        if isinstance(self.advantage, MaxRl) and self.kl.reward_beta:
+            yield (
+                f"advantage {kind!r} needs scores that are not negative, and a KL in the reward can make them so: "
+                f"use kl.loss_beta instead of kl.reward_beta ({self.kl.reward_beta:g})"
+            )
+        if self.proximal == "loglinear" and self.target_kl:
+            yield (
+                f"target_kl ({self.target_kl:g}) bounds KL(proximal || current), and proximal = 'loglinear' takes the "
+                f"proximal policy from behavior and current by lag: it would bound the lag, and not the movement"
+            )
         if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
             yield f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}"

@@ -7,20 +7,28 @@ joined    [1, N], for flash-attn: rows end to end, told apart by where they begi
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.config.sections import FLASH, Model
-from streamppo.learner.batch import PaddedBatch
+from streamppo.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
 """Newest first; the major compute capabilities on which each has a deterministic backward pass."""
+PROBED = (5, 7)
+"""Tokens of the two rows that a model reads together and alone: more than a convolution looks back on."""
+LEAK = 1e-3
+"""The largest difference between the two readings that is rounding, as a share of the largest entry, in float32."""
 
 
 class Reading(NamedTuple):
@@ -30,28 +38,28 @@ class Reading(NamedTuple):
     first_B: Tensor
 
 
-Layout = Callable[[PaddedBatch], Reading]
+Layout = Callable[[Tensor, Tensor], Reading]
+"""(inputs_BL, tokens of each row [B]) -> the reading."""
 
 
-def padded(rows: PaddedBatch) -> Reading:
+def padded(inputs_BL: Tensor, width_B: Tensor) -> Reading:
     """Row after row, each as wide as the longest."""
-    count_B, width_L = rows.inputs_BL.shape
-    return Reading({"input_ids": rows.inputs_BL}, torch.arange(count_B, device=rows.start_B.device) * width_L)
+    count_B, width_L = inputs_BL.shape
+    return Reading({"input_ids": inputs_BL}, torch.arange(count_B, device=width_B.device) * width_L)
 
 
-def joined(rows: PaddedBatch) -> Reading:
+def joined(inputs_BL: Tensor, width_B: Tensor) -> Reading:
     """One sequence without padding, in which positions begin again with every row.
 
     flash-attn gets the bounds as such. Every other implementation finds them in the positions and makes a mask of
     N * N entries: right, and wasteful.
     """
-    width_B = rows.start_B + rows.length_B
-    place_BL = torch.arange(rows.inputs_BL.shape[1], device=width_B.device).expand(rows.inputs_BL.shape)
+    place_BL = torch.arange(inputs_BL.shape[1], device=width_B.device).expand(inputs_BL.shape)
     inside_BL = place_BL < width_B[:, None]
     bounds = torch.nn.functional.pad(width_B.cumsum(0), (1, 0))
     longest, bounds_32 = int(width_B.max()), bounds.int()
     arguments: dict[str, Tensor | int] = {
-        "input_ids": rows.inputs_BL[inside_BL][None],
+        "input_ids": inputs_BL[inside_BL][None],
         "position_ids": place_BL[inside_BL][None],
         "cu_seq_lens_q": bounds_32,
         "cu_seq_lens_k": bounds_32,
@@ -81,6 +89,43 @@ def choose(config: Model, device: str) -> str:
             return name
     _warn("no flash-attn that runs on this GPU is installed: the learner uses SDPA, which computes padding too")
     return "sdpa"
+
+
+def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "Sequence[PreTrainedModel]") -> str:
+    """`chosen`, or SDPA if that reads rows end to end and one of `transformers` lets them see each other. A collective.
+
+    `transformers` are whole, on the CPU, with an attention that is plain torch; rank 0 has them, the others none.
+    Raises `ModelError` where the configuration insists on `chosen`.
+    """
+    if layout(chosen) is padded:
+        return chosen
+    found = [max((leak(transformer) for transformer in transformers), default=0.0)]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] <= LEAK:
+        return chosen
+    why = (
+        f"the model {str(path)!r} carries state from row to row where rows lie end to end, as {chosen} reads them: "
+        f"its hidden states change by up to {found[0]:.0%}"
+    )
+    if config.attention != "auto":
+        raise ModelError(f'{why}; model.attention = "sdpa" reads every row alone')
+    _warn(f"{why}; the learner uses SDPA, which computes padding too")
+    return "sdpa"
+
+
+@torch.no_grad()
+def leak(transformer: "PreTrainedModel") -> float:
+    """Read two rows end to end and alone; return the largest difference, as a share of the largest hidden state.
+
+    Attention is told where a row begins. Convolutions and recurrent states, as hybrid models have, may not be: what
+    they keep of one row reaches the next.
+    """
+    width_B = torch.tensor(PROBED)
+    inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
+    together_ND = transformer(**joined(inputs_BL, width_B).arguments, use_cache=False).last_hidden_state[0]
+    rows = [inputs_BL[row : row + 1, :width] for row, width in enumerate(PROBED)]
+    alone_ND = torch.cat([transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
+    return ((together_ND - alone_ND).abs().max() / alone_ND.abs().max()).item()
 
 
 def installed(name: str) -> bool:

@@ -11,7 +11,7 @@ from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.aggregate import Denominators, aggregate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.diagnostics import update_sums
-from streamppo.algorithms.kl import kl_loss
+from streamppo.algorithms.kl import kl_loss, policy_weights
 from streamppo.algorithms.value_losses import value_loss
 from streamppo.config.algorithm import Algorithm
 from streamppo.learner.batch import PaddedBatch
@@ -82,13 +82,16 @@ class _Piece(NamedTuple):
         proximal_bT, weights_bT = self.anchored()
         advantages_bT = self.cut(self.whole.targets.estimate.advantages)
         tokens = self.whole.objective.policy_loss(logprobs_bT, proximal_bT, advantages_bT, trained_bT)
-        loss, entropy = self.average(tokens.loss * weights_bT), self.average(self.current.entropy_BT)
-        total = loss - config.entropy * entropy
+        loss, entropy_bT = self.average(tokens.loss * weights_bT), self.current.entropy_BT
+        total = loss - config.entropy * self.average(entropy_bT)
         if self.whole.targets.reference_BT is not None and config.kl.loss_beta:
-            total = total + config.kl.loss_beta * self.average(self.divergence(self.whole.targets.reference_BT))
+            # The proximal policy's weight of a token, times the current one's: the KL is of the current policy.
+            current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
+            divergence_bT = self.divergence(self.whole.targets.reference_BT)
+            total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
         logprobs_bT = logprobs_bT.detach()
         token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, tokens.clipped)
-        sums = Sums.of_policy(loss, entropy, token_sums_6)
+        sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
         return Share(total, sums, PolicyPass(self.rows, logprobs_bT.float(), tokens.ratio.float()))
 
     def critic(self) -> Share:
@@ -103,8 +106,8 @@ class _Piece(NamedTuple):
             kind=config.loss,
             huber_delta=config.huber or 1.0,
         )
-        loss, clipped = self.average(found.loss), self.average(found.clipped.float())
-        return Share(config.coefficient * loss, Sums.of_critic(loss, clipped), None)
+        loss = self.average(found.loss)
+        return Share(config.coefficient * loss, Sums.of_critic(loss, self.trained_bT.sum(), found.clipped.sum()), None)
 
     @property
     def trained_bT(self) -> Tensor:
@@ -128,7 +131,7 @@ class _Piece(NamedTuple):
         assert objective.anchor is not None
         behavior_bT, mask_bT = self.cut(batch.behavior_logprobs_BT), self.cut(batch.mask_BT)
         proximal_bT = objective.anchor(behavior_bT, self.current.logprobs_BT, self.cut(batch.lag_BT), mask_bT)
-        return proximal_bT, objective.correct(proximal_bT, behavior_bT, mask_bT).weights
+        return proximal_bT, objective.correct(proximal_bT, behavior_bT, mask_bT, self.trained_bT).weights
 
     def divergence(self, reference_BT: Tensor) -> Tensor:
         """The per-token KL to the reference, as a loss."""

@@ -18,34 +18,35 @@ from streamppo.algorithms.value_losses import explained_variance
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.policy import Part, Scored
 
-POLICY_LOSSES = ("policy_loss", "entropy")
-CRITIC_LOSSES = ("value_loss", "value_clip_fraction")
-
 
 class Sums(NamedTuple):
     """Shares of losses and sums over tokens, detached and in float64: they add up over micro-batches and ranks.
 
-    `policy_2` are those of `POLICY_LOSSES`, `critic_2` of `CRITIC_LOSSES`, `tokens_6` those of `update_sums`.
+    `losses_2` are the shares of policy and critic, weighed as the loss's aggregation does. The others count every
+    trained token alike: `tokens_6` are those of `update_sums`, `entropy` is of the same tokens, `values_2` are tokens
+    that the critic passed over and those of them whose value was held at its clip.
     """
 
-    policy_2: Tensor
-    critic_2: Tensor
+    losses_2: Tensor
     tokens_6: Tensor
+    entropy: Tensor
+    values_2: Tensor
 
     @staticmethod
     def zero(device: torch.device) -> "Sums":
         """The sums of nothing."""
-        return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 2, 6)))
+        return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 6, 1, 2)))
 
     @staticmethod
-    def of_policy(loss: Tensor, entropy: Tensor, tokens_6: Tensor) -> "Sums":
-        """A micro-batch of the policy."""
-        return Sums.zero(loss.device)._replace(policy_2=_detached(loss, entropy), tokens_6=tokens_6)
+    def of_policy(loss: Tensor, tokens_6: Tensor, entropy: Tensor) -> "Sums":
+        """A micro-batch of the policy; `entropy` is the sum over its trained tokens."""
+        zero = Sums.zero(loss.device)
+        return zero._replace(losses_2=_float64(loss, 0), tokens_6=tokens_6, entropy=_float64(entropy))
 
     @staticmethod
-    def of_critic(loss: Tensor, clip_fraction: Tensor) -> "Sums":
-        """A micro-batch of the critic."""
-        return Sums.zero(loss.device)._replace(critic_2=_detached(loss, clip_fraction))
+    def of_critic(loss: Tensor, trained: Tensor, clipped: Tensor) -> "Sums":
+        """A micro-batch of the critic: its loss, its trained tokens, and those whose value was held at its clip."""
+        return Sums.zero(loss.device)._replace(losses_2=_float64(0, loss), values_2=_float64(trained, clipped))
 
     def plus(self, other: "Sums") -> "Sums":
         """Both together."""
@@ -92,22 +93,23 @@ def first_logprobs(
 
 
 def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup) -> dict[str, float]:
-    """Losses per minibatch, a step taken of it or not, and token sums per token. A collective."""
+    """Losses per minibatch, a step taken of it or not, and token sums per trained token. A collective."""
     total = Sums.zero(trained_BT.device)
     for minibatch in minibatches:
         total = total.plus(minibatch.sums)
     for column in total:
         dist.all_reduce(column, group=group)
-    passes = len(list(_of_policy(minibatches)))
-    critic_passes = len(minibatches) - passes or passes
-    policy_2, critic_2 = (total.policy_2 / passes).tolist(), (total.critic_2 / critic_passes).tolist()
+    policy_loss, value_loss = total.losses_2.tolist()
+    trained, clipped = total.values_2.tolist()
     statistics = update_statistics_of(total.tokens_6)
     low, median, high = ratio_quantiles(*_last_ratios(minibatches, trained_BT, group))
     policy, critic = (_norms(minibatches, of_critic=of_critic) for of_critic in (False, True))
     own = {"critic_steps": float(len(critic)), "critic_grad_norm": sum(critic) / len(critic)} if critic else {}
     return {
-        **dict(zip(POLICY_LOSSES, policy_2, strict=True)),
-        **dict(zip(CRITIC_LOSSES, critic_2, strict=True)),
+        "policy_loss": policy_loss / max(1, sum(minibatch.part != "critic" for minibatch in minibatches)),
+        "value_loss": value_loss / max(1, sum(minibatch.part != "policy" for minibatch in minibatches)),
+        "value_clip_fraction": clipped / max(1.0, trained),
+        "entropy": total.entropy.item() / max(1.0, statistics.tokens),
         "proximal_kl_k1": statistics.k1,
         "proximal_kl": statistics.k3,
         "clip_fraction_high": statistics.clip_fraction_high,
@@ -152,8 +154,10 @@ def _is_bad(minibatch: Minibatch) -> bool:
     return minibatch.grad_norm is not None and not math.isfinite(minibatch.grad_norm)
 
 
-def _detached(*losses: Tensor) -> Tensor:
-    return torch.stack([loss.detach().double() for loss in losses])
+def _float64(*numbers: Tensor | float) -> Tensor:
+    """The numbers as one detached vector; at least one of them is a tensor, and gives the device."""
+    device = next(number.device for number in numbers if isinstance(number, Tensor))
+    return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device).detach() for number in numbers])
 
 
 def batch_metrics(

@@ -23,8 +23,8 @@ from streamppo.tasks import plugins
 
 Advantages: TypeAlias = Callable[[PaddedBatch, Scored, Tensor], Estimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
-Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Correction]
-"""(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT) -> weights and kept tokens."""
+Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Correction]
+"""(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, trained_BT) -> weights and kept tokens."""
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
 
@@ -56,6 +56,17 @@ class Objective(NamedTuple):
     scored: Part | None
     epochs: tuple[Epoch, ...]
     one_step: bool
+
+    def warm_up(self) -> "Objective":
+        """The objective while the policy stands still: a critic with steps of its own makes them, and nothing else is.
+
+        The policy then passes over a batch once, without a gradient, for the numbers that describe it. A value head
+        shares the policy's passes in any case.
+        """
+        if self.epochs[-1].part != "critic":
+            return self
+        own = tuple(epoch for epoch in self.epochs if epoch.part == "critic")
+        return self._replace(anchor=None, scored="both", epochs=own, one_step=False)
 
     def critic_epochs(self) -> list[Epoch]:
         """The epochs in which the critic learns, with the policy standing still."""
@@ -201,15 +212,24 @@ def _correct(config: choices.Algorithm) -> Correct:
     weights = corrections.importance_weights
     match config.correction:
         case choices.NoCorrection():
-            return partial(weights, level="token", mode="off")
+            return _of_responses(partial(weights, level="token", mode="off"))
         case choices.Truncate(level=level, cap=cap):
-            return partial(weights, level=level, mode="truncate", cap=cap)
+            return _of_responses(partial(weights, level=level, mode="truncate", cap=cap))
         case choices.Mask(level=level, band=(lo, hi)):
-            return partial(weights, level=level, mode="mask", lo=lo, hi=hi)
+            return _of_responses(partial(weights, level=level, mode="mask", lo=lo, hi=hi))
         case choices.TruncateAndMask(level=level, cap=cap, band=(lo, hi)):
-            return partial(corrections.truncate_and_mask, mask_level=level, cap=cap, lo=lo, hi=hi)
+            return _of_responses(partial(corrections.truncate_and_mask, mask_level=level, cap=cap, lo=lo, hi=hi))
         case choices.SecondMoment(threshold=threshold):
-            return partial(corrections.second_moment_mask, threshold=threshold)
+            # A bound on the tokens of the loss: any others, of small log-ratios, would loosen it.
+            mask = corrections.second_moment_mask
+            return lambda proximal_BT, behavior_BT, _, trained_BT: mask(
+                proximal_BT, behavior_BT, trained_BT, threshold=threshold
+            )
+
+
+def _of_responses(correct: Callable[[Tensor, Tensor, Tensor], Correction]) -> Correct:
+    """A correction whose ratio of a response is over all of its tokens, too old ones as well."""
+    return lambda proximal_BT, behavior_BT, mask_BT, _: correct(proximal_BT, behavior_BT, mask_BT)
 
 
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:

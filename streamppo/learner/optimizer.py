@@ -39,8 +39,15 @@ def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: int) -> None:
-    """Set the learning rates of the update after `version`."""
-    set_rate(optimizer, lr_share(config.learner, version, config.updates))
+    """Set the learning rates of the update after `version`: the policy's schedule begins when it does, at 0 until then.
+
+    The first group is the policy, the second the critic, which learns from the first update on.
+    """
+    stands = config.algorithm.critic.warmup_updates
+    policy = 0.0 if version < stands else lr_share(config.learner, version - stands, config.updates - stands)
+    shares = (policy, lr_share(config.learner, version, config.updates))
+    for group, share in zip(optimizer.param_groups, shares, strict=True):
+        group["lr"] = group["full_lr"] * share
 
 
 def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:

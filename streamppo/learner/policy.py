@@ -79,7 +79,7 @@ class Policy(nn.Module):
         width_T, device = rows.mask_BT.shape[1], rows.start_B.device
         width_L, last_B = rows.inputs_BL.shape[1], rows.start_B + rows.length_B - 1
         at_BT = torch.minimum(rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device), last_B[:, None])
-        reading = self.layout(rows)
+        reading = self.layout(rows.inputs_BL, rows.start_B + rows.length_B)
         valid_BT = torch.arange(width_T, device=device) < rows.length_B[:, None]
         scored, hidden_BTD = nothing(rows), None
         if part != "critic":
@@ -113,8 +113,8 @@ class Policy(nn.Module):
     def _values(self, reading: Reading, at_BT: Tensor, hidden_BTD: Tensor | None) -> Tensor:
         if self.critic is not None or hidden_BTD is None:
             hidden_BTD = self._hidden(self.lm.base_model if self.critic is None else self.critic, reading, at_BT)
-        weight_1D, bias_1 = self.value_head.weight.float(), self.value_head.bias.float()
-        return nn.functional.linear(hidden_BTD.float(), weight_1D, bias_1).squeeze(-1)
+        values_N1 = self.value_head(hidden_BTD.float().flatten(0, 1))
+        return values_N1.view(hidden_BTD.shape[:2])
 
     def _hidden(self, transformer: Any, reading: Reading, at_BT: Tensor) -> Tensor:
         hidden_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
@@ -144,15 +144,18 @@ def load(
     one tensor, and config.json is all that they need at `path`. No random number generator moves on.
     `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
     gives the value head its weights as well. `offload` keeps the shards in CPU memory.
-    Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not.
+    Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not, or lets rows see
+    each other in the layout that the configuration asks for.
     """
     device = mesh.device_type
+    whole = _whole(path, critic) if dist.get_rank() == 0 else None
     chosen = attention.choose(config, device)
+    chosen = attention.without_leaks(chosen, config, path, [] if whole is None else _transformers(whole))
     with torch.device("meta"):
         lm, own = _read(path, critic, chosen, weights=False)
         layout = attention.layout(chosen)
         policy = Policy(lm, temperature, own.transformer, float32_head=config.float32_head, layout=layout)
-    transformers = [policy.lm.base_model, *([] if policy.critic is None else [policy.critic])]
+    transformers = _transformers(policy)
     if config.gradient_checkpointing:
         for transformer in transformers:
             _checkpoint_activations(transformer)
@@ -165,10 +168,17 @@ def load(
         for transformer in transformers:
             for layer in _layers(transformer):
                 fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
+    # Values are regressed on returns: a weight of 8 bits would move them by up to 1 / 256 of their size.
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(policy.value_head, mesh=mesh, mp_policy=exact, offload_policy=where)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
     policy.to_empty(device="cpu" if offload else device)
-    _fill(policy, _whole(path, critic) if dist.get_rank() == 0 else None, device)
+    _fill(policy, whole, device)
     return policy
+
+
+def _transformers(policy: Policy) -> "list[PreTrainedModel]":
+    return [policy.lm.base_model, *([] if policy.critic is None else [policy.critic])]
 
 
 def _read(path: str | Path, critic: str, chosen: str, *, weights: bool) -> tuple[Any, CriticStart]:

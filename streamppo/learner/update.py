@@ -18,7 +18,7 @@ from streamppo.algorithms.aggregate import denominators
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.diagnostics import update_statistics_of
 from streamppo.algorithms.groups import zero_variance
-from streamppo.algorithms.kl import kl, kl_reward, next_beta, stop_early
+from streamppo.algorithms.kl import kl, kl_reward, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
@@ -48,7 +48,8 @@ class Updater:
     """Consumes padded batches; `policy` and `optimizer` are changed in place.
 
     Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward;
-    `beta` and `bad_steps`, the optimizer steps in a row that were left out, are all that it remembers of past batches.
+    `beta` and the optimizer steps in a row that were left out (`critic_bad_steps` are those of a critic with steps of
+    its own, which do not make up for the policy's) are all that it remembers of past batches.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Updater:
         self.device = next(policy.parameters()).device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.bad_steps = 0
+        self.critic_bad_steps = 0
 
     def remember(self, beta: float, bad_steps: int) -> None:
         """Go on from an earlier updater: its bad steps in a row, and its `beta` if that adapts and was at work."""
@@ -83,12 +85,14 @@ class Updater:
 
         Raises `UpdateError` for data that must not be trained on, and for gradients that stay non-finite.
         """
-        start = time.perf_counter()
-        targets, graph = self._prepare(batch)
+        start, objective = time.perf_counter(), self.objective
+        if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:
+            objective = objective.warm_up()
+        targets, graph = self._prepare(objective, batch)
         scored = time.perf_counter()
-        loss = Loss(self.objective, self.config.algorithm, batch, targets)
+        loss = Loss(objective, self.config.algorithm, batch, targets)
         minibatches: list[Minibatch] = []
-        for epoch in self.objective.epochs if epochs is None else epochs:
+        for epoch in objective.epochs if epochs is None else epochs:
             for rows in self._minibatches(batch, epoch):
                 if _has_ended(epoch, minibatches):
                     break
@@ -111,12 +115,17 @@ class Updater:
         """
         batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
         scored, passed_B = targets.scored, torch.ones_like(batch.truncated_B)
-        if self.objective.anchor is not None:
+        if targets.correction is None:
             first_BT, passed_B = first_logprobs(minibatches, batch.mask_BT, self.group)
             scored = scored._replace(logprobs_BT=first_BT)
+        steps = step_metrics(minibatches, targets.trained_BT, self.group)
+        if all(minibatch.part == "critic" for minibatch in minibatches):
+            # A policy that stands still was passed over before the critic's steps alone.
+            steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
+            steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
         return {
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT),
-            **step_metrics(minibatches, targets.trained_BT, self.group),
+            **steps,
             **self._kl_metrics(batch, targets, scored, passed_B),
             "lr": self.optimizer.param_groups[0]["lr"],
             "score_s": updated.scored - updated.start,
@@ -139,24 +148,24 @@ class Updater:
 
     # --- before the first step -------------------------------------------------------------------------------
 
-    def _prepare(self, batch: PaddedBatch) -> tuple[Targets, Scored | None]:
+    def _prepare(self, objective: Objective, batch: PaddedBatch) -> tuple[Targets, Scored | None]:
         """The targets of `batch`, and the graph of the pass that found them, if a step can be made from it.
 
         Raises `UpdateError` for data that must not be trained on.
         """
         pieces = self._micro_batches(batch, torch.arange(len(batch.reward_B)))
-        scored, graph = self._before(batch, pieces)
+        scored, graph = self._before(objective, batch, pieces)
         try:
-            return self._targets(batch, scored, self._reference(batch, pieces)), graph
+            return self._targets(objective, batch, scored, self._reference(batch, pieces)), graph
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
-    def _before(self, batch: PaddedBatch, pieces: list[Tensor]) -> tuple[Scored, Scored | None]:
+    def _before(self, objective: Objective, batch: PaddedBatch, pieces: list[Tensor]) -> tuple[Scored, Scored | None]:
         """The scores of the whole batch; and the graph of that pass, where nothing moves before the only step."""
-        part = self.objective.scored
+        part = objective.scored
         if part is None:
             return nothing(batch), None
-        single = part != "critic" and self.objective.one_step and len(pieces) == 1
+        single = part != "critic" and objective.one_step and len(pieces) == 1
         with torch.set_grad_enabled(single):
             scores = [_score(self.policy, batch, rows, part) for rows in pieces]
         return self._gather(batch, pieces, scores), scores[0] if single else None
@@ -181,7 +190,9 @@ class Updater:
             dist.all_reduce(column, group=self.group)
         return whole
 
-    def _targets(self, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None) -> Targets:
+    def _targets(
+        self, objective: Objective, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None
+    ) -> Targets:
         config, mask_BT = self.config.algorithm, batch.mask_BT
         check_any(mask_BT)
         check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
@@ -190,10 +201,10 @@ class Updater:
         trained_BT = batch.fresh_BT
         if config.zero_variance == "mask":
             trained_BT = trained_BT & ~zero_variance(batch.reward_B, batch.prompt_B)[:, None]
-        estimate = self.objective.advantages(batch, scored, self._rewards(batch, scored, reference_BT))
+        estimate = objective.advantages(batch, scored, self._rewards(batch, scored, reference_BT))
         correction = None
-        if self.objective.anchor is None:
-            correction = self.objective.correct(scored.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
+        if objective.anchor is None:
+            correction = objective.correct(scored.logprobs_BT, batch.behavior_logprobs_BT, mask_BT, trained_BT)
         return Targets(scored, estimate, correction, trained_BT, reference_BT)
 
     def _rewards(self, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None) -> Tensor:
@@ -238,18 +249,19 @@ class Updater:
         for share in shares[1:]:
             sums = sums.plus(share.sums)
         passes = [share.policy_pass for share in shares if share.policy_pass is not None]
-        too_far = epoch.part != "critic" and self._is_too_far(sums)
+        target_kl = self.config.algorithm.target_kl
+        moved = self._moved(sums) if target_kl and epoch.part != "critic" else 0.0
+        if not math.isfinite(moved):
+            return Minibatch(epoch.part, rows, sums, passes, self._left_out(epoch.part, moved), stopped_early=False)
+        too_far = stop_early(moved, target_kl or None)
         norm = None if too_far else self._optimize(epoch, version)
         return Minibatch(epoch.part, rows, sums, passes, norm, too_far)
 
-    def _is_too_far(self, sums: Sums) -> bool:
-        """Compare KL(proximal || current), k3 per token over all ranks, with `target_kl`: a collective if it is set."""
-        target_kl = self.config.algorithm.target_kl
-        if not target_kl:
-            return False
+    def _moved(self, sums: Sums) -> float:
+        """KL(proximal || current) of a minibatch, k3 per trained token over all ranks. A collective."""
         tokens_6 = sums.tokens_6.clone()
         dist.all_reduce(tokens_6, group=self.group)
-        return stop_early(update_statistics_of(tokens_6).k3, target_kl)
+        return update_statistics_of(tokens_6).k3
 
     def _optimize(self, epoch: Epoch, version: int) -> float | None:
         """Clip and step. Returns the gradient's norm, or None where no step is due.
@@ -263,14 +275,29 @@ class Updater:
             if epoch.part == "policy":
                 return None
         norm = clip(self.policy.parameters(), epoch.max_grad_norm, self.config.learner.norm, self.group)
-        if math.isfinite(norm):
-            self.bad_steps = 0
-            self.optimizer.step()
-            return norm
-        self.bad_steps += 1
-        if self.bad_steps >= self.config.learner.max_bad_steps:
-            raise UpdateError(f"the gradient was not finite in {self.bad_steps} optimizer steps in a row")
+        if not math.isfinite(norm):
+            return self._left_out(epoch.part, norm)
+        self._count_bad(epoch.part, 0)
+        self.optimizer.step()
         return norm
+
+    def _left_out(self, part: Part, number: float) -> float:
+        """Count a step that is left out because `number`, its gradient's norm or its KL, is not finite; return it.
+
+        Raises `UpdateError` after so many in a row.
+        """
+        in_a_row = 1 + (self.critic_bad_steps if part == "critic" else self.bad_steps)
+        self._count_bad(part, in_a_row)
+        if in_a_row >= self.config.learner.max_bad_steps:
+            steps = f"{in_a_row} optimizer steps in a row"
+            raise UpdateError(f"the gradient, or the KL that target_kl bounds, was not finite in {steps}")
+        return number
+
+    def _count_bad(self, part: Part, in_a_row: int) -> None:
+        if part == "critic":
+            self.critic_bad_steps = in_a_row
+        else:
+            self.bad_steps = in_a_row
 
     def _kl_metrics(self, batch: PaddedBatch, targets: Targets, learner: Scored, passed_B: Tensor) -> dict[str, float]:
         """How far the policy is from the reference; steers `beta` where a target is set."""
@@ -278,6 +305,8 @@ class Updater:
             return {}
         config, mask_BT = self.config.algorithm.kl, batch.mask_BT & passed_B[:, None]
         per_token_BT = kl(learner.logprobs_BT, targets.reference_BT, mask_BT, kind="k3")
+        # Tokens of an older policy, or of an engine's arithmetic: each counts as often as the learner would sample it.
+        per_token_BT = per_token_BT * policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
         per_response = (per_token_BT.sum() / passed_B.sum()).item()
         metrics = {"reference_kl": per_response, "kl_beta": self.beta}
         if config.target:

@@ -8,13 +8,18 @@ from typing import Any, NamedTuple
 import learner_case as case
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import modeling_flash_attention_utils
 
 from streamppo.config.sections import FLASH
 from streamppo.errors import ConfigError, ModelError
 from streamppo.learner import attention, pretrained
+from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch, micro_batches, pad
 from streamppo.learner.policy import Policy, Scored
+
+TWO, THREE, FOUR = FLASH
+BF16 = "model.dtype=bfloat16"
 
 
 class Call(NamedTuple):
@@ -136,6 +141,63 @@ def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alon
         assert results["flash_attention_2"][name] == pytest.approx(results["sdpa"][name], rel=0.05, abs=0.02), name
 
 
+# --- models that carry state from row to row -----------------------------------------------------------------
+
+HYBRID = case.SMALL | {"initializer_range": 0.3}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+
+
+@pytest.fixture(scope="module", params=["falcon_h1", "qwen3_next"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of attention and a state space, or of attention and linear attention."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(0)
+    if request.param == "falcon_h1":
+        made = FalconH1ForCausalLM(FalconH1Config(**HYBRID, **MAMBA, mamba_n_groups=1))
+    else:
+        layers = ["linear_attention", "full_attention"]
+        sizes = {"head_dim": 8, "shared_expert_intermediate_size": 16, "layer_types": layers}
+        made = Qwen3NextForCausalLM(Qwen3NextConfig(**HYBRID, **LINEAR, **EXPERTS, **sizes))
+    path = tmp_path_factory.mktemp(request.param)
+    made.save_pretrained(path)
+    return path
+
+
+def loaded(path: Path, *overrides: str, critic: str = "head") -> Policy:
+    mesh = init_device_mesh("cpu", (1,))
+    return model.load(case.config_of(*overrides).model, path, 1.0, mesh, critic)
+
+
+@pytest.mark.usefixtures("alone", "flash")
+def test_a_model_that_carries_state_from_row_to_row_reads_every_row_alone(
+    hybrid: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "choose", lambda config, device: TWO)
+    attention._warn.cache_clear()
+    assert loaded(folder, critic="policy").layout is attention.joined
+    assert "carries state" not in caplog.text
+    made = loaded(hybrid)
+    assert made.layout is attention.padded
+    assert made.lm.config._attn_implementation == "sdpa"
+    assert str(hybrid) in caplog.text and "carries state from row to row" in caplog.text
+    rows = pad(case.batch())
+    with torch.no_grad():
+        together = made(rows, "policy").logprobs_BT
+        for row, single in enumerate(alone(rows)):
+            one = made(single, "policy").logprobs_BT[0]
+            torch.testing.assert_close(together[row, : len(one)], one, rtol=0, atol=1e-4)
+    assert loaded(folder, critic=str(hybrid)).layout is attention.padded
+
+
+@pytest.mark.usefixtures("alone", "flash")
+def test_where_the_configuration_insists_on_joined_rows_such_a_model_is_refused_by_name(hybrid: Path) -> None:
+    with pytest.raises(ModelError, match=rf"{hybrid.name}.* carries state from row to row.*flash_attention_2"):
+        loaded(hybrid, BF16, "learner.gpus=1", "model.attention=flash_attention_2")
+
+
 # --- the choice ----------------------------------------------------------------------------------------------
 
 
@@ -144,10 +206,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch, capability: int, there: set[str], *o
     monkeypatch.setattr(attention, "installed", lambda name: name in there)
     attention._warn.cache_clear()
     return attention.choose(case.config_of(*overrides).model, "cuda")
-
-
-BF16 = "model.dtype=bfloat16"
-TWO, THREE, FOUR = FLASH
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,6 +10,7 @@ import torch
 
 from streamppo.errors import UpdateError
 from streamppo.learner.batch import PaddedBatch, micro_batches, pad, row_order, unpadded
+from streamppo.learner.objective import Objective
 
 
 def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -26,6 +27,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *,
 
 
 TIMES = {"score_s", "train_s"}
+OWN_CRITIC = "algorithm.critic.model=policy"
 
 
 @pytest.mark.usefixtures("alone")
@@ -116,7 +118,8 @@ def test_losses_are_means_over_minibatches_whether_or_not_each_became_a_step(fol
     assert (standing["steps"], standing["critic_steps"]) == (0, 2)
     for name in ("policy_loss", "entropy"):
         assert stopped[name] == stepped[name] != 0
-        assert standing[name] == pytest.approx(once[name], rel=1e-6)
+    assert standing["policy_loss"] == 0
+    assert standing["entropy"] == pytest.approx(once["entropy"], rel=1e-6)
     for name in ("value_loss", "value_clip_fraction"):
         assert stopped[name] == stepped[name] != 0
 
@@ -137,6 +140,20 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_ends_the_run_when_it_st
         updater.update(pad(case.batch()))
     after = case.whole(updater.policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_log_probs_that_are_not_numbers_are_bad_steps_under_target_kl_and_end_the_run_when_they_stay(
+    folder: Path,
+) -> None:
+    updater = case.updater(case.config_of("algorithm.target_kl=0.1", "learner.max_bad_steps=2", OWN_CRITIC), folder)
+    with torch.no_grad():
+        next(updater.policy.lm.parameters()).fill_(torch.nan)
+    metrics = case.metrics(updater, pad(case.batch()))
+    assert (metrics["bad_steps"], metrics["stopped_early"], metrics["steps"]) == (1, 0, 0)
+    assert metrics["critic_steps"] == 1
+    with pytest.raises(UpdateError, match="2 optimizer steps in a row"):
+        updater.update(pad(case.batch()))
 
 
 @pytest.mark.usefixtures("alone")
@@ -166,8 +183,8 @@ def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_
     finished = padded.truncated_B.logical_not().nonzero()[0]
     before = updater._before
 
-    def poisoned(batch: PaddedBatch, plan: list[torch.Tensor]):
-        scored, graph = before(batch, plan)
+    def poisoned(objective: Objective, batch: PaddedBatch, plan: list[torch.Tensor]):
+        scored, graph = before(objective, batch, plan)
         return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
 
     updater._before = poisoned

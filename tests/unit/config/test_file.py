@@ -157,6 +157,11 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
         ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
         ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "by the KL in the reward"),
+        ([*LOGLINEAR, RLOO, "algorithm.target_kl=0.01"], r"target_kl \(0.01\).* bound the lag, and not the movement"),
+        (
+            ["algorithm.advantage.kind=maxrl", "algorithm.kl.reward_beta=0.1"],
+            "'maxrl' needs scores that are not negative",
+        ),
         (["rollout.engine.kind=sglang", "rollout.engine.transport=disk"], "folder is for"),
         (["rollout.engine.kind=sglang", "rollout.engine.folder=x"], "folder is for"),
         (["rollout.engine.kind=sglang", "rollout.engine.url=localhost:1"], "must begin with http"),
@@ -178,6 +183,7 @@ def test_choices_that_contradict_each_other_are_refused(overrides: list[str], me
         [*LOGLINEAR, RLOO],
         [*LOGLINEAR, OWN_CRITIC],
         [*LOGLINEAR, RLOO, "algorithm.kl.loss_beta=0.1"],
+        [RLOO, "algorithm.advantage.kind=maxrl", "algorithm.kl.loss_beta=0.1"],
         [OWN_CRITIC, "algorithm.critic.epochs=4", "algorithm.critic.minibatches=8", "algorithm.critic.max_grad_norm=2"],
     ],
 )

@@ -1,0 +1,88 @@
+"""A policy that is a table: the same probabilities for every token, and a value for each. Numbers come out by hand."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from streamppo.config.sections import Config
+from streamppo.learner import attention, objective
+from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.policy import Part, Scored
+from streamppo.learner.update import Updater
+
+
+class Tables(nn.Module):
+    """The weights of the policy alone: log-probs of each token."""
+
+    def __init__(self, probabilities_V: list[float]) -> None:
+        super().__init__()
+        self.logits_V = nn.Parameter(torch.tensor(probabilities_V, dtype=torch.float64).log().float())
+
+
+class TablePolicy(nn.Module):
+    """Stands in for `Policy`: `values_V` is the critic's value before each token; after the last one it is `last`."""
+
+    layout = staticmethod(attention.padded)
+
+    def __init__(self, probabilities_V: list[float], values_V: list[float], last: float = 0.0) -> None:
+        super().__init__()
+        self.lm = Tables(probabilities_V)
+        self.values_V = nn.Parameter(torch.tensor(values_V))
+        self.last = last
+        self.passes: list[Part] = []
+
+    def reshard(self) -> None:
+        """Do nothing: there is nothing gathered."""
+
+    def _get_fsdp_state(self) -> SimpleNamespace:
+        return SimpleNamespace(_comm_ctx=SimpleNamespace(post_forward_order=[]))
+
+    def forward(self, rows: PaddedBatch, part: Part) -> Scored:
+        """Score completions of rows whose prompts are one token long."""
+        self.passes.append(part)
+        tokens_BT = rows.inputs_BL[:, 1:]
+        logp_V = self.lm.logits_V.log_softmax(-1)
+        valid_BT = torch.arange(tokens_BT.shape[1]) < rows.length_B[:, None]
+        entropy_BT = -(logp_V.exp() * logp_V).sum().expand(tokens_BT.shape)
+        return Scored(
+            logp_V[tokens_BT].masked_fill(~valid_BT, 0.0),
+            entropy_BT.masked_fill(~valid_BT, 0.0),
+            self.values_V[tokens_BT].masked_fill(~valid_BT, 0.0),
+            torch.full(rows.start_B.shape, self.last) + 0 * self.values_V.sum(),
+        )
+
+
+class Scripted(torch.optim.SGD):
+    """Learns nothing from gradients: each step replaces the tables by the next ones of a script."""
+
+    def __init__(self, policy: TablePolicy, script: list[tuple[list[float], list[float]]]) -> None:
+        super().__init__(policy.parameters(), lr=0.25)
+        self.policy, self.script = policy, list(script)
+
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take over the next tables, if there are any."""
+        if not self.script:
+            return
+        probabilities_V, values_V = self.script.pop(0)
+        with torch.no_grad():
+            self.policy.lm.logits_V.copy_(torch.tensor(probabilities_V).log())
+            self.policy.values_V.copy_(torch.tensor(values_V))
+
+
+def updater(
+    config: Config, policy: TablePolicy, reference: TablePolicy | None, optimizer: torch.optim.Optimizer
+) -> Updater:
+    """The learner's updater on tables."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    made = Updater(
+        policy,  # pyright: ignore[reportArgumentType]
+        optimizer,
+        objective.build(config),
+        config,
+        group=mesh.get_group(),
+    )
+    made.reference = reference  # pyright: ignore[reportAttributeAccessIssue]
+    return made
