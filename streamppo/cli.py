@@ -23,6 +23,7 @@ from streamppo.commands import data as data_sets
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands.echo import echo
 from streamppo.config import file as configfile
+from streamppo.config.sections import Config
 from streamppo.driver import lock
 from streamppo.driver.interrupts import Interrupts
 from streamppo.errors import CheckpointError, ConfigError, Interrupted, StreamppoError
@@ -92,6 +93,7 @@ def run(
         echo(configfile.show(loaded))
         return 0
     process.log_to_stdout()
+    _refuse(loaded)
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     interrupts = Interrupts()
     from streamppo import run as loop
@@ -113,6 +115,7 @@ def resume(
     folder = _existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
     process.log_to_stdout()
+    _refuse(loaded)
     interrupts = Interrupts()
     from streamppo import run as loop
 
@@ -252,6 +255,13 @@ def _existing(folder: Path) -> Path:
     if not (folder / configfile.CONFIG).is_file():
         raise CheckpointError(f"{folder}: no run is there")
     return folder
+
+
+def _refuse(config: Config) -> None:
+    """Say what a run of `config` lacks, before it has a folder or a process."""
+    from streamppo.commands.checks import quick
+
+    quick.refuse(config)
 
 
 def _exit_code(error: StreamppoError) -> int:

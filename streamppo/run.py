@@ -21,9 +21,8 @@ From here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 
 import logging
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamppo import durable, process
 from streamppo.config import file as configfile
@@ -37,6 +36,7 @@ from streamppo.driver.watch import Stage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.learner import manifest
 from streamppo.telemetry.record import FINISHED, Record
+from streamppo.telemetry.summary import farewell
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
         raise
     finally:
         summary = record.close(outcome, *reports)
-    log.info(_summary_line(summary))
+    log.info(farewell(summary))
     log.info("model: %s", folder / "final")
     return 0
 
@@ -92,14 +92,16 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 def train(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
     """Make every update that is missing, with as many groups of learner ranks as it takes; return the last counters."""
     config, checkpoints = stages.config, stages.folder / "checkpoints"
-    # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap.
-    checkpoint = manifest.newest(checkpoints, at_most=record.version)
+    # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap. Lines that are lost in
+    # another way are not: training never waits for telemetry.
+    checkpoint = manifest.newest(checkpoints, at_most=record.complete_to)
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     configfile.save(config, stages.folder)
     _evaluate(stages, record, newest)
     while True:
         try:
             start = stages.start_learner(checkpoint)
+            record.begin(start)
             asked: deque[Asked] = deque()
             for version in range(start + 1, config.updates + 1):
                 asked.append(Asked(version, [rank.update.remote() for rank in stages.ranks]))
@@ -109,7 +111,7 @@ def train(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineRepor
             return _finish(stages, record)
         except LearnerLost as lost:
             stages.note(Stage.LEARNER, str(lost))
-            checkpoint = manifest.newest(checkpoints, at_most=record.version)
+            checkpoint = manifest.newest(checkpoints, at_most=record.complete_to)
 
 
 def _checkpoint(stages: Stages, version: int) -> None:
@@ -146,7 +148,8 @@ def _finish(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineRep
     stages.calls.wait([*saving, *(rank.settle.remote() for rank in ranks)], "the last checkpoint")
     exporting = [rank.export.remote(str(folder / "final")) for rank in ranks]
     record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
-    _evaluate(stages, record, stages.config.updates)
+    # More than `updates`, where a run that had made more of them is resumed with fewer.
+    _evaluate(stages, record, record.version)
     stages.calls.drain(Stage.EVALUATION)
     return stages.reports()
 
@@ -170,13 +173,3 @@ def new_folder(config: Config, runs: Path) -> Path:
         runs.mkdir(parents=True, exist_ok=True)
         durable.folder(folder)
     return folder
-
-
-def _summary_line(summary: Mapping[str, Any]) -> str:
-    accuracy, lag = summary["eval_accuracy"], summary["lag"]
-    parts = f" in {summary['parts']} parts" if summary["parts"] > 1 else ""
-    return (
-        f"{summary['updates']} updates in {summary['wall_s']:.0f} s{parts}: accuracy {accuracy['start']:.3f} -> "
-        f"{accuracy['final']:.3f}, mean lag {lag['mean']:.2f} (max {lag['max']}), "
-        f"learner idle {summary['learner_idle_share']:.0%}"
-    )

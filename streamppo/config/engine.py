@@ -11,6 +11,8 @@ from msgspec import Meta
 
 from streamppo.config.base import Count, Kind, Seconds
 
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Values of model_type that the embedded engine computes."""
 Fit = Callable[[float], int]
 """(share of a GPU's free memory) -> tokens of the cache that fit into it beside the weights."""
 

@@ -16,6 +16,7 @@ import tomli_w
 
 from streamppo import durable
 from streamppo.config import overrides as dotted
+from streamppo.config import paths
 from streamppo.config.convert import convert
 from streamppo.config.expand import expand
 from streamppo.config.explain import explain
@@ -30,6 +31,7 @@ CONFIG = "config.toml"
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `overrides` ("learner.lr=3e-4"), check everything.
 
+    Relative paths in the file are looked for beside it first, and then in the current folder.
     Raises `ConfigError` with a line for every mistake: the file and the line or the override, and the nearest name.
     """
     try:
@@ -42,6 +44,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+    paths.anchor(tree, path.parent)
     return _resolve(tree, overrides, path, text)
 
 
@@ -53,7 +56,9 @@ def change(config: Config, overrides: Sequence[str]) -> Config:
 def save(config: Config, run: Path) -> None:
     """Write `config` as that of the run in the folder `run`, which goes on with it. Raises `RunError`."""
     with durable.naming(run / CONFIG, RunError):
-        durable.write(run / CONFIG, show(config).encode())
+        tree = _plain(config)
+        paths.relate(tree, run)
+        durable.write(run / CONFIG, tomli_w.dumps(tree).encode())
 
 
 def show(config: Config) -> str:
@@ -77,6 +82,7 @@ def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Con
     """The configuration of `tree`, which stands in `path` as `text`, with `overrides`."""
     parsed = dotted.parse(overrides)
     wrong = dotted.apply(tree, parsed)
+    paths.anchor(tree, Path())
     expanded = expand(tree)
     config, mistakes = convert(tree)
     names = [override.name for override in parsed]

@@ -1,5 +1,6 @@
 """The `[reward]` part of the configuration: the source of scores. docs/rewards.md has examples."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -76,6 +77,11 @@ class Remote(Limits, frozen=True, kw_only=True):
     """Address of the service, which gets a POST; for a judge the address up to /chat/completions: http://localhost:8000/v1."""
     key_env: str = ""
     """The environment variable that holds a bearer token."""
+
+    def contradictions(self) -> Iterator[str]:
+        """An address says how it is reached."""
+        if not self.url.startswith(("http://", "https://")):
+            yield f"url ({self.url!r}) must begin with http:// or https://"
 
 
 class ServiceScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="service"):

@@ -184,6 +184,8 @@ class Checkpoint(Section, frozen=True):
     """Checkpoints of versions that this divides stay for good; 0 keeps none of them."""
 
 
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255, and a number may have to follow."""
 LOCAL = "local"
 """The address of a Ray that is started here and used by nobody else."""
 
@@ -274,8 +276,20 @@ class Config(Section, frozen=True):
         if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
             yield refused
         yield from _gpus(self)
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            yield f"name ({self.name!r}) must be usable as the name of a folder"
+        if not _names_folder(self.name):
+            yield (
+                f"name ({_short(self.name)}) must be usable as the name of a folder: at most {LONGEST_NAME} bytes, "
+                'without "/", control characters, spaces at an end or "." at the beginning'
+            )
+
+
+def _names_folder(name: str) -> bool:
+    fits = 0 < len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
+    return fits and name.isprintable() and "/" not in name and name == name.strip() and not name.startswith(".")
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 40 else f"{name[:40]}...")
 
 
 def longest_completion(config: Config) -> int:

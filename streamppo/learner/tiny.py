@@ -1,9 +1,11 @@
 """builtin:tiny: a Qwen2 model of 0.1 to 1M parameters with a character tokenizer, made from the seed.
 
 A short supervised warm start teaches it the format and a weak answer, so that reinforcement has something to
-reinforce. It becomes an ordinary Hugging Face folder.
+reinforce. Its tokens are the characters of the task (tasks/lesson.py). It becomes an ordinary Hugging Face folder.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +15,8 @@ import torch
 from torch import Tensor
 
 from streamppo.config.sections import BUILTIN, HEAD_WIDTH, Config, Model, Tiny
-from streamppo.errors import TaskError
 from streamppo.learner import pretrained
-from streamppo.tasks import task as tasks
-from streamppo.tasks.library.arithmetic import ALPHABET
-from streamppo.tasks.task import Task
+from streamppo.tasks import lesson
 from streamppo.tasks.tokenizer import END, PADDING, character_tokenizer
 from streamppo.types import Prompt
 
@@ -31,55 +30,53 @@ INIT_STD = 0.09
 QK_BIAS_STD = 1.0
 """Random biases of queries and keys give every head, through the rotary embedding, an attention to places at once."""
 CHECKED = 512
-"""Training problems that a check of the warm start looks at."""
+"""Training problems that a check of the warm start looks at, unless they are long."""
 CHECK_EVERY = 2
 """Supervised steps between two checks."""
 BATCH_SIZE = 256
-"""Problems in one supervised step."""
+"""Problems in one supervised step, unless they are long."""
+LONG = 32
+"""Tokens of a problem with its answer above which fewer are read at once: a step takes about as long for any task."""
 LR = 5e-3
 """AdamW's learning rate in the supervised steps."""
 WARM_UP_STEPS = 10
+PROGRESS_S = 5.0
+"""Seconds between two log lines of the warm start."""
+
+log = logging.getLogger(__name__)
 
 
 def make(config: Config, folder: Path) -> None:
     """Create, warm up and save the model. Raises `TaskError` for a task that it cannot learn from."""
     from transformers import Qwen2ForCausalLM
 
+    learned = lesson.prepare(config)
+    log.info(
+        f"making {BUILTIN}: {len(learned.alphabet)} characters, up to {config.model.tiny.max_steps} supervised steps "
+        f"on {len(learned.problems)} prompts with answers"
+    )
     torch.manual_seed(config.seed)
-    tokenizer = character_tokenizer(ALPHABET)
-    model = Qwen2ForCausalLM(settings(config.model))
+    tokenizer = character_tokenizer(learned.alphabet)
+    model = Qwen2ForCausalLM(settings(config.model, len(tokenizer)))
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             torch.nn.init.normal_(parameter, std=QK_BIAS_STD)
-    problems = answered(tasks.build(config.task, config.seed))
-    _warm_up(model, tokenizer, problems, config.model.tiny, config.seed)
+    _warm_up(model, tokenizer, learned, config.model.tiny, config.seed)
     pretrained.write(model, tokenizer, folder)
 
 
-def answered(task: Task) -> Sequence[Prompt]:
-    """The prompts that the warm start learns from. Raises `TaskError` if one has no answer that is a text."""
-    for problem in task.demonstrations:
-        answer = problem.columns.get("answer")
-        if not isinstance(answer, str):
-            raise TaskError(
-                f"{BUILTIN} learns from answers that are texts: that of the prompt {problem.text!r} is {answer!r}"
-            )
-    return task.demonstrations
-
-
-def settings(config: Model) -> "Qwen2Config":
-    """The model's Hugging Face configuration."""
+def settings(config: Model, vocabulary: int) -> "Qwen2Config":
+    """The Hugging Face configuration of the model that knows `vocabulary` tokens."""
     from transformers import Qwen2Config
 
-    tokenizer = character_tokenizer(ALPHABET)
     return Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary,
         hidden_size=config.tiny.hidden_size,
         intermediate_size=config.tiny.hidden_size * 2,
         num_hidden_layers=config.tiny.layers,
         num_attention_heads=config.tiny.hidden_size // HEAD_WIDTH,
         num_key_value_heads=config.tiny.hidden_size // HEAD_WIDTH,
-        max_position_embeddings=256,
+        max_position_embeddings=lesson.CONTEXT,
         tie_word_embeddings=False,
         initializer_range=INIT_STD,
         bos_token_id=None,
@@ -91,18 +88,25 @@ def settings(config: Model) -> "Qwen2Config":
 def _warm_up(
     model: "Qwen2ForCausalLM",
     tokenizer: "PreTrainedTokenizerBase",
-    problems: Sequence[Prompt],
+    learned: lesson.Lesson,
     config: Tiny,
     seed: int,
 ) -> None:
     """Cross-entropy on answers until a check of greedy answers reaches the target: by steps, never by the clock."""
-    generator = np.random.default_rng((seed, 0x3A23))
-    checked = _encode(tokenizer, problems[:CHECKED])
+    generator, problems = np.random.default_rng((seed, 0x3A23)), learned.problems
+    # A part of the usual numbers, so that memory and time do not grow with the length.
+    part = min(1.0, LONG / learned.longest)
+    checked = _encode(tokenizer, problems[: max(1, int(CHECKED * part))])
+    batch_size = max(1, int(BATCH_SIZE * part))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    logged_at, accuracy = time.monotonic(), 0.0
     for step in range(config.max_steps):
-        if step % CHECK_EVERY == 0 and _accuracy(model, *checked) >= config.target_accuracy:
-            return
-        picks = generator.integers(len(problems), size=BATCH_SIZE)
+        if step % CHECK_EVERY == 0 and (accuracy := _accuracy(model, *checked)) >= config.target_accuracy:
+            break
+        if time.monotonic() - logged_at > PROGRESS_S:
+            logged_at = time.monotonic()
+            log.info(f"{BUILTIN}: supervised step {step}/{config.max_steps}, {accuracy:.0%} of answers right")
+        picks = generator.integers(len(problems), size=batch_size)
         inputs_BL, labels_BL = _encode(tokenizer, [problems[i] for i in picks])
         logits_BLV = model(input_ids=inputs_BL).logits
         loss = torch.nn.functional.cross_entropy(
@@ -113,6 +117,7 @@ def _warm_up(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+    log.info(f"{BUILTIN} is made: about {_accuracy(model, *checked):.0%} of its answers to training prompts are right")
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Prompt]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """From the rows of data sets to prompts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
@@ -9,11 +10,22 @@ from streamppo.config.task import Source
 from streamppo.errors import TaskError
 from streamppo.tasks import read
 from streamppo.tasks.read import Row
-from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Message, Prompt
 
 SPECIALS = 8
 """Tokens that a tokenizer may add to a text; all others stand for at least a byte of it."""
+
+
+class Measure(Protocol):
+    """The part of a tokenizer that measures a prompt."""
+
+    def render(self, prompt: Prompt) -> str:
+        """Return the whole text of a prompt."""
+        ...
+
+    def ids(self, prompt: Prompt) -> Sized:
+        """Return the tokens of a prompt."""
+        ...
 
 
 class Data:
@@ -23,7 +35,7 @@ class Data:
     """
 
     def __init__(
-        self, name: str, source: Source, seed: int, tokenizer: Tokenizer | None, limit: int | None = None
+        self, name: str, source: Source, seed: int, tokenizer: Measure | None, limit: int | None = None
     ) -> None:
         self._limit = limit
         self.lengths = {"skipped": 0, "truncated": 0}
@@ -46,7 +58,7 @@ class Data:
         if not self.training:
             raise TaskError(f"{source.data}: all {len(rows)} rows are held out: lower held_out")
 
-    def _read(self, name: str, source: Source, data: str, split: str, tokenizer: Tokenizer | None) -> list[Prompt]:
+    def _read(self, name: str, source: Source, data: str, split: str, tokenizer: Measure | None) -> list[Prompt]:
         rows = islice(read.rows(data, split, source.subset), self._limit)
         found = ((where, prompt(row, where, name, source)) for where, row in rows)
         fitting = [made for where, made in found if tokenizer is None or self._fits(made, where, source, tokenizer)]
@@ -54,10 +66,10 @@ class Data:
             raise TaskError(f"{data}: no rows" + (" that are short enough" if self.lengths["skipped"] else ""))
         return fitting
 
-    def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Tokenizer) -> bool:
+    def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Measure) -> bool:
         """Tell if the prompt is used at all, and count it if it is too long."""
         limit = source.max_prompt_tokens
-        if len(tokenizer.render(made).encode()) + SPECIALS <= limit:
+        if len(tokenizer.render(made).encode(errors="surrogatepass")) + SPECIALS <= limit:
             return True
         length = len(tokenizer.ids(made))
         if length <= limit:

@@ -8,13 +8,12 @@ from zlib import crc32
 
 from streamppo.config.task import ArithmeticTask, CalculatorTask, DataTask, GymTask, Source, VerifiersTask
 from streamppo.config.task import Task as TaskConfig
-from streamppo.tasks.data import Data
+from streamppo.tasks.data import Data, Measure
 from streamppo.tasks.library import verifiers
 from streamppo.tasks.library.arithmetic import Arithmetic, difficulty
 from streamppo.tasks.library.calculator import demonstrations
 from streamppo.tasks.library.gym import Gym
 from streamppo.tasks.order import Mixture, Ramped, Shuffled
-from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
 
@@ -72,8 +71,8 @@ class Task:
         """Prompts with answers that a warm start learns from: the training prompts, if the task has no others."""
         return self._demonstrations or self.training
 
-    def held_out(self, limit: int) -> Sequence[Prompt]:
-        """Return the first `limit` held-out prompts, sources in turn: the same ones in every evaluation."""
+    def held_out(self, limit: int | None) -> Sequence[Prompt]:
+        """Return the first `limit` held-out prompts, or all, sources in turn: the same ones in every evaluation."""
         turns = zip_longest(*(stream.rows.held_out[:limit] for stream in self._streams))
         return list(islice((prompt for prompt in chain.from_iterable(turns) if prompt is not None), limit))
 
@@ -91,7 +90,7 @@ class Task:
         }
 
 
-def build(config: TaskConfig, seed: int, tokenizer: Tokenizer | None = None, *, limit: int | None = None) -> Task:
+def build(config: TaskConfig, seed: int, tokenizer: Measure | None = None, *, limit: int | None = None) -> Task:
     """Build the task that the configuration names; without a tokenizer no prompt is measured.
 
     With a `limit`, no more than that many rows of any data set are read, to see that they can be.
@@ -124,9 +123,7 @@ def _arithmetic(config: ArithmeticTask, seed: int) -> Stream:
     return Stream("arithmetic", rows, order)
 
 
-def _data(
-    name: str, source: Source, seed: int, tokenizer: Tokenizer | None, of: int, limit: int | None = None
-) -> Stream:
+def _data(name: str, source: Source, seed: int, tokenizer: Measure | None, of: int, limit: int | None = None) -> Stream:
     rows = Data(name, source, seed, tokenizer, limit)
     # Sources of equal length must not be visited in equal orders.
     key = (seed,) if of == 1 else (seed, crc32(name.encode()))

@@ -18,6 +18,8 @@ Said: TypeAlias = str | tuple[Message, ...]
 """An environment's words: messages for the chat template, or a text as it is."""
 PADDING, END = 0, 1
 """Token ids of the character tokenizer."""
+SPECIALS = 3
+"""Token ids before those of its characters: these two and that of an unknown one."""
 
 
 class Tokenizer:
@@ -110,13 +112,19 @@ class Tokenizer:
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Make a Hugging Face tokenizer with one token for each character; 0 is padding, 1 end-of-sequence, 2 unknown."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """Make a Hugging Face tokenizer with one token for each character; 0 is padding, 1 end-of-sequence, 2 unknown.
+
+    A character beyond ASCII is the tokens of its bytes. This is Qwen2's own tokenizer without merges: transformers
+    makes one of that class for every folder of a Qwen2 model, and would lose spaces that are written in another way.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    specials = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    written = "".join(piece for one in alphabet for piece, _ in bytewise.pre_tokenize_str(one))
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(["<pad>", "<eos>", "<unk>", *written]))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = bytewise
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")

@@ -1,16 +1,15 @@
 """metrics.jsonl: one line for every event of a run, as it happens. All numbers about a whole run are made of it.
 
 The first name of a line is its kind (`telemetry.catalogue.LINES`). Every line ends with its newline: one without it was
-cut by a kill or a full disk, and is ignored.
+cut by a kill or a full disk, and is ignored. A damaged line is left out and reported: a run goes on without it.
 """
 
 import json
 import os
 from pathlib import Path
-from typing import TypedDict, TypeGuard
+from typing import NamedTuple, TypeAlias, TypedDict, TypeGuard
 
-from streamppo.errors import RunError
-from streamppo.telemetry.catalogue import LINES
+import msgspec
 
 METRICS = "metrics.jsonl"
 
@@ -30,6 +29,7 @@ class UpdateLine(TypedDict):
     wall_s: float
     reward: float
     tokens_trained: float
+    tokens_too_old: float
     wait_s: float
     update_s: float
     push_ms: float
@@ -44,11 +44,14 @@ class RedoneLine(TypedDict):
 
 
 class EvaluationLine(TypedDict):
-    """All actors answered an evaluation; `versions` are the oldest and the newest that they sampled with."""
+    """All actors answered an evaluation; `versions` are the oldest and the newest that they sampled with.
+
+    `accuracy` is None where no prompt has a score.
+    """
 
     evaluation: int
     wall_s: float
-    accuracy: float
+    accuracy: float | None
     count: int
     failed: int
     versions: tuple[int, int]
@@ -69,21 +72,45 @@ class EndLine(TypedDict):
     wall_s: float
 
 
-Line = PartLine | UpdateLine | RedoneLine | EvaluationLine | RestartLine | EndLine
+Line: TypeAlias = PartLine | UpdateLine | RedoneLine | EvaluationLine | RestartLine | EndLine
+KINDS: dict[str, type[Line]] = {
+    "part": PartLine,
+    "update": UpdateLine,
+    "redone": RedoneLine,
+    "evaluation": EvaluationLine,
+    "restart": RestartLine,
+    "end": EndLine,
+}
+"""The content of a line, by its first name."""
+
+
+class Content(NamedTuple):
+    """The lines of a file that can be used, and a sentence about every other one."""
+
+    lines: list[Line]
+    damage: list[str]
 
 
 def read(folder: Path) -> list[Line]:
-    """Read the lines of the run in `folder`; none if it has no such file.
+    """Read the lines of the run in `folder` that can be used; none if it has no such file."""
+    return content(folder).lines
 
-    Raises `RunError` for a line that is not one of these.
-    """
-    path = folder / METRICS
-    return [_parse(line, f"{path}: line {number}") for number, line in enumerate(_whole(path).splitlines(), start=1)]
+
+def content(folder: Path) -> Content:
+    """Read the whole file of the run in `folder`."""
+    path, found = folder / METRICS, Content([], [])
+    for number, text in enumerate(_whole(path).splitlines(), start=1):
+        line = _parse(text)
+        if line is None:
+            found.damage.append(f"{path}: line {number} is damaged: it is left out")
+        else:
+            found.lines.append(line)
+    return found
 
 
 def updates(folder: Path) -> list[UpdateLine]:
     """Read the lines of updates, in the order of their versions."""
-    return [line for line in read(folder) if "update" in line]
+    return sorted((line for line in read(folder) if "update" in line), key=lambda line: line["update"])
 
 
 def mend(folder: Path) -> None:
@@ -93,18 +120,24 @@ def mend(folder: Path) -> None:
         os.truncate(path, len(_whole(path)))
 
 
-def _parse(line: bytes, place: str) -> Line:
+def _parse(text: bytes) -> Line | None:
     try:
-        content: object = json.loads(line)
-    except ValueError as error:
-        raise RunError(f"{place} is damaged: {error}") from error
-    if not _is_line(content):
-        raise RunError(f"{place} is damaged: it is none of {', '.join(LINES)}")
-    return content
+        content: object = json.loads(text)
+    # The second is for thousands of brackets.
+    except (ValueError, RecursionError):
+        return None
+    return content if _is_line(content) else None
 
 
 def _is_line(content: object) -> TypeGuard[Line]:
-    return isinstance(content, dict) and next(iter(content), None) in LINES and "wall_s" in content
+    kind = next(iter(content), None) if isinstance(content, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        return False
+    try:
+        msgspec.convert(content, KINDS[kind])
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _whole(path: Path) -> bytes:

@@ -7,10 +7,12 @@ runs/NAME/summary.json     the whole run in one object, written when its driver 
 
 import json
 import logging
+import math
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from io import TextIOWrapper
 from pathlib import Path
 
 from streamppo import durable
@@ -25,6 +27,9 @@ SUMMARY = "summary.json"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 
+DAMAGE_SHOWN = 3
+"""Damaged lines that are named one by one."""
+
 log = logging.getLogger(__name__)
 
 
@@ -32,7 +37,7 @@ class Record:
     """The numbers of one run. `started` is the `time.perf_counter()` at which the command began.
 
     In the folder of an earlier part of the run the record continues after `version`, the last update with a line there,
-    and its seconds after those of the last line. Raises `RunError` where metrics.jsonl is damaged.
+    and its seconds after those of the last line.
     """
 
     def __init__(self, folder: Path, started: float, seed: int, updates: int) -> None:
@@ -40,20 +45,38 @@ class Record:
         self.seed = seed
         self.updates = updates
         self.checksum = ""
-        before = metrics_file.read(folder)
+        before, damage = metrics_file.content(folder)
+        self._lost = bool(damage) or not before
         self.version = max((line["update"] for line in before if "update" in line), default=0)
-        self._started = started - (before[-1]["wall_s"] if before else 0.0)
+        self._started = started - max((line["wall_s"] for line in before), default=0.0)
         self._live = LiveLine()
+        for sentence in damage[:DAMAGE_SHOWN]:
+            log.info(sentence)
+        if len(damage) > DAMAGE_SHOWN:
+            log.info(f"{len(damage)} lines of {metrics_file.METRICS} are damaged: summary.json is about the others")
         metrics_file.mend(folder)
         # It is about the parts before this one.
         (folder / SUMMARY).unlink(missing_ok=True)
-        self._file = (folder / metrics_file.METRICS).open("a", buffering=1)
+        self._file = self._open()
         self._write("part", 1 + sum("part" in line for line in before), {"version": self.version})
 
     @property
     def wall_s(self) -> float:
         """Seconds that the run has lasted: this part since its command, earlier ones up to their last line."""
         return time.perf_counter() - self._started
+
+    @property
+    def complete_to(self) -> float:
+        """The version from which updates may go on without a gap in the lines.
+
+        Infinity where metrics.jsonl was damaged or is not there: no update is made again for a line that was lost so.
+        """
+        return math.inf if self._lost else self.version
+
+    def begin(self, version: int) -> None:
+        """Go on after `version`, at which the learner stands, if lines up to there are lost."""
+        self.version = max(self.version, version)
+        self._lost = False
 
     def update(self, report: UpdateReport) -> bool:
         """Write down an update. False if it was only made again, and has its line already."""
@@ -69,12 +92,17 @@ class Record:
     def evaluation(self, asked: int, parts: Sequence[EvaluationReport]) -> None:
         """Write down the answers of all actors to the evaluation that was asked for after update `asked`."""
         count, failed = sum(part.count for part in parts), sum(part.failed for part in parts)
-        accuracy = sum(part.correct for part in parts) / count if count else float("nan")
+        accuracy = sum(part.correct for part in parts) / count if count else None
         versions = [min(part.min_version for part in parts), max(part.max_version for part in parts)]
         answers = {"accuracy": accuracy, "count": count, "failed": failed, "versions": versions}
         self._write("evaluation", asked, answers)
+        begin = f"[{self.wall_s:6.1f}s] version {asked:4d}:"
+        if accuracy is None:
+            why = f"all {failed} held-out prompts failed" if failed else "the task holds no prompt out"
+            log.info(f"{begin} no accuracy: {why}")
+            return
         without = f", {failed} without a score" if failed else ""
-        log.info(f"[{self.wall_s:6.1f}s] version {asked:4d}: accuracy {accuracy:.3f} on {count} held-out{without}")
+        log.info(f"{begin} accuracy {accuracy:.3f} on {count} held-out{without}")
 
     def restart(self, stage: str, reason: str) -> None:
         """Write down that a stage died, and is started again."""
@@ -91,8 +119,16 @@ class Record:
 
     def _write(self, kind: str, value: int | str, more: Mapping[str, object] | None = None) -> None:
         line = {kind: value, "wall_s": self.wall_s, **(more or {})}
-        with durable.naming(self.folder / metrics_file.METRICS, RunError):
+        path = self.folder / metrics_file.METRICS
+        with durable.naming(path, RunError):
+            if not path.exists() and self.folder.exists():
+                log.info(f"{path} is gone: its lines so far are lost, and the next ones go into a new file")
+                self._file.close()
+                self._file = self._open()
             self._file.write(json.dumps(line) + "\n")
+
+    def _open(self) -> TextIOWrapper:
+        return (self.folder / metrics_file.METRICS).open("a", buffering=1)
 
     def close(self, outcome: str, queue: QueueReport | None, engines: Sequence[EngineReport]) -> Summary:
         """Write summary.json and return it. `outcome` is `FINISHED` or why the run ended early.

@@ -27,7 +27,7 @@ class Ends(TypedDict):
 
 
 class Lag(TypedDict):
-    """Lags of all tokens, in versions; None where there was no token."""
+    """Lags of tokens, in versions; None where there was no token."""
 
     mean: float | None
     p99: int | None
@@ -36,10 +36,14 @@ class Lag(TypedDict):
 
 
 class OfLines(TypedDict):
-    """Numbers that the lines of metrics.jsonl give."""
+    """Numbers that the lines of metrics.jsonl give.
+
+    `lag` is of all tokens that were sampled, `trained_lag` of those within `max_lag`. `evaluations` are in the order of
+    their versions, and `eval_accuracy` is that of the first version and of the last.
+    """
 
     eval_accuracy: Ends
-    evaluations: list[tuple[int, float]]
+    evaluations: list[tuple[int, float | None]]
     reward: Ends
     updates: int
     redone: int
@@ -49,6 +53,7 @@ class OfLines(TypedDict):
     first_update_s: float | None
     tokens_trained: float
     lag: Lag
+    trained_lag: Lag
     learner_idle_share: float
     pushes: int
     push_ms: float
@@ -94,27 +99,47 @@ class Summary(OfLines, OfQueue):
 
 
 def of_lines(lines: Sequence[Line]) -> OfLines:
-    """Sum up the lines of a run, at least one. `wall_s` is that of the last of them."""
-    updates = [line for line in lines if "update" in line]
+    """Sum up the lines of a run. `wall_s` is that of the last of them."""
+    updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
+    # They end in any order; of those of one version, which a resumed run repeats, the last one counts as the newest.
+    evaluations.sort(key=lambda one: one[0])
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
     update_s = sum(line["update_s"] for line in updates)
     return {
-        "eval_accuracy": _ends([accuracy for _, accuracy in evaluations], 1),
+        "eval_accuracy": _ends([accuracy for _, accuracy in evaluations if accuracy is not None], 1),
         "evaluations": evaluations,
         "reward": _ends([line["reward"] for line in updates], WINDOW),
         "updates": updates[-1]["update"] if updates else 0,
         "redone": sum("redone" in line for line in lines),
         "parts": sum("part" in line for line in lines),
         "restarts": {stage: restarts[stage] for stage in STAGES},
-        "wall_s": lines[-1]["wall_s"],
+        "wall_s": max((line["wall_s"] for line in lines), default=0.0),
         "first_update_s": updates[0]["wall_s"] if updates else None,
         "tokens_trained": sum(line["tokens_trained"] for line in updates),
         "lag": _lag([line["lag_histogram"] for line in updates]),
+        "trained_lag": _lag([_youngest(line["lag_histogram"], round(line["tokens_too_old"])) for line in updates]),
         "learner_idle_share": sum(line["wait_s"] for line in updates) / max(update_s, 1e-9),
         "pushes": len(updates),
         "push_ms": sum(line["push_ms"] for line in updates) / max(len(updates), 1),
     }
+
+
+def farewell(summary: Summary) -> str:
+    """Write the last line of a run that has made all its updates."""
+    accuracy, sampled, trained = summary["eval_accuracy"], summary["lag"], summary["trained_lag"]
+    parts = [f"{summary['updates']} updates in {summary['wall_s']:.0f} s"]
+    if summary["parts"] > 1:
+        parts[0] += f" in {summary['parts']} parts"
+    if accuracy["start"] is None or accuracy["final"] is None:
+        parts[0] += ": no held-out prompt has a score"
+    else:
+        parts[0] += f": accuracy {accuracy['start']:.3f} -> {accuracy['final']:.3f}"
+    if trained["mean"] is not None:
+        parts.append(f"lag of trained tokens {trained['mean']:.2f} (max {trained['max']})")
+        if sampled["max"] != trained["max"]:
+            parts.append(f"of sampled ones max {sampled['max']}")
+    return ", ".join([*parts, f"learner idle {summary['learner_idle_share']:.0%}"])
 
 
 def of_queue(queue: QueueReport | None) -> OfQueue:
@@ -146,6 +171,17 @@ def of_engines(engines: Sequence[EngineReport]) -> OfEngines | None:
         "scorers": [{"actor": one.actor, **msgspec.to_builtins(s)} for one in engines for s in one.scorers],
         "too_long": dict(engines[0].too_long),
     }
+
+
+def _youngest(histogram: Mapping[str, int], too_old: int) -> dict[str, int]:
+    """Leave the oldest `too_old` tokens out: a lag bounds tokens from above."""
+    left: dict[str, int] = {}
+    for lag in sorted(histogram, key=int, reverse=True):
+        gone = min(too_old, histogram[lag])
+        too_old -= gone
+        if histogram[lag] > gone:
+            left[lag] = histogram[lag] - gone
+    return left
 
 
 def _lag(histograms: Sequence[Mapping[str, int]]) -> Lag:

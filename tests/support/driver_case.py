@@ -83,6 +83,15 @@ class Recorded:
     def __init__(self) -> None:
         self.restarts: list[tuple[str, str]] = []
 
+    version = 0
+
+    @property
+    def complete_to(self) -> int:
+        return self.version
+
+    def begin(self, version: int) -> None:
+        """The learner stands at `version`."""
+
     def restart(self, stage: str, reason: str) -> None:
         self.restarts.append((stage, reason))
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-State = Literal["ok", "note", "not here", "error"]
+State = Literal["ok", "note", "later", "not here", "error"]
 
 
 class Finding(NamedTuple):

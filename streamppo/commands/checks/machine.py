@@ -1,15 +1,17 @@
 """Checks of the engine's software, and of the CPUs and GPUs that the run asks Ray for."""
 
-from importlib.metadata import PackageNotFoundError
-
-import torch
+import os
+import re
+from importlib import metadata
+from pathlib import Path
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config, shares_gpus
 from streamppo.driver import placement
 from streamppo.errors import ModelError
-from streamppo.rollout.sglang import wire
+
+DEVICES = Path("/dev")
 
 
 def engine(config: Config) -> Finding:
@@ -18,23 +20,40 @@ def engine(config: Config) -> Finding:
         case EmbeddedEngine():
             return Finding("engine", "ok", f"embedded, {config.rollout.slots} completions at once in each actor")
         case SGLangEngine(url=url) if url:
-            return Finding("engine", "not here", f"{url} is asked when the run starts")
+            return Finding("engine", "later", f"{url} is asked when the run starts")
         case SGLangEngine():
             return _sglang()
 
 
 def _sglang() -> Finding:
     try:
-        version = wire.installed()
+        metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        text = "SGLang is not installed: pip install 'streamppo[sglang]', or another rollout.engine"
+        return Finding("engine", "not here", text)
+    # Its room imports torch, as SGLang does.
+    from streamppo.rollout.sglang import wire
+
+    try:
+        return Finding("engine", "ok", f"SGLang {'.'.join(map(str, wire.installed()))}")
     except ModelError as error:
-        absent = isinstance(error.__context__, PackageNotFoundError)
-        return Finding("engine", "not here" if absent else "error", str(error))
-    return Finding("engine", "ok", f"SGLang {'.'.join(map(str, version))}")
+        return Finding("engine", "error", str(error))
+
+
+def gpus_here() -> int:
+    """Count the GPUs that processes started here see, without torch."""
+    if (DEVICES / "kfd").exists():
+        import torch
+
+        return torch.cuda.device_count()
+    here = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.glob("nvidia*"))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return here if shown is None else min(here, len([one for one in shown.split(",") if one.strip() not in ("", "-1")]))
 
 
 def places(config: Config) -> Findings:
     """Tell what Ray is asked for, and whether a cluster of this machine alone has it."""
-    plan, here = placement.plan(config), torch.cuda.device_count()
+    plan, here = placement.plan(config), gpus_here()
     gpus, cpus = plan.total("GPU"), plan.total("CPU")
     together = ", which share GPUs" if shares_gpus(config) else ""
     actors = f"learner ranks ({config.learner.ranks}) and rollout actors ({config.rollout.actors}){together}"
@@ -46,3 +65,11 @@ def places(config: Config) -> Findings:
     given = config.cluster.cpus
     if given is not None and given < cpus:
         yield Finding("CPUs", "error", f"cluster.cpus ({given}) is less than the {cpus:g} that are asked for")
+    yield from _object_store(config.cluster.object_store_mib)
+
+
+def _object_store(mib: int) -> Findings:
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    if mib > has:
+        text = f"cluster.object_store_mib ({mib}) is more than the memory of this machine, {has} MiB"
+        yield Finding("object store", "not here", text)

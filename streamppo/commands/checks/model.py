@@ -1,20 +1,16 @@
-"""Checks of the model's folder, its tokenizer and the critic."""
+"""Checks of the model's configuration and tokenizer, as transformers reads them."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 from transformers import AutoConfig, PretrainedConfig
 
-from streamppo.commands.checks.finding import Finding, Findings, first_line
-from streamppo.config.algorithm import Critic
+from streamppo.commands.checks.finding import Finding, first_line
+from streamppo.commands.checks.folder import find
 from streamppo.config.sections import BUILTIN, Config
-from streamppo.errors import JournalError, TaskError
+from streamppo.errors import TaskError
 from streamppo.learner import tiny
-from streamppo.queue import archive
-from streamppo.tasks.tokenizer import Tokenizer
-
-OWN_CRITICS = ("head", "policy", "scratch")
-"""Values of critic.model that name no folder."""
+from streamppo.tasks import lesson
+from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
 
 
 class Loaded(NamedTuple):
@@ -27,33 +23,19 @@ class Loaded(NamedTuple):
 def load(config: Config) -> tuple[Loaded, list[Finding]]:
     """Read the model's configuration and its tokenizer, without weights."""
     if config.model.path == BUILTIN:
-        made = Finding("model", "ok", f"{BUILTIN} is made when the run starts")
-        return Loaded(tiny.settings(config.model)), [made]
-    folder, finding = find(config.model.path, "model")
+        return Loaded(tiny.settings(config.model, SPECIALS + len(lesson.prepare(config).alphabet))), []
+    folder, _ = find(config.model.path, "model")
     if folder is None:
-        return Loaded(), [finding]
+        return Loaded(), []
     try:
         hf_config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        return Loaded(), [finding, Finding("model", "error", first_line(error))]
+        return Loaded(), [Finding("model", "error", first_line(error))]
     try:
         tokenizer = Tokenizer(folder)
     except (OSError, ValueError, TaskError) as error:
-        return Loaded(hf_config), [finding, Finding("model", "error", first_line(error))]
-    return Loaded(hf_config, tokenizer), [finding, _vocabulary(tokenizer, hf_config)]
-
-
-def find(path: str, subject: str) -> tuple[str | None, Finding]:
-    """Find a model's folder on this machine, or in the hub's cache."""
-    from huggingface_hub import snapshot_download
-
-    if Path(path).is_dir():
-        return path, Finding(subject, "ok", path)
-    try:
-        cached = snapshot_download(path, local_files_only=True)
-    except (OSError, ValueError):
-        return None, Finding(subject, "not here", f"{path!r} is no folder here, and not in the hub's cache")
-    return cached, Finding(subject, "ok", f"{path}, in the hub's cache")
+        return Loaded(hf_config), [Finding("model", "error", first_line(error))]
+    return Loaded(hf_config, tokenizer), [_vocabulary(tokenizer, hf_config)]
 
 
 def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:
@@ -61,23 +43,3 @@ def _vocabulary(tokenizer: Tokenizer, hf_config: PretrainedConfig) -> Finding:
     if written > known:
         return Finding("tokenizer", "error", f"it writes {written:,} tokens, and the model knows {known:,}")
     return Finding("tokenizer", "ok", f"{written:,} tokens")
-
-
-def critic(critic: Critic) -> Findings:
-    """Check the critic's own model, and the run that it learns from before it begins."""
-    if critic.model not in OWN_CRITICS:
-        yield find(critic.model, "critic")[1]
-    if critic.pretrain:
-        yield _pretraining(critic.pretrain)
-
-
-def _pretraining(run: str) -> Finding:
-    if not Path(run).is_dir():
-        return Finding("critic", "not here", f"{run!r}, whose batches are to teach it, is no folder here")
-    try:
-        batches = len(archive.open(Path(run)).versions())
-    except JournalError as error:
-        return Finding("critic", "error", str(error))
-    if not batches:
-        return Finding("critic", "error", f"{run} has no archived batch to teach it")
-    return Finding("critic", "ok", f"learns from the {batches} batches of {run}")

@@ -1,45 +1,58 @@
 """Checks of the task's data, the rewards and the environment."""
 
-import logging
+import inspect
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.commands.checks.model import find
+from streamppo.commands.checks.folder import find, looks_like_path
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
 from streamppo.errors import StreamppoError, TaskError
-from streamppo.learner import tiny
-from streamppo.tasks import environments
+from streamppo.tasks import environments, lesson, plugins, read
 from streamppo.tasks import task as tasks
+from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
 from streamppo.tasks.task import Task
-from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Prompt
 
 ROWS = 64
-"""Rows of every data set that are read."""
-
-log = logging.getLogger(__name__)
+"""Prompts that are looked at more closely, and rows that are read of data that are too large to be read."""
 
 
-def load(config: Config, tokenizer: Tokenizer | None) -> tuple[Task | None, list[Finding]]:
-    """Build the task on the first rows of its data. None if they are not here, or are wrong."""
+def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> tuple[Task | None, list[Finding]]:
+    """Build the task, on the first `limit` rows of its data. None if these are not here, or are wrong."""
     if absent := [place for place in _places(config) if not Path(place).exists()]:
-        text = "is no file or folder here; as a name on the hub it is not asked"
-        return None, [Finding("task", "not here", f"{place!r} {text}") for place in absent]
+        return None, [_absent(place) for place in absent]
+    builtin = config.model.path == BUILTIN
+    measure = lesson.Characters() if builtin else tokenizer
     try:
-        task = tasks.build(config.task, config.seed, tokenizer, limit=ROWS)
-        found = [Finding("task", "ok", _prompts(task, tokenizer))]
+        task = tasks.build(config.task, config.seed, measure, limit=limit)
+        if builtin:
+            lesson.of(task)
     except StreamppoError as error:
         return None, [Finding("task", "error", str(error))]
-    try:
-        if config.model.path == BUILTIN:
-            tiny.answered(task)
-    except StreamppoError as error:
-        found.append(Finding("task", "error", str(error)))
-    return task, found
+    return task, [Finding("task", "ok", _prompts(task, measure))]
+
+
+def _absent(place: str) -> Finding:
+    text = f"{place!r} is no file or folder here (looked at {Path(place).absolute()})"
+    if looks_like_path(place) or Path(place).suffix in read.SUFFIXES:
+        return Finding("task", "not here", text)
+    if find_spec("datasets") is None:
+        text += "; to load it by that name from the hub, pip install 'streamppo[data]'"
+        return Finding("task", "not here", text)
+    return Finding("task", "later", f"{text}; as a name on the hub it is asked when the run starts")
+
+
+def mib(config: Config) -> float:
+    """Add up the sizes of the task's files that are here, in MiB."""
+    paths = [Path(place) for place in _places(config)]
+    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    return sum(file.stat().st_size for file in files) / 2**20
 
 
 def _places(config: Config) -> list[str]:
@@ -50,12 +63,13 @@ def _places(config: Config) -> list[str]:
     return [place for source in sources for place in (source.data, source.evaluation) if place is not None]
 
 
-def _prompts(task: Task, tokenizer: Tokenizer | None) -> str:
+def _prompts(task: Task, measure: Measure | None) -> str:
     first = task.training[:ROWS]
     text = f"the first prompt is {first[0].text[:60]!r}"
-    if tokenizer is None:
+    if measure is None:
         return text
-    return f"{text}; the first {len(first)} have up to {max(len(tokenizer.encode(prompt)) for prompt in first)} tokens"
+    lengths = [min(len(measure.ids(prompt)), prompt.max_tokens or sys.maxsize) for prompt in first]
+    return f"{text}; the first {len(first)} have up to {max(lengths)} tokens"
 
 
 def rewards(config: Config, task: Task | None) -> Findings:
@@ -82,6 +96,7 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
     match scorer:
         case FunctionScorer():
             how, in_actor = recognised(scorer)
+            _refuse_unknown_arguments(scorer)
             for prompt in prompts:
                 how.columns(prompt.columns)
             return Finding(subject, "ok", shown(scorer, how, in_actor=in_actor))
@@ -90,7 +105,7 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
         case ServiceScorer() | JudgeScorer():
             missing = scorer.key_env and not os.environ.get(scorer.key_env)
             key = f"; the environment has no {scorer.key_env} here" if missing else ""
-            return Finding(subject, "not here", f"{scorer.url} is asked when the run starts{key}")
+            return Finding(subject, "later", f"{scorer.url} is asked when the run starts{key}")
 
 
 def environment(config: Config) -> Findings:
@@ -103,3 +118,16 @@ def environment(config: Config) -> Findings:
         yield Finding("environment", "error", str(error))
         return
     yield Finding("environment", "ok", f"{config.environment.name}, up to {config.environment.max_turns} turns")
+
+
+def _refuse_unknown_arguments(scorer: FunctionScorer) -> None:
+    """Raise `TaskError` for arguments that the function, or the class's constructor, does not take."""
+    found = plugins.load(scorer.function, "reward.function")
+    if not scorer.arguments or not callable(found):
+        return
+    parameters = inspect.signature(found).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    taken = [one.name for one in parameters]
+    if unknown := sorted(scorer.arguments.keys() - set(taken)):
+        raise TaskError(f"reward.arguments: {scorer.function} takes no {unknown[0]!r}; it takes {', '.join(taken)}")

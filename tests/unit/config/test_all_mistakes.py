@@ -75,7 +75,8 @@ def test_rules_between_fields_are_told_at_once_too() -> None:
         f"{MATH}: queue.batch_size (7) must be a multiple of queue.samples_per_prompt (4)",
         f"{MATH}: queue.batch_size (7) must be a multiple of learner.minibatches (2)",
         f"{MATH}: learner.gpus (2) must be at most 1: a rank computes on one GPU; raise learner.ranks",
-        f"{MATH}: name ('a/b') must be usable as the name of a folder",
+        f"{MATH}: name ('a/b') must be usable as the name of a folder: at most 200 bytes, "
+        'without "/", control characters, spaces at an end or "." at the beginning',
     ]
 
 

@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from config_case import one_source
+from transformers import Qwen2Config
 
 from streamppo.config.task import ArithmeticTask, DataTask
 from streamppo.errors import TaskError
@@ -103,10 +104,18 @@ def test_an_unusable_file_is_named_with_its_row(tmp_path: Path, name: str, conte
 # --- tokens --------------------------------------------------------------------------------------------------
 
 
-def test_the_character_tokenizer_reads_back_what_it_wrote(tmp_path: Path) -> None:
-    character_tokenizer(arithmetic.ALPHABET).save_pretrained(tmp_path)
+@pytest.mark.parametrize("text", ["12+345=", "a b  c\n\td", "Zoé: 你好 🙂"])
+def test_the_character_tokenizer_reads_back_what_it_wrote_also_beside_its_model(tmp_path: Path, text: str) -> None:
+    character_tokenizer("".join(sorted(set(text)))).save_pretrained(tmp_path)
+    # transformers chooses the tokenizer's class by the model that it finds beside it.
+    Qwen2Config().save_pretrained(tmp_path)
     tokenizer = Tokenizer(tmp_path)
-    ids = tokenizer.encode(Prompt(text="12+345=", columns={}))
-    assert len(ids) == 7
-    assert tokenizer.decode(ids) == "12+345="
-    assert tokenizer.decode(np.append(ids[:2], tokenizer.eos_id)) == "12"
+    ids = tokenizer.encode(Prompt(text=text, columns={}))
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(np.append(ids[:2], tokenizer.eos_id)) == text[:2]
+
+
+def test_sums_have_the_ids_of_their_alphabet(tmp_path: Path) -> None:
+    character_tokenizer(arithmetic.ALPHABET).save_pretrained(tmp_path)
+    assert Tokenizer(tmp_path).encode(Prompt(text="09+=", columns={})).tolist() == [3, 12, 13, 14]

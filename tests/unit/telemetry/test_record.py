@@ -8,14 +8,21 @@ from typing import Any
 import pytest
 
 from streamppo.commands import replay as rerun
-from streamppo.errors import RunError
-from streamppo.run import _summary_line
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.catalogue import BESIDE, LINES
 from streamppo.telemetry.record import FINISHED, SUMMARY, Record
+from streamppo.telemetry.summary import farewell
 from streamppo.types import EngineReport, EvaluationReport, UpdateReport
 
-METRICS = {"entropy": 1.0, "ess": 1.0, "lag_mean": 0.0, "update_s": 2.0, "push_ms": 3.0, "tokens_trained": 10.0}
+METRICS = {
+    "entropy": 1.0,
+    "ess": 1.0,
+    "lag_mean": 0.0,
+    "update_s": 2.0,
+    "push_ms": 3.0,
+    "tokens_trained": 10.0,
+    "tokens_too_old": 0.0,
+}
 
 
 def report(version: int) -> UpdateReport:
@@ -96,16 +103,18 @@ def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
 
 
 def test_the_last_line_is_about_the_whole_run(tmp_path: Path) -> None:
-    line = _summary_line(in_three_parts(tmp_path).close(FINISHED, None, []))
+    line = farewell(in_three_parts(tmp_path).close(FINISHED, None, []))
     assert line.startswith("30 updates in 111")
-    assert line.endswith(" s in 3 parts: accuracy 0.100 -> 0.900, mean lag 0.14 (max 2), learner idle 8%")
+    assert line.endswith(" s in 3 parts: accuracy 0.100 -> 0.900, lag of trained tokens 0.14 (max 2), learner idle 8%")
 
 
 def test_a_run_that_had_made_everything_already_has_its_last_line_too(tmp_path: Path) -> None:
     in_three_parts(tmp_path).close(FINISHED, None, [])
     again = part(tmp_path)
     again.evaluation(30, answers(9))
-    assert "in 4 parts: accuracy 0.100 -> 0.900, mean lag 0.14" in _summary_line(again.close(FINISHED, None, []))
+    assert "in 4 parts: accuracy 0.100 -> 0.900, lag of trained tokens 0.14" in farewell(
+        again.close(FINISHED, None, [])
+    )
 
 
 def test_no_summary_of_an_earlier_part_outlives_a_kill(tmp_path: Path) -> None:
@@ -163,8 +172,99 @@ def test_a_run_without_lines_has_none(tmp_path: Path) -> None:
     assert lines.read(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ["{\x00\x00\x00", '{"update": 2', "\udcff"])
-def test_a_line_in_which_something_else_stands_is_named(tmp_path: Path, damage: str) -> None:
-    (tmp_path / lines.METRICS).write_text(f'{{"part": 1, "wall_s": 0}}\n{damage}\n', errors="surrogateescape")
-    with pytest.raises(RunError, match=r"metrics.jsonl: line 2 is damaged: "):
-        part(tmp_path)
+def killed(folder: Path, made: int) -> None:
+    """A part that makes so many updates and is killed."""
+    updates(record := part(folder), 1, made)
+    record._file.close()
+
+
+DAMAGED = [
+    "{\x00\x00\x00",
+    '{"update": 2',
+    "\udcff",
+    '{"update": 2, "wall_s": 1}',
+    '{"evaluation": "x", "wall_s": 1, "accuracy": 1, "count": 1, "failed": 0, "versions": [0, 0]}',
+    "[" * 100_000,
+    "[1]",
+    '{"wall_s": 1}',
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_line_is_named_and_holds_nothing_back(
+    tmp_path: Path, logged: pytest.LogCaptureFixture, damage: str
+) -> None:
+    killed(tmp_path, 3)
+    before, last = (tmp_path / lines.METRICS).read_bytes().splitlines(keepends=True)[:-1], 3
+    text = b"".join([before[0], damage.encode(errors="surrogateescape"), b"\n", *before[1:]])
+    (tmp_path / lines.METRICS).write_bytes(text)
+    again = part(tmp_path)
+    assert "metrics.jsonl: line 2 is damaged: it is left out" in logged.text
+    assert (again.version, again.complete_to) == (2, float("inf")), "no update is made again for a lost line"
+    again.begin(last)
+    updates(again, 4, 30)
+    again.close(FINISHED, None, [])
+    assert said(tmp_path)["updates"] == 30
+    assert [line["update"] for line in lines.updates(tmp_path)] == [1, 2, *range(4, 31)]
+
+
+def test_lines_that_are_gone_are_no_error_before_a_part_or_in_it(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    killed(tmp_path, 3)
+    (tmp_path / lines.METRICS).unlink()
+    again = part(tmp_path)
+    assert again.complete_to == float("inf")
+    again.begin(3)
+    assert again.version == again.complete_to == 3
+    updates(again, 4, 5)
+    (tmp_path / lines.METRICS).unlink()
+    updates(again, 6, 7)
+    assert "metrics.jsonl is gone" in logged.text
+    again.close(FINISHED, None, [])
+    assert [line["update"] for line in lines.updates(tmp_path)] == [6, 7]
+    assert said(tmp_path)["wall_s"] > 0
+
+
+def test_a_run_without_any_line_has_a_summary_all_the_same(tmp_path: Path) -> None:
+    record = part(tmp_path)
+    (tmp_path / lines.METRICS).write_text("damaged\n")
+    assert "no held-out prompt has a score" in farewell(record.close(FINISHED, None, []))
+
+
+# --- evaluations and lag -------------------------------------------------------------------------------------
+
+
+def test_accuracies_go_by_version_and_not_by_the_order_in_which_they_ended(tmp_path: Path) -> None:
+    record = part(tmp_path)
+    for version, correct in ((20, 4), (0, 1), (30, 9), (10, 2)):
+        record.evaluation(version, answers(correct))
+    record.close(FINISHED, None, [])
+    assert said(tmp_path)["evaluations"] == [[0, 0.1], [10, 0.2], [20, 0.4], [30, 0.9]]
+    assert said(tmp_path)["eval_accuracy"] == {"start": 0.1, "final": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("failed", "why"), [(0, "the task holds no prompt out"), (10, "all 10 held-out prompts failed")]
+)
+def test_an_evaluation_without_a_score_says_why(
+    tmp_path: Path, logged: pytest.LogCaptureFixture, failed: int, why: str
+) -> None:
+    record = part(tmp_path)
+    none = EvaluationReport(actor="rollout-0", correct=0, count=0, failed=failed, min_version=0, max_version=0)
+    record.evaluation(0, [none])
+    updates(record, 1, 2)
+    assert f"version    0: no accuracy: {why}" in logged.text
+    line = farewell(record.close(FINISHED, None, []))
+    assert "nan" not in line + logged.text + (tmp_path / lines.METRICS).read_text() + (tmp_path / SUMMARY).read_text()
+    assert ": no held-out prompt has a score, lag of" in line
+
+
+def test_tokens_beyond_the_bound_are_sampled_and_not_trained(tmp_path: Path) -> None:
+    record = part(tmp_path)
+    metrics = {**report(1).metrics, "tokens_too_old": 5.0}
+    record.update(UpdateReport(version=1, metrics=metrics, lag_histogram={0: 90, 10: 1, 2: 6, 3: 3}))
+    line = farewell(record.close(FINISHED, None, []))
+    assert said(tmp_path)["lag"]["histogram"] == {"0": 90, "2": 6, "3": 3, "10": 1}
+    assert said(tmp_path)["trained_lag"]["histogram"] == {"0": 90, "2": 5}
+    assert "lag of trained tokens 0.11 (max 2), of sampled ones max 10," in line

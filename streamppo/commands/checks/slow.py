@@ -1,0 +1,21 @@
+"""The checks that need torch and transformers: tokenizer, lengths of prompts, memory."""
+
+from collections.abc import Sequence
+
+import transformers
+
+from streamppo.commands.checks import memory, model, task
+from streamppo.commands.checks.finding import Finding
+from streamppo.config.sections import Config
+
+
+def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> list[Finding]:
+    """Add to the quick `findings` those of the model, of the task as its tokenizer measures it, and of memory."""
+    transformers.utils.logging.set_verbosity_error()
+    loaded, added = model.load(config)
+    found = [*findings, *added]
+    if loaded.tokenizer is not None:
+        found = [one for one in found if one.subject != "task"] + task.load(config, loaded.tokenizer)[1]
+    if loaded.hf_config is not None:
+        found += memory.memory(config, loaded.hf_config, memory.gpu(gpu_gib))
+    return found

@@ -1,0 +1,53 @@
+"""Paths in a configuration: those of a file are looked for beside it, then in the current folder; overrides there.
+
+A run keeps absolute paths, so that it is resumed from anywhere. Paths that lead into the run are relative to it, so
+that a run that was moved is resumed too.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+from streamppo.config.overrides import Tree
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "model": ("path",),
+    "task": ("data", "evaluation"),
+    "reward": ("function", "path"),
+    "environment": ("name",),
+    "algorithm": ("model", "pretrain"),
+    "rollout": ("folder",),
+}
+"""By section, the fields at any depth of it that may name a file or a folder."""
+
+
+def anchor(tree: Tree, folder: Path) -> None:
+    """Make every relative path that leads to something in `folder` absolute, in place. Others stay as they are."""
+    absolute = folder.absolute()
+    _change(tree, lambda path: str(absolute / path) if (absolute / path).exists() else path)
+
+
+def relate(tree: Tree, run: Path) -> None:
+    """Make every path that leads into the folder `run` relative to it, in place."""
+    absolute = run.absolute()
+
+    def change(path: str) -> str:
+        return str(Path(path).relative_to(absolute)) if Path(path).is_relative_to(absolute) else path
+
+    _change(tree, change)
+
+
+def _change(tree: Tree, change: Callable[[str], str]) -> None:
+    for section, names in FIELDS.items():
+        table = tree.get(section)
+        if isinstance(table, dict):
+            _walk(cast(Tree, table), names, change)
+
+
+def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> None:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            _walk(cast(Tree, value), names, change)
+        elif isinstance(value, str) and name in names and value and "\0" not in value:
+            path, colon, attribute = value.partition(".py:")
+            table[name] = change(path + ".py") + ":" + attribute if colon else change(value)

@@ -1,0 +1,84 @@
+"""`run` says at once what it lacks, before it has a folder or a process; what is probably not meant is noted."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import MATH, REPOSITORY
+
+from streamppo import run as loop
+from streamppo.cli import main
+from streamppo.commands.checks import machine
+
+DATA = "task={kind='data', data='rows.jsonl', held_out=0.5}"
+LACKING = {
+    "reward reward: reward.function 'nowhere:score': importing nowhere failed": ["reward.function=nowhere:score"],
+    "task: 'nowhere.jsonl' is no file or folder here (looked at ": ["task={kind='data', data='nowhere.jsonl'}"],
+    "engine: SGLang is not installed": ["rollout.engine.kind=sglang"],
+    "model: './nowhere' is no folder here (looked at ": ["model.path=./nowhere"],
+    "GPUs: 1 are asked for; this machine has 0": ["learner.gpus=1"],
+    "must be a multiple of": ["queue.batch_size=7"],
+    "object store: cluster.object_store_mib (1000000000)": ["cluster.object_store_mib=1000000000"],
+    "builtin:tiny reads 256 characters at once": [DATA],
+    "environment: environment.name 'nowhere:World'": ["environment.name=nowhere:World"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(machine, "gpus_here", lambda: 0)
+    Path("rows.jsonl").write_text(f'{{"prompt": "{"a" * 500}", "answer": "b"}}\n' * 4)
+
+
+@pytest.mark.parametrize("sentence", LACKING)
+def test_a_run_that_lacks_something_is_refused_before_it_has_a_folder(
+    capsys: pytest.CaptureFixture[str], sentence: str
+) -> None:
+    assert main(["run", str(MATH), *LACKING[sentence]]) == 2
+    assert sentence in capsys.readouterr().err
+    assert list(Path().iterdir()) == [Path("rows.jsonl")]
+
+
+def test_a_cluster_may_have_elsewhere_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
+    assert main(["run", str(MATH), "learner.gpus=1", "cluster.address=auto"]) == 0
+
+
+def test_neither_torch_nor_transformers_nor_ray_is_imported_for_a_mistake() -> None:
+    here = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for command in ("run", "check"):
+        code = (
+            f"import sys; from streamppo.cli import main; main(['{command}', '{MATH}', 'reward.function=nowhere:x']);"
+            "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'ray', 'zarr')))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=here)
+        assert done.returncode == 0 and "importing nowhere failed" in done.stdout + done.stderr
+
+
+NOTES = {
+    'algorithm.correction is "off" with max_lag (2) and 2 steps': [
+        "algorithm.correction.kind=off",
+        "learner.minibatches=2",
+    ],
+    "learner.warmup_updates (9) is the whole run (9 updates)": ["updates=9", "learner.warmup_updates=9"],
+    "algorithm.critic.warmup_updates (9) is the whole run": ["updates=9", "algorithm.critic.warmup_updates=9"],
+    "rollout.in_flight (5) is below rollout.slots (64)": ["rollout.in_flight=5"],
+    "learner ranks and rollout actors have 5001 threads, and this machine": ["rollout.actors=5000"],
+    "evaluation.prompts (9999) are more than the 8": ["evaluation.prompts=9999"],
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_settings_that_are_probably_not_meant_are_noted_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], note: str
+) -> None:
+    monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
+    assert main(["run", str(MATH), *NOTES[note]]) == 0
+    assert capsys.readouterr().out.count(f"note: {note}") == 1
+    assert main(["run", str(MATH)]) == 0
+    assert "note: " not in capsys.readouterr().out.replace("this machine 1 cores", "")

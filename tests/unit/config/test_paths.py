@@ -1,0 +1,70 @@
+"""Paths of a file are found beside it, those of an override here; a run is resumed from anywhere, moved or not."""
+
+from pathlib import Path
+
+import pytest
+from conftest import MATH
+
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.config.task import DataTask
+
+OWN = """
+task = { kind = "data", data = "rows.jsonl" }
+[environment]
+name = "world.py:World"
+[reward]
+function = "mine.py:score"
+"""
+
+
+def data(config: Config) -> str:
+    assert isinstance(config.task, DataTask)
+    return config.task.sources["data"].data
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration and its files; the current folder is another one, with one of these names."""
+    for place in ("project", "here"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "rows.jsonl").touch()
+    for name in ("mine.py", "world.py"):
+        (tmp_path / "project" / name).touch()
+    text = MATH.read_text()
+    for section in ("task", "reward"):
+        before, _, rest = text.partition(f"\n[{section}]\n")
+        text = f"{before}\n{rest.partition(chr(10) + chr(10))[2]}"
+    task, own = OWN.strip().split("\n", 1)
+    (tmp_path / "project" / "own.toml").write_text(f"{task}\n{text}\n{own}\n")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "project"
+
+
+def test_a_path_of_the_file_is_beside_it_and_one_of_an_override_here(project: Path) -> None:
+    config = configfile.load(project / "own.toml")
+    assert data(config) == str(project / "rows.jsonl")
+    assert config.environment is not None and config.environment.name == f"{project / 'world.py'}:World"
+    assert f"{project / 'mine.py'}:score" in str(config.reward)
+    assert data(configfile.load(project / "own.toml", ["task.data=rows.jsonl"])) == str(Path("rows.jsonl").absolute())
+
+
+def test_a_run_keeps_its_paths_wherever_it_is_resumed_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configfile.load(project / "own.toml")
+    (project / "run").mkdir()
+    configfile.save(config, project / "run")
+    monkeypatch.chdir("/")
+    assert configfile.load(project / "run" / configfile.CONFIG) == config
+
+
+def test_a_run_that_was_moved_finds_what_is_in_it(project: Path) -> None:
+    (project / "run" / "base").mkdir(parents=True)
+    configfile.save(configfile.load(project / "own.toml", [f"model.path={project}/run/base"]), project / "run")
+    (project / "run").rename(project / "moved")
+    moved = configfile.load(project / "moved" / configfile.CONFIG)
+    assert moved.model.path == str(project / "moved" / "base")
+
+
+def test_a_name_that_leads_nowhere_stays_as_it_is(project: Path) -> None:
+    config = configfile.load(project / "own.toml", ["model.path=Qwen/Qwen2.5-0.5B", "reward.function=a.b:c"])
+    assert config.model.path == "Qwen/Qwen2.5-0.5B" and "'a.b:c'" in str(config.reward)
