@@ -119,6 +119,15 @@ def _checkpoint(stages: Stages, version: int) -> None:
     if _due(stages.config.checkpoint.every, version) and version < stages.config.updates:
         folder = str(stages.folder / "checkpoints")
         stages.calls.watch_all([rank.save.remote(folder) for rank in stages.ranks], Stage.CHECKPOINT)
+        _drop_batches(stages, version)
+
+
+def _drop_batches(stages: Stages, version: int) -> None:
+    """Drop the batches before the oldest checkpoint that a resume may begin with, but for the newest that are kept."""
+    config, whole = stages.config, manifest.complete(stages.folder / "checkpoints")
+    if config.archive.keep and len(whole) >= config.checkpoint.keep:
+        before = min(version - config.archive.keep, int(whole[-config.checkpoint.keep].name))
+        stages.calls.watch_all([stages.queue.forget.remote(before)], Stage.CHECKPOINT)
 
 
 def _record(stages: Stages, record: Record, asked: deque[Asked], *, left: int) -> None:

@@ -17,8 +17,9 @@ from streamppo.weights import buckets
 def export(config: Config, run: Path, version: int | None, folder: Path) -> int:
     """Write the policy of `version`, by default the newest checkpoint, and its tokenizer at `folder`.
 
-    Raises `CheckpointError` if `folder` exists, if there is no such checkpoint, or if its weights are not those that
-    were pushed; `ModelError` if the run's first model, whose settings and tokenizer go along, is not there.
+    Raises `CheckpointError` if `folder` exists, if there is no such checkpoint, if files of it are on other disks, or
+    if its weights are not those that were pushed; `ModelError` if the run's first model, whose settings and tokenizer
+    go along, is not there.
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a folder that does not")

@@ -55,14 +55,16 @@ def inspect_dead_letters(run: Path, count: int) -> int:
 def inspect_prompt(run: Path, prompt: int) -> int:
     """Print the end or the present place of every attempt at a prompt.
 
-    Raises `JournalError` for a prompt that was never issued.
+    Raises `JournalError` for a prompt that was never issued, or whose traces were not kept.
     """
     journal = Journal.of(run)
-    attempts = _in_journal(journal, prompt)
+    attempts, counters = _in_journal(journal, prompt), journal.counters()
     # The archive comes last: a batch that a run consumes meanwhile is in both.
     versions = journal.versions().values()
     journal.close()
     attempts |= _in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
+    if not attempts and counters is not None and counters.shape.slots_of(prompt).start < counters.opened:
+        raise JournalError(f"{run}: prompt {prompt} was issued, and its batch was not kept (archive.keep)")
     if not attempts:
         raise JournalError(f"{run}: prompt {prompt} was never issued")
     echo(f"{min(attempts).task} prompt {prompt}")

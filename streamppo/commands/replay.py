@@ -21,6 +21,8 @@ from streamppo.driver.actors import make_ranks
 from streamppo.driver.cluster import describe, init_ray
 from streamppo.driver.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
+from streamppo.learner import manifest
+from streamppo.queue import archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
 from streamppo.queue.source import ArchiveSource, as_source
@@ -43,6 +45,8 @@ class Curve(TypedDict):
 
 def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     """Make versions 1 to `to` again, with `changes` to the configuration. The exit code is 0 if all were made.
+
+    If the first batches were not kept, it begins with the oldest checkpoint that the archive still covers.
 
     Raises `Diverged` if there are no changes and a version has other weights than it had.
     """
@@ -76,23 +80,44 @@ def _changed(encoded: bytes, changes: Sequence[str]) -> Config:
 
 
 def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[int, str], list[UpdateReport]]:
-    """Make versions 1 to `last`: the digest of every version, the report of every update.
+    """Make all versions to `last`: the digest of every version, the report of every update.
+
+    They begin with version 1, or after the oldest checkpoint whose batches are kept.
 
     Each of `configs` holds from its version on.
     """
-    first = configs[0]
+    checkpoint = _oldest_start(run)
+    start = int(checkpoint.name) if checkpoint else 0
+    if last < start:
+        raise JournalError(f"{run}: versions before {start} cannot be made again: their batches were not kept")
+    first = configs[max(version for version in configs if version <= start)]
     init_ray(first)
-    archive = ray.remote(ArchiveSource).options(num_cpus=0, max_concurrency=100).remote(str(run))
-    ranks = make_ranks(first, as_source(archive), Placement(first, rollout=False))
+    source = ray.remote(ArchiveSource).options(num_cpus=0, max_concurrency=100).remote(str(run))
+    ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
-    ray.get([rank.setup.remote(address, model_path(first, run), None) for rank in ranks])
+    resume_from = str(checkpoint) if checkpoint else None
+    ray.get([rank.setup.remote(address, model_path(first, run), resume_from) for rank in ranks])
     reports: list[UpdateReport] = []
-    for version in range(last):
-        if version and version in configs:
+    for version in range(start, last):
+        if version > start and version in configs:
             ray.get([rank.configure.remote(msgspec.msgpack.encode(configs[version])) for rank in ranks])
         reports.append(decode(ray.get([rank.update.remote() for rank in ranks])[0], UpdateReport))
     ray.get([rank.settle.remote() for rank in ranks])
-    return ray.get(archive.digests.remote()), reports
+    return ray.get(source.digests.remote()), reports
+
+
+def _oldest_start(run: Path) -> Path | None:
+    """The oldest checkpoint from which every batch is there; None if all batches are.
+
+    Raises `JournalError` if there is no such checkpoint.
+    """
+    if not (first := min(archive.open(run).versions(), default=0)):
+        return None
+    covered = [path for path in manifest.complete(run / "checkpoints") if int(path.name) >= first]
+    if not covered:
+        raise JournalError(f"{run}: the archive begins with version {first}, and no checkpoint is as new as that")
+    echo(f"batches before version {first} were not kept: beginning with the checkpoint of version {covered[0].name}")
+    return covered[0]
 
 
 def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str]) -> None:

@@ -11,7 +11,18 @@ KEPT = ("model", "learner.bucket_bytes", "algorithm.critic.model", "learner.rank
 """Fields and sections that a run keeps from its beginning to its end."""
 FREE = ("model.float32_head", "model.gradient_checkpointing")
 """Fields of these sections that may change all the same."""
-NOT_LEARNING = ("name", "reward", "environment", "rollout", "queue", "evaluation", "checkpoint", "cluster", "watchdog")
+NOT_LEARNING = (
+    "name",
+    "reward",
+    "environment",
+    "rollout",
+    "queue",
+    "evaluation",
+    "checkpoint",
+    "archive",
+    "cluster",
+    "watchdog",
+)
 """Fields and sections that the result of an update on a given batch does not depend on."""
 LEARNING = ("rollout.max_tokens", "rollout.temperature", "queue.batch_size", "queue.max_lag", "queue.too_old")
 """Fields of these sections that it depends on all the same."""

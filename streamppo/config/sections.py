@@ -184,6 +184,13 @@ class Checkpoint(Section, frozen=True):
     """Checkpoints of versions that this divides stay for good; 0 keeps none of them."""
 
 
+class Archive(Section, frozen=True):
+    """Batches that were trained on, on disk."""
+
+    keep: Count = 0
+    """Updates whose batches stay at least, besides those after the oldest checkpoint; 0 keeps all of them."""
+
+
 LONGEST_NAME = 200
 """Bytes of a run's name: file systems take 255, and a number may have to follow."""
 LOCAL = "local"
@@ -245,6 +252,8 @@ class Config(Section, frozen=True):
     """Held-out accuracy."""
     checkpoint: Checkpoint = Checkpoint()
     """State on disk."""
+    archive: Archive = Archive()
+    """Batches on disk."""
     cluster: Cluster = Cluster()
     """The Ray that the run uses."""
     watchdog: Watchdog = Watchdog()
@@ -273,6 +282,11 @@ class Config(Section, frozen=True):
             )
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
+        if self.archive.keep and (not self.checkpoint.every or self.checkpoint.keep < 2):
+            yield (
+                f"archive.keep ({self.archive.keep}) drops batches that two checkpoints have made needless: "
+                "checkpoint.every must be above 0 and checkpoint.keep at least 2"
+            )
         if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
             yield refused
         yield from _gpus(self)

@@ -42,9 +42,20 @@ def _start(folder: Path) -> int:
     """The version from which the learner would begin. Damaged checkpoints stay where they are."""
     recorded = max((line["update"] for line in metrics_file.updates(folder)), default=0)
     for path in reversed(manifest.complete(folder / "checkpoints")):
-        if int(path.name) <= recorded:
-            try:
-                return manifest.read(path).state.version
-            except CheckpointError as error:
-                log.info("%s", error)
+        if int(path.name) <= recorded and _is_whole(path):
+            return int(path.name)
     return 0
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell if no file of a checkpoint is damaged, of those that are on this disk."""
+    try:
+        for rank in range(manifest.read(path).state.ranks):
+            manifest.verify(path, rank)
+    except manifest.Damaged as error:
+        log.info("%s", error)
+        return False
+    except CheckpointError:
+        # It is on the disk of its rank, which verifies it.
+        pass
+    return True

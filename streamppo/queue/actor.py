@@ -123,6 +123,19 @@ class QueueActor(ArchivedRuns):
         await self._notify()
 
     @ray.method
+    async def forget(self, before: int) -> None:
+        """Drop the archived batches of versions below `before`, and the endings of attempts that are older."""
+        kept = [made.archived for made in self._made.values() if made.archived and made.version > before]
+        if len(kept) == len(self._archive.checksums):
+            return
+        samples = self._queue.settings.samples_per_prompt
+        held = [prompt for prompt, _ in self._queue.state.slots]
+        first_slot = min([*held, *(one.first_prompt for one in kept)], default=0) * samples
+        async with self._writing:
+            await asyncio.to_thread(self._journal.forget, before, first_slot)
+        await asyncio.to_thread(self._archive.drop, before)
+
+    @ray.method
     async def report(self) -> bytes:
         """The queue's counters."""
         return encode(report.report(self._queue.state))

@@ -100,10 +100,22 @@ class Archive:
         self.checksums[version] = made.archived.sha256
 
     def sweep(self) -> None:
-        """Delete files without a name, left by writers that died. Only for the writer that has fenced the journal."""
+        """Delete files without a name, left by writers that died, and those before the first that is kept.
+
+        Only for the writer that has fenced the journal.
+        """
+        first = min(self.checksums, default=0)
         with durable.naming(self.folder, JournalError):
-            for path in self.folder.glob(f"*{durable.ASIDE}"):
-                path.unlink(missing_ok=True)
+            for path in self.folder.glob("*"):
+                if path.name.endswith(durable.ASIDE) or int(path.name.partition(".")[0]) < first:
+                    path.unlink(missing_ok=True)
+
+    def drop(self, before: int) -> None:
+        """Delete the batches of versions below `before`; the journal has forgotten them. Raises `JournalError`."""
+        for version in [one for one in self.checksums if one < before]:
+            with durable.naming(self.path(version), JournalError):
+                self.path(version).unlink(missing_ok=True)
+            del self.checksums[version]
 
     def columns(self, version: int) -> dict[str, Column]:
         """The columns of a batch as numpy arrays. Raises `JournalError` if it is missing or damaged."""
@@ -142,6 +154,8 @@ class Archive:
     def _read(self, version: int) -> tuple[dict[str, Column], Attributes]:
         path, expected = self.path(version), self.checksums.get(version)
         if expected is None:
+            if version < min(self.checksums, default=0):
+                raise JournalError(f"{path}: not kept: the archive begins with version {min(self.checksums)}")
             raise JournalError(f"{path}: no batch of version {version} was recorded")
         try:
             found = durable.sha256(path)

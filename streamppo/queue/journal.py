@@ -170,6 +170,14 @@ class Journal:
         with self._transaction() as db:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
+    def forget(self, before: int, first_slot: int) -> None:
+        """Note that the batches of versions below `before` are not kept; nor is why attempts below a slot ended."""
+        made = [one for one in self.versions().values() if one.archived is not None and one.version <= before]
+        rows = [(one.version, *_checked(msgspec.structs.replace(one, archived=None))) for one in made]
+        with self._transaction() as db:
+            db.executemany("insert or replace into versions values (?, ?, ?)", rows)
+            db.execute("delete from ended where number < ?", (first_slot,))
+
     def close(self) -> None:
         """Fold the log into the file, unless it is only read."""
         with self._errors_named():

@@ -12,14 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import psutil
 import pytest
 from conftest import MATH, REPOSITORY, SUPPORT, save_reward_model
 from ray.cluster_utils import Cluster
 from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
 
+from streamppo.config import file as configfile
+from streamppo.config.algorithm import Advantage
 from streamppo.queue import archive
 from streamppo.queue.journal import Journal
 from streamppo.tasks.library.arithmetic import ALPHABET
@@ -338,6 +341,67 @@ def test_damage_in_the_archive_is_named_by_whoever_needs_it(tmp_path: Path) -> N
     done = command("replay", str(tmp_path / "math"))
     assert done.returncode == 1
     assert f"{path}: damaged" in done.stderr
+
+
+def test_old_batches_are_dropped_and_replay_begins_with_the_oldest_checkpoint_that_is_covered(tmp_path: Path) -> None:
+    finished(tmp_path, *SHORT, "updates=24", "archive.keep=2")
+    first, *_, last = archive.open(tmp_path / "math").versions()
+    assert 0 < first <= 16 and last == 23
+    output = replayed(tmp_path)
+    assert f"batches before version {first} were not kept" in output
+    assert "versions, all of them bit for bit as they were" in output
+    resumed(tmp_path, "updates=28")
+    assert summary(tmp_path)["updates"] == 28
+    early = command("replay", str(tmp_path / "math"), "--to", "2")
+    assert early.returncode == 1 and "cannot be made again: their batches were not kept" in early.stderr
+
+
+# --- every estimator, and the mathematics of every shipped configuration --------------------------------------
+
+
+def inline(value: object) -> str:
+    """A value of a configuration as an override writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}={inline(one)}" for name, one in value.items() if one is not None) + "}"
+    return json.dumps(value)
+
+
+def mathematics(path: Path) -> tuple[str, ...]:
+    """The [algorithm] of a shipped configuration, and the shape of its groups and updates, as overrides."""
+    config = msgspec.to_builtins(configfile.load(path))
+    learner = [f"learner.{name}={config['learner'][name]}" for name in ("epochs", "minibatches")]
+    samples = f"queue.samples_per_prompt={config['queue']['samples_per_prompt']}"
+    return (f"algorithm={inline(config['algorithm'])}", samples, *learner)
+
+
+SHIPPED = {path.stem: mathematics(path) for path in sorted((REPOSITORY / "configs").glob("*.toml"))}
+ESTIMATORS = {
+    kind: ("queue.samples_per_prompt=4", f"algorithm.advantage={{kind='{kind}'}}")
+    for kind in (str(one.__struct_config__.tag) for one in get_args(Advantage))
+}
+ALWAYS = ("grpo", "vtrace")
+"""The estimators that are tried in every run of the tests; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
+        for name, overrides in {**ESTIMATORS, **SHIPPED}.items()
+    ],
+)
+def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    short = (
+        "updates=8",
+        "queue.batch_size=32",
+        "checkpoint.every=3",
+        "evaluation.prompts=16",
+        "model.tiny.max_steps=3",
+    )
+    trial = chaos.trial(MATH, tmp_path, (*overrides, *short), ["driver"], seed=1)
+    assert [kill.kind for kill in trial.kills] == ["driver"]
+    assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32)
+    assert trial.replayed, "the weights are not those that the archive gives"
 
 
 # --- what people look at -------------------------------------------------------------------------------------

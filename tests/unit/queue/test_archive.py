@@ -17,7 +17,7 @@ from streamppo.errors import JournalError
 from streamppo.queue import archive
 from streamppo.queue.archive import Archive
 from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.records import Changes, Ended, Made
 from streamppo.types import Batch, Identity, ints
 
 
@@ -158,3 +158,26 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "archive").write_text("in the way")
     with pytest.raises(JournalError, match=r"00000003.zarr.zip: cannot be written: .*exists"):
         Archive(tmp_path / "archive", {}).write(batch())
+
+
+def test_batches_that_are_not_kept_are_gone_also_after_a_kill_between_journal_and_files(tmp_path: Path) -> None:
+    journal, made = Journal(tmp_path / "journal.sqlite"), Archive(tmp_path / "archive", {})
+    journal.fence()
+    endings = tuple(
+        Ended(number=number, identity=Identity(task="t", prompt=number, sample=0), state="failed", reason="no")
+        for number in (1, 7)
+    )
+    journal.write(Changes(COUNTERS, ended=endings))
+    for version in range(6):
+        archived = made.write(Batch(version=version, min_version=0, trajectories=(trajectory([1, version]),)))
+        journal.write(Changes(COUNTERS), [Made(version=version + 1, digest="d", archived=archived)], made.settle)
+    journal.forget(3, first_slot=5)
+    killed = Archive(tmp_path / "archive", archive.checksums(journal.versions().values()))
+    assert killed.versions() == [3, 4, 5] and killed.path(2).exists()
+    killed.sweep()
+    made.drop(4)
+    assert sorted(path.name[:8] for path in (tmp_path / "archive").iterdir()) == ["00000004", "00000005"]
+    assert [one.number for one in journal.ended()] == [7]
+    assert journal.versions().keys() == {1, 2, 3, 4, 5, 6}, "their digests are known for ever"
+    with pytest.raises(JournalError, match="not kept: the archive begins with version 3"):
+        killed.batch(1)
