@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from streamppo.commands.checks import task as checks
+from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.scorers.bubblewrap import Bubblewrap
