@@ -16,9 +16,11 @@ from streamppo.tasks import environments, lesson, plugins, read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
+from streamppo.tasks.scorers.code import CodeTests
 from streamppo.tasks.task import Task
 from streamppo.types import Prompt
 
+CODE = "streamppo.tasks.scorers.code:CodeTests"
 ROWS = 64
 """Prompts that are looked at more closely, and rows that are read of data that are too large to be read."""
 
@@ -99,7 +101,10 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
             _refuse_unknown_arguments(scorer)
             for prompt in prompts:
                 how.columns(prompt.columns)
-            return Finding(subject, "ok", shown(scorer, how, in_actor=in_actor))
+            text = shown(scorer, how, in_actor=in_actor)
+            if scorer.function == CODE:
+                text = f"{text}; {CodeTests.place(scorer.arguments)}"
+            return Finding(subject, "ok", text)
         case ModelScorer():
             return find(scorer.path, subject)[1]
         case ServiceScorer() | JudgeScorer():

@@ -1,78 +1,185 @@
 """A reward for programs: the share of tests that the completion's program passes."""
 
+import asyncio
 import json
 import re
-import secrets
 import time
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias, TypedDict, cast
 
 from streamppo.errors import TaskError
 from streamppo.tasks import plugins
-from streamppo.tasks.scorers.sandbox import Ran, Sandbox
+from streamppo.tasks.scorers.crossing import Operation
+from streamppo.tasks.scorers.sandbox import Limits, Ran, Sandbox
 from streamppo.types import Reward, ScoredText
 
 FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"(?:(?:python|py)[\d.]*)?", re.IGNORECASE)
+DEFAULT = "streamppo.tasks.scorers.bubblewrap:Bubblewrap"
+VALUES, CROSSING = (Path(__file__).with_name(f"{name}.py").read_text() for name in ("values", "crossing"))
+SIDES = VALUES + re.sub(r"^from streamppo.*\n", "", CROSSING, flags=re.MULTILINE)
+"""Both sides of a test in code, for sandboxes that have nothing of ours."""
+DONE = '"done"'
+REMEMBERED = 1024
+"""Rows whose tests have been looked through once."""
 QUOTED = 300
 """Characters of an output that an explanation quotes."""
 
+Test: TypeAlias = str | dict[str, str]
+Operations: TypeAlias = list[Operation]
+
+
+class Verdict(TypedDict, total=False):
+    """One line of the checker: see `crossing.verdict`."""
+
+    passed: bool
+    failed: str
+    unusable: str
+    ask: Operations
+
+
+class Exchange:
+    """One test of code: the operations that it needs, and the answers of the program so far."""
+
+    def __init__(self, code: str, wanted: Operations) -> None:
+        self.code = code
+        self.wanted = wanted
+        self.answers: list[str] = []
+        self.reason: str | None = None
+        """The cause of its failure, "" when it has passed, None as long as it goes on."""
+        self._short = ""
+
+    def answered(self, ran: Ran, limits: Limits) -> None:
+        """Take over what the program said; it may have ended before it had answered all."""
+        lines = ran.stdout.splitlines()
+        self._short = "" if lines[-1:] == [DONE] else _ended_badly(ran, limits) or "it ended before its test"
+        self.answers = [line for line in lines if line != DONE]
+        if self._short and not self.answers:
+            self.reason = self._short
+
+    def judged(self, verdict: Verdict) -> None:
+        """Take over what the checker said."""
+        if "ask" not in verdict:
+            self.reason = verdict.get("failed", "")
+        elif self._short:
+            self.reason = self._short
+        else:
+            self.wanted = verdict["ask"]
+
 
 class CodeTests:
-    """Runs the last fenced block of Python in the completion (or all of it) once for each of the row's `tests`.
+    """Tests the last fenced block of Python in the completion (or all of it) by the row's `tests`.
 
-    A test is Python code that is run after the program (an `assert` fails it), or an object {"input", "output"}: the
-    program's standard output for that standard input, but for white space at the ends of lines. `tests` is a list of
-    these, or such a list as JSON. `sandbox` names a class as `package.module:name`.
+    A test is Python code that calls what the program defines (an `assert` fails it), or an object {"input", "output"}:
+    the program's standard output for that standard input, but for white space at the ends of lines. `tests` is a list
+    of these, or such a list as JSON.
 
-    The tests of one program run one after another, each for `test_timeout_s` at most and all together for
-    `all_timeout_s`, which is to be below the reward's `timeout_s`: a test that does not pass within these has failed.
-    It is sync, so that the reward's `processes` say how many programs run at once, and no wait for them is counted.
+    No test is ever where the program could read or change it: code runs in another sandbox than the program, and only
+    calls and plain values cross (crossing.py). A test fails that compares objects of the program's own classes; one
+    that hands a function to the program raises `TaskError`, as it would be right for no program.
+
+    Every test runs the program anew, for `test_timeout_s` at most; all together have `all_timeout_s`, which is to be
+    below the reward's `timeout_s`: a test that does not pass within these has failed. `sandbox` names a class as
+    `package.module:name`. It is sync, so that the reward's `processes` say how many programs run at once, and no wait
+    for them is counted.
     """
 
     def __init__(
         self,
-        sandbox: str = "streamppo.tasks.scorers.sandbox:Local",
+        sandbox: str = DEFAULT,
         test_timeout_s: float = 5.0,
         all_timeout_s: float = 20.0,
         all_or_nothing: bool = False,
+        memory_mib: int = 512,
     ) -> None:
         self._sandbox = cast(Callable[[], Sandbox], plugins.load(sandbox, "sandbox"))()
-        self._test_timeout_s = test_timeout_s
+        self._limits = Limits(test_timeout_s, memory_mib)
         self._all_timeout_s = all_timeout_s
         self._all_or_nothing = all_or_nothing
+        self._first: dict[str, list[Operations]] = {}
+
+    @staticmethod
+    def place(arguments: Mapping[str, object]) -> str:
+        """Say which sandbox these arguments give. Raises `TaskError` if it cannot be made here."""
+        name = str(arguments.get("sandbox", DEFAULT))
+        cast(Callable[[], Sandbox], plugins.load(name, "sandbox"))()
+        return f"programs run in {name}{', which is no wall' if name.endswith('sandbox:Local') else ''}"
 
     def __call__(self, trajectory: ScoredText, tests: object) -> Reward:
         """Run the tests. Raises `TaskError` for a row without usable tests."""
-        listed = json.loads(tests) if isinstance(tests, str) else tests
-        if not isinstance(listed, list) or not listed:
-            raise TaskError(f"`tests` must be a list that is not empty, not {tests!r}")
+        listed = _usable(json.loads(tests) if isinstance(tests, str) else tests)
         program = program_of(trajectory.completion)
-        end = time.monotonic() + self._all_timeout_s
-        reasons = [self._test(program, test, end - time.monotonic()) for test in listed]
+        reasons = asyncio.run(self._reasons(program, listed))
         passed = reasons.count("") / len(reasons)
         explanation = "\n".join(f"test {number}: {reason}" for number, reason in enumerate(reasons, 1) if reason)
         score = float(passed == 1.0) if self._all_or_nothing else passed
         return Reward(score=score, components={"passed": passed}, explanation=explanation)
 
-    def _test(self, program: str, test: object, left_s: float) -> str:
-        """Run one test, and say why it fails; "" when it passes."""
-        match test:
-            case str():
-                # A program that leaves before its test has not passed it.
-                wanted = secrets.token_hex(8)
-                source, stdin = f"{program}\n\n{test}\nprint({wanted!r})\n", ""
-            case {"input": str(stdin), "output": str(wanted)}:
-                source = program
-            case _:
-                raise TaskError(f"a test is code, or has the texts `input` and `output`; this is {test!r}")
-        if left_s <= 0:
-            return f"not run: the tests before it took {self._all_timeout_s:g} s"
-        timeout_s = min(self._test_timeout_s, left_s)
-        ran = self._sandbox.run(source, stdin, timeout_s)
-        if isinstance(test, str) and ran.exit_code == 0 and not ran.stdout.endswith(f"{wanted}\n"):
-            return "it ended before its test"
-        return _verdict(ran, None if isinstance(test, str) else wanted, timeout_s)
+    async def _reasons(self, program: str, tests: list[Test]) -> list[str]:
+        """Say for every test why it fails; "" where it passes."""
+        end = time.monotonic() + self._all_timeout_s
+        codes = [test for test in tests if isinstance(test, str)]
+        of_codes = iter(await self._codes(program, codes, end) if codes else [])
+        return [next(of_codes) if isinstance(one, str) else await self._printed(program, one, end) for one in tests]
+
+    async def _printed(self, program: str, test: dict[str, str], end: float) -> str:
+        limits = self._left(end)
+        if limits is None:
+            return self._late()
+        ran = await self._sandbox.run(program, test["input"], limits)
+        if reason := _ended_badly(ran, limits):
+            return reason
+        wanted = test["output"]
+        same = _lines(ran.stdout) == _lines(wanted)
+        return "" if same else f"printed {ran.stdout[:QUOTED]!r} instead of {wanted[:QUOTED]!r}"
+
+    async def _codes(self, program: str, codes: list[str], end: float) -> list[str]:
+        """Take operations and answers to and fro until each test has ended, or gets no further."""
+        exchanges = [Exchange(code, first) for code, first in zip(codes, await self._first_of(codes), strict=True)]
+        while waiting := [one for one in exchanges if one.reason is None]:
+            for one in waiting:
+                limits = self._left(end)
+                if limits is None:
+                    one.reason = self._late()
+                    continue
+                ran = await self._sandbox.run(SIDES, json.dumps({"program": program, "operations": one.wanted}), limits)
+                one.answered(ran, limits)
+            waiting = [one for one in waiting if one.reason is None]
+            if waiting:
+                for one, said in zip(waiting, await self._check(waiting), strict=True):
+                    one.judged(said)
+        return [one.reason or "" for one in exchanges]
+
+    async def _first_of(self, codes: list[str]) -> list[Operations]:
+        """Find the operations that tests need before any is answered: the same for every program."""
+        key = json.dumps(codes)
+        if key not in self._first:
+            if len(self._first) >= REMEMBERED:
+                self._first.clear()
+            said = await self._check([Exchange(code, []) for code in codes])
+            self._first[key] = [one.get("ask", []) for one in said]
+        return self._first[key]
+
+    async def _check(self, exchanges: list[Exchange]) -> list[Verdict]:
+        """Run tests on the answers that there are, each in its time. Raises `TaskError` for a test without a use."""
+        tests = [{"code": one.code, "operations": one.wanted, "answers": one.answers} for one in exchanges]
+        task = {"tests": tests, "timeout_s": self._limits.timeout_s}
+        limits = self._limits._replace(timeout_s=self._limits.timeout_s * (len(tests) + 1))
+        ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
+        said: list[Verdict] = [json.loads(line) for line in ran.stdout.splitlines()]
+        for one, verdict in zip(exchanges, said, strict=False):
+            if "unusable" in verdict:
+                raise TaskError(f"the test {one.code[:QUOTED]!r} is of no use: {verdict['unusable']}")
+        lost: Verdict = {"failed": f"its test could not be run on what the program gave: {ran.stderr[-QUOTED:]}"}
+        return [*said, *[lost] * (len(tests) - len(said))]
+
+    def _left(self, end: float) -> Limits | None:
+        left_s = end - time.monotonic()
+        return self._limits._replace(timeout_s=min(self._limits.timeout_s, left_s)) if left_s > 0 else None
+
+    def _late(self) -> str:
+        return f"not run: the tests before it took {self._all_timeout_s:g} s"
 
 
 def program_of(completion: str) -> str:
@@ -81,14 +188,22 @@ def program_of(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-def _verdict(ran: Ran, wanted: str | None, timeout_s: float) -> str:
+def _usable(tests: object) -> list[Test]:
+    if not isinstance(tests, list) or not tests:
+        raise TaskError(f"`tests` must be a list that is not empty, not {tests!r}")
+    for test in tests:
+        match test:
+            case str() | {"input": str(), "output": str()}:
+                pass
+            case _:
+                raise TaskError(f"a test is code, or has the texts `input` and `output`; this is {test!r}")
+    return tests
+
+
+def _ended_badly(ran: Ran, limits: Limits) -> str:
     if ran.exit_code is None:
-        return f"no end after {timeout_s:.3g} s"
-    if ran.exit_code:
-        return f"exit code {ran.exit_code}: {ran.stderr.strip()[-QUOTED:]}"
-    if wanted is not None and _lines(ran.stdout) != _lines(wanted):
-        return f"printed {ran.stdout[:QUOTED]!r} instead of {wanted[:QUOTED]!r}"
-    return ""
+        return f"no end after {limits.timeout_s:.3g} s"
+    return f"exit code {ran.exit_code}: {ran.stderr.strip()[-QUOTED:]}" if ran.exit_code else ""
 
 
 def _lines(text: str) -> list[str]:

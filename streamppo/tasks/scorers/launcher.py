@@ -1,6 +1,7 @@
-"""Run program.py of the current folder under limits: PARENT_PID MEMORY_MIB CPU_S require|try.
+"""Run program.py of the current folder under limits: walled|require|try PARENT_PID MEMORY_MIB CPU_S READY.
 
-Imports nothing of ours.
+`walled` says that a sandbox of its own is around this process already. A byte goes to the descriptor READY when
+everything stands and the program begins. Imports nothing of ours.
 """
 
 import contextlib
@@ -14,15 +15,16 @@ import sys
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 PR_SET_PDEATHSIG = 1
 FILE_BYTES = 16 * 2**20
-PROCESSES = 256
+PROCESSES = 64
 
 
-def main(parent: int, memory_mib: int, cpu_s: int, network: str) -> None:
+def main(around: str, parent: int, memory_mib: int, cpu_s: int, ready: int) -> None:
     """Give up the network, outliving the parent, memory, CPU time, file size and processes, then run."""
-    alone = _leave_network()
-    if not alone and network == "require":
+    alone = around == "walled" or _leave_network()
+    if not alone and around == "require":
         sys.exit("the kernel allows no network namespace, and require_no_network is set")
-    _die_with(parent)
+    if around != "walled":
+        _die_with(parent)
     memory = memory_mib * 2**20
     for what, limit in (
         (resource.RLIMIT_AS, memory),
@@ -34,6 +36,8 @@ def main(parent: int, memory_mib: int, cpu_s: int, network: str) -> None:
     ):
         with contextlib.suppress(ValueError):
             resource.setrlimit(what, (limit, limit))
+    os.write(ready, b"1")
+    os.close(ready)
     sys.argv = ["program.py"]
     sys.path[:0] = [os.getcwd()]
     runpy.run_path("program.py", run_name="__main__")
@@ -55,4 +59,4 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,133 @@
+"""The default sandbox: namespaces of the Linux kernel, made by bubblewrap (https://github.com/containers/bubblewrap).
+
+A program has users, processes, network (no interface), shared memory and files of its own. It sees /usr, the Python
+that runs us and its packages, all read-only, and /tmp and /dev/shm that are empty, small and gone with it; nothing of
+home, of the run, of other processes.
+"""
+
+import asyncio
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from streamppo.errors import TaskError
+from streamppo.tasks.scorers import capture
+from streamppo.tasks.scorers.capture import Limits, Ran
+
+NOBODY = "65534"
+NEEDS = (0, 8, 0)
+"""The first bubblewrap that bounds a tmpfs and forbids further user namespaces."""
+KERNEL = (
+    "probably the machine or its container allows no user namespaces (sysctl user.max_user_namespaces, "
+    "kernel.apparmor_restrict_unprivileged_userns; for containers see docs/security.md)"
+)
+OTHERWISE = (
+    'Where that cannot be, `arguments = { sandbox = "..." }` names another: a remote service (docs/security.md), or '
+    '"streamppo.tasks.scorers.sandbox:Local", which is no wall.'
+)
+
+
+class Bubblewrap:
+    """A sandbox whose files take `disk_mib` at most, in each of /tmp and /dev/shm.
+
+    Raises `TaskError` that says what to install where it cannot be made.
+    """
+
+    def __init__(self, disk_mib: int = 64) -> None:
+        if missing := problem():
+            raise TaskError(missing)
+        self._disk_bytes = disk_mib * 2**20
+
+    async def run(self, program: str, stdin: str, limits: Limits) -> Ran:
+        """See `Sandbox.run`."""
+        return await asyncio.to_thread(self._run, program, stdin, limits)
+
+    def _run(self, program: str, stdin: str, limits: Limits) -> Ran:
+        # Unlinked: bubblewrap copies it into the sandbox.
+        with tempfile.TemporaryFile() as source, capture.Started() as started:
+            source.write(program.encode(errors="replace"))
+            source.seek(0)
+            file = ["--perms", "0644", "--ro-bind-data", str(source.fileno()), "/tmp/program.py"]
+            launcher = ["-I", "-c", _launcher(), "walled", "0", *started.arguments(limits)]
+            command = [*_walls(self._disk_bytes), *file, "--remount-ro", "/", "--", sys.executable, *launcher]
+            env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1"}
+            place = capture.Place(env=env, folder="/", files=(source.fileno(),))
+            return capture.run(command, stdin, limits, started, place)
+
+
+@functools.cache
+def problem() -> str:
+    """Say what keeps bubblewrap from working here, and what to do; "" when it works."""
+    found = shutil.which("bwrap")
+    if found is None:
+        install = "`apt-get install bubblewrap` or `dnf install bubblewrap` installs it"
+        return f"programs of the policy run in bubblewrap, and there is no `bwrap` here: {install}. {OTHERWISE}"
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    if tuple(map(int, re.findall(r"\d+", version))) < NEEDS:
+        needs = ".".join(map(str, NEEDS))
+        return f"programs of the policy run in bubblewrap {needs} or newer; this is {version}. {OTHERWISE}"
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        return f"root needs `setpriv` (package util-linux) to run programs of the policy as nobody. {OTHERWISE}"
+    command = [*_walls(2**20), "--", sys.executable, "-I", "-c", ""]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env={"PATH": "/usr/bin:/bin"})
+    if ran.returncode:
+        return f"bubblewrap does not work here: {ran.stderr.strip()[-300:]!r}; {KERNEL}. {OTHERWISE}"
+    return ""
+
+
+@functools.cache
+def _launcher() -> str:
+    return capture.LAUNCHER.read_text()
+
+
+def _walls(disk_bytes: int) -> list[str]:
+    """Return the command up to the files of one program."""
+    bwrap = shutil.which("bwrap") or "bwrap"
+    alone = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
+    size = ["--size", str(disk_bytes)]
+    return [
+        *_as_nobody(bwrap),
+        bwrap,
+        *(f"--unshare-{what}" for what in alone),
+        *("--disable-userns", "--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL"),
+        *("--die-with-parent", "--new-session"),
+        *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *(*size, "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *_system(),
+    ]
+
+
+def _as_nobody(bwrap: str) -> list[str]:
+    """Stop being root, whom the kernel's limit on processes does not bind.
+
+    Nobody cannot reach a Python in root's home: the outer mounts, made while we are root, are of folders that all read.
+    """
+    if os.geteuid() != 0:
+        return []
+    outer = [bwrap, *_system(), "--bind", "/proc", "/proc", "--dev", "/dev", "--die-with-parent"]
+    setpriv = shutil.which("setpriv") or "setpriv"
+    return [*outer, "--", setpriv, "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"]
+
+
+def _system() -> list[str]:
+    """Mount the system's programs and our Python, read-only."""
+    mounts = ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        path = Path("/", name)
+        if path.is_symlink():
+            mounts += ["--symlink", os.readlink(path), str(path)]
+        elif path.exists():
+            mounts += ["--ro-bind", str(path), str(path)]
+    paths = [f"/etc/{name}" for name in ("ld.so.cache", "alternatives")]
+    for prefix in dict.fromkeys((sys.base_prefix, sys.prefix, os.path.realpath(sys.base_prefix))):
+        if not Path(prefix).is_relative_to("/usr"):
+            paths += [f"{prefix}/{name}" for name in ("bin", "lib", "lib64", "pyvenv.cfg")]
+    # Bubblewrap's own would be closed to nobody.
+    parents = dict.fromkeys(str(parent) for path in paths for parent in [*Path(path).parents][-2::-1])
+    mounts += [word for parent in parents for word in ("--perms", "0755", "--dir", parent)]
+    return [*mounts, *(word for path in paths for word in ("--ro-bind-try", path, path))]

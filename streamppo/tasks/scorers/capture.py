@@ -1,0 +1,140 @@
+"""Run one command to its end or a limit, and read what it printed. No path that it can change is ever opened."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.scorers.launcher import FILE_BYTES
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+LOOK_S = 0.02
+"""Time between two looks at the memory of all processes of a program."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Limits(NamedTuple):
+    """Bounds of one run. Memory is that of each process, and on Linux that of all processes of the program together."""
+
+    timeout_s: float
+    memory_mib: int = 512
+
+
+class Ran(NamedTuple):
+    """The end of a program. `exit_code` is None when it was killed at its time limit."""
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+
+
+class Place(NamedTuple):
+    """Environment and folder of a command, and descriptors that it inherits."""
+
+    env: Mapping[str, str]
+    folder: str | None = None
+    files: tuple[int, ...] = ()
+
+
+class Started:
+    """A pipe by which the launcher says that the program begins: earlier ends are the sandbox's, not the program's."""
+
+    def __enter__(self) -> "Started":
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._reader)
+        os.close(self.writer)
+
+    def arguments(self, limits: Limits) -> list[str]:
+        """Return the launcher's last arguments."""
+        return [str(limits.memory_mib), str(int(limits.timeout_s) + 1), str(self.writer)]
+
+    def said(self) -> bool:
+        """Find out whether the program began."""
+        try:
+            return os.read(self._reader, 1) == b"1"
+        except BlockingIOError:
+            return False
+
+
+def run(command: list[str], stdin: str, limits: Limits, started: Started, place: Place) -> Ran:
+    """Run a command whose last step is the launcher. Raises `TaskError` if the launcher never came to the program."""
+    # Unlinked files: a pipe's other end may be held open by what the program has started, and a path be replaced.
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
+        process = subprocess.Popen(
+            command,
+            stdin=given,
+            stdout=out,
+            stderr=err,
+            cwd=place.folder,
+            env=place.env,
+            pass_fds=(started.writer, *place.files),
+            start_new_session=True,
+        )
+        try:
+            exit_code, note = _end(process, limits)
+        finally:
+            # Processes that the program has started are in its group, also when the program itself has ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = _text(err)
+        if not started.said():
+            if exit_code is None:
+                raise Retryable(f"the sandbox did not start within {limits.timeout_s:.3g} s")
+            raise TaskError(f"the sandbox did not start: {said.strip()[-500:]}")
+        return Ran(exit_code, _text(out), f"{said}{note}")
+
+
+def _text(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), FILE_BYTES, 0).decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes], limits: Limits) -> tuple[int | None, str]:
+    """Wait: (exit code, note for people). None is the time limit, -9 with a note the memory of all processes."""
+    end = time.monotonic() + limits.timeout_s
+    while (left_s := end - time.monotonic()) > 0:
+        if _ended(process, min(left_s, LOOK_S)):
+            return process.wait(), ""
+        if memory_bytes(process.pid) > limits.memory_mib * 2**20:
+            return -signal.SIGKILL, f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
+    return None, ""
+
+
+def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    if not hasattr(os, "pidfd_open"):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+        return process.returncode is not None
+    watched = os.pidfd_open(process.pid)
+    try:
+        return bool(select.select([watched], [], [], timeout_s)[0])
+    finally:
+        os.close(watched)
+
+
+def memory_bytes(pid: int) -> int:
+    """Sum up the memory of a process and its descendants that is no file's; 0 where there is no Linux /proc."""
+    total = 0
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        # Processes end while they are looked at.
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for thread in os.listdir(f"/proc/{one}/task"):
+                waiting += map(int, Path(f"/proc/{one}/task/{thread}/children").read_text().split())
+            resident, shared = Path(f"/proc/{one}/statm").read_text().split()[1:3]
+            total += (int(resident) - int(shared)) * PAGE_BYTES
+    return total
