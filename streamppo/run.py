@@ -19,15 +19,20 @@
 From here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 """
 
+import errno
 import logging
+import os
+import shutil
 from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamppo import durable, process
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import preflight
+from streamppo.driver import disk, preflight
 from streamppo.driver.cluster import ray_session
 from streamppo.driver.evaluation import evaluate
 from streamppo.driver.interrupts import Interrupts
@@ -64,15 +69,26 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     summary.json is written. Raises `StreamppoError`.
     """
     process.log_to_stdout()
+    disk.refuse_network(folder)
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
         record = Record(folder, started, config.seed, config.updates)
-    log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
+    interrupts.run = folder
+    with ExitStack() as ending:
+        ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
+        log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
+        _train_and_summarise(config, record, interrupts, ending)
+        log.info("model: %s", folder / "final")
+    return 0
+
+
+def _train_and_summarise(config: Config, record: Record, interrupts: Interrupts, ending: ExitStack) -> None:
+    """Train, and write summary.json in every outcome, before `ending` ends Ray, which may hang."""
     outcome, reports = FINISHED, (None, [])
     try:
-        with ray_session(config, interrupts):
-            reports = train(Stages(config, folder, record, interrupts), record)
+        ending.enter_context(ray_session(config, interrupts))
+        reports = train(Stages(config, record.folder, record, interrupts), record)
     except StreamppoError as error:
         outcome = f"{type(error).__name__}: {error}"
         raise
@@ -85,8 +101,6 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     finally:
         summary = record.close(outcome, *reports)
     log.info(farewell(summary))
-    log.info("model: %s", folder / "final")
-    return 0
 
 
 def train(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
@@ -164,12 +178,32 @@ def _due(every: int, version: int) -> bool:
 
 
 def new_folder(config: Config, runs: Path) -> Path:
-    """Make runs/NAME, with a number behind it if the name is taken."""
+    """Make runs/NAME, with a number behind it if the name is taken. It has a configuration: it can be resumed at once.
+
+    Raises `RunError` if it cannot be made, or must not be made there.
+    """
+    disk.refuse_network(runs)
+    aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
+    with durable.naming(aside, RunError):
+        runs.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        durable.folder(aside)
+    configfile.save(config, aside)
     folder, number = runs / config.name, 1
-    while folder.exists():
+    while not _claimed(aside, folder):
         number += 1
         folder = runs / f"{config.name}-{number}"
-    with durable.naming(folder, RunError):
-        runs.mkdir(parents=True, exist_ok=True)
-        durable.folder(folder)
     return folder
+
+
+def _claimed(aside: Path, folder: Path) -> bool:
+    """Give the folder `aside` its name, unless the name is taken."""
+    with durable.naming(folder, RunError):
+        try:
+            # It replaces nothing but an empty folder.
+            durable.rename(aside, folder)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                return False
+            raise
+    return True
