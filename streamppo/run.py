@@ -24,8 +24,8 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 AHEAD = 2
 """Updates in the learner's mailbox: the one that runs and the one after it."""
+
+Reports = tuple[QueueReport, list[EngineReport]]
+"""The counters of the queue, and of every engine."""
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +81,23 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
         log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
-        _train_and_summarise(config, record, interrupts, ending)
+        with _summarised(record) as reports:
+            ending.enter_context(ray_session(config, interrupts))
+            reports.append(train(Stages(config, folder, record, interrupts), record))
         log.info("model: %s", folder / "final")
     return 0
 
 
-def _train_and_summarise(config: Config, record: Record, interrupts: Interrupts, ending: ExitStack) -> None:
-    """Train, and write summary.json in every outcome, before `ending` ends Ray, which may hang."""
-    outcome, reports = FINISHED, (None, [])
+@contextmanager
+def _summarised(record: Record) -> Generator[list[Reports]]:
+    """Write summary.json in every outcome of the block, which leaves the last counters in the list.
+
+    Ray is ended later: it may hang.
+    """
+    outcome = FINISHED
+    reports: list[Reports] = []
     try:
-        ending.enter_context(ray_session(config, interrupts))
-        reports = train(Stages(config, record.folder, record, interrupts), record)
+        yield reports
     except StreamppoError as error:
         outcome = f"{type(error).__name__}: {error}"
         raise
@@ -99,11 +108,12 @@ def _train_and_summarise(config: Config, record: Record, interrupts: Interrupts,
         outcome = repr(error)
         raise
     finally:
-        summary = record.close(outcome, *reports)
+        queue, engines = reports[-1] if reports else (None, [])
+        summary = record.close(outcome, queue, engines)
     log.info(farewell(summary))
 
 
-def train(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
+def train(stages: Stages, record: Record) -> Reports:
     """Make every update that is missing, with as many groups of learner ranks as it takes; return the last counters."""
     config, checkpoints = stages.config, stages.folder / "checkpoints"
     # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap. Lines that are lost in
@@ -155,7 +165,7 @@ def _record(stages: Stages, record: Record, asked: deque[Asked], *, left: int) -
             _evaluate(stages, record, version)
 
 
-def _finish(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
+def _finish(stages: Stages, record: Record) -> Reports:
     """The last checkpoint, the model, the last evaluation, and the counters of queue and engines."""
     ranks, folder = stages.ranks, stages.folder
     saving = [rank.save.remote(str(folder / "checkpoints")) for rank in ranks]

@@ -1,8 +1,8 @@
 """A rank's device, the GPU that Ray gave it or the CPU, and its process group."""
 
 import os
-from datetime import timedelta
 import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
