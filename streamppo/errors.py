@@ -16,7 +16,7 @@ StreamppoError
 ├── QueueError             a request that the queue's rules refuse
 └── RunError               a stage died or stalled; the message names the stage
     ├── LearnerLost        a learner rank died; the supervisor starts all of them again
-    └── Interrupted        SIGINT or SIGTERM
+    └── Interrupted        SIGINT, SIGTERM or SIGHUP
 """
 
 import signal

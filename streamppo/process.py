@@ -1,16 +1,26 @@
-"""How a process of ours behaves: when Python looks for reference cycles in it, and where its log lines go.
+"""How a process of ours behaves: when Python looks for reference cycles in it, and where its output goes.
 
 Cycles: a trajectory that waits a second for its reward survives the cheap passes, and so Python makes a full one every
 second. It walks every object there is, 0.3 s beside torch and transformers, and nothing else happens meanwhile. Nothing
 that a trajectory consists of makes cycles.
 
 Log lines: every module logs to `logging.getLogger(__name__)`; each process of ours calls `log_to_stdout` once. Ray
-brings an actor's standard output to the driver's.
+brings an actor's standard output to the driver's, which may lose its reader (`| head`, a terminal that is closed): the
+rest then goes to a file, and the run goes on.
 """
 
 import gc
+import io
 import logging
+import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 MORE_OBJECTS = 200_000
 """A pass comes when so many objects more are alive than at the last one: tens of MiB that cycles may hold."""
@@ -38,6 +48,45 @@ def log_to_stdout(who: str = "") -> None:
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
     ours.propagate = False
+
+
+@contextmanager
+def lasting_output(path: Path) -> Generator[None]:
+    """In the block, let standard output and standard error go on to the file `path` once their readers go away.
+
+    Everything that Python writes is meant, lines that Ray's threads print too.
+    """
+    before = sys.stdout, sys.stderr
+    for name, stream in zip(("stdout", "stderr"), before, strict=True):
+        # A stream that somebody has replaced is theirs.
+        if stream is getattr(sys, f"__{name}__"):
+            raw = io.BufferedWriter(_Lasting(stream.fileno(), path))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _Lasting(io.FileIO):
+    """A descriptor that is led to a file by the first write that is refused."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._path = path
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write to the reader, or to the file if there is no reader any more."""
+        try:
+            return super().write(data)
+        except OSError:
+            self._path.parent.mkdir(exist_ok=True)
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, self.fileno())
+            os.close(file)
+            return super().write(data)
 
 
 class _Lines(logging.Handler):

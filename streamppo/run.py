@@ -19,15 +19,20 @@
 From here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 """
 
+import errno
 import logging
+import os
+import shutil
 from collections import deque
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamppo import durable, process
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import preflight
+from streamppo.driver import disk, preflight
 from streamppo.driver.cluster import ray_session
 from streamppo.driver.evaluation import evaluate
 from streamppo.driver.interrupts import Interrupts
@@ -44,6 +49,9 @@ if TYPE_CHECKING:
 
 AHEAD = 2
 """Updates in the learner's mailbox: the one that runs and the one after it."""
+
+Reports = tuple[QueueReport, list[EngineReport]]
+"""The counters of the queue, and of every engine."""
 
 log = logging.getLogger(__name__)
 
@@ -64,15 +72,32 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     summary.json is written. Raises `StreamppoError`.
     """
     process.log_to_stdout()
+    disk.refuse_network(folder)
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
         record = Record(folder, started, config.seed, config.updates)
-    log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
-    outcome, reports = FINISHED, (None, [])
+    interrupts.run = folder
+    with ExitStack() as ending:
+        ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
+        log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
+        with _summarised(record) as reports:
+            ending.enter_context(ray_session(config, interrupts))
+            reports.append(train(Stages(config, folder, record, interrupts), record))
+        log.info("model: %s", folder / "final")
+    return 0
+
+
+@contextmanager
+def _summarised(record: Record) -> Generator[list[Reports]]:
+    """Write summary.json in every outcome of the block, which leaves the last counters in the list.
+
+    Ray is ended later: it may hang.
+    """
+    outcome = FINISHED
+    reports: list[Reports] = []
     try:
-        with ray_session(config, interrupts):
-            reports = train(Stages(config, folder, record, interrupts), record)
+        yield reports
     except StreamppoError as error:
         outcome = f"{type(error).__name__}: {error}"
         raise
@@ -83,13 +108,12 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
         outcome = repr(error)
         raise
     finally:
-        summary = record.close(outcome, *reports)
+        queue, engines = reports[-1] if reports else (None, [])
+        summary = record.close(outcome, queue, engines)
     log.info(farewell(summary))
-    log.info("model: %s", folder / "final")
-    return 0
 
 
-def train(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
+def train(stages: Stages, record: Record) -> Reports:
     """Make every update that is missing, with as many groups of learner ranks as it takes; return the last counters."""
     config, checkpoints = stages.config, stages.folder / "checkpoints"
     # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap. Lines that are lost in
@@ -150,7 +174,7 @@ def _record(stages: Stages, record: Record, asked: deque[Asked], *, left: int) -
             _evaluate(stages, record, version)
 
 
-def _finish(stages: Stages, record: Record) -> tuple[QueueReport, list[EngineReport]]:
+def _finish(stages: Stages, record: Record) -> Reports:
     """The last checkpoint, the model, the last evaluation, and the counters of queue and engines."""
     ranks, folder = stages.ranks, stages.folder
     saving = [rank.save.remote(str(folder / "checkpoints")) for rank in ranks]
@@ -173,12 +197,32 @@ def _due(every: int, version: int) -> bool:
 
 
 def new_folder(config: Config, runs: Path) -> Path:
-    """Make runs/NAME, with a number behind it if the name is taken."""
+    """Make runs/NAME, with a number behind it if the name is taken. It has a configuration: it can be resumed at once.
+
+    Raises `RunError` if it cannot be made, or must not be made there.
+    """
+    disk.refuse_network(runs)
+    aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
+    with durable.naming(aside, RunError):
+        runs.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        durable.folder(aside)
+    configfile.save(config, aside)
     folder, number = runs / config.name, 1
-    while folder.exists():
+    while not _claimed(aside, folder):
         number += 1
         folder = runs / f"{config.name}-{number}"
-    with durable.naming(folder, RunError):
-        runs.mkdir(parents=True, exist_ok=True)
-        durable.folder(folder)
     return folder
+
+
+def _claimed(aside: Path, folder: Path) -> bool:
+    """Give the folder `aside` its name, unless the name is taken."""
+    with durable.naming(folder, RunError):
+        try:
+            # It replaces nothing but an empty folder.
+            durable.rename(aside, folder)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                return False
+            raise
+    return True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from streamppo.config.sections import Config, model_path
+from streamppo.driver.cluster import here
 from streamppo.driver.placement import Placement
 from streamppo.learner.rank import Rank
 from streamppo.queue.actor import QueueActor
@@ -22,9 +23,12 @@ MAILBOX_CALLS = 10_000
 
 
 def make_queue(config: Config, folder: Path) -> "ActorProxy[QueueActor]":
-    """The queue of the run in `folder`; Ray starts it again when it dies, and repeats the calls that were under way."""
+    """The queue of the run in `folder`, beside the driver.
+
+    Ray starts it again when it dies, and repeats the calls that were under way.
+    """
     options = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
-    actor = ray.remote(QueueActor).options(name="queue", num_cpus=0, **options)
+    actor = ray.remote(QueueActor).options(name="queue", num_cpus=0, scheduling_strategy=here(), **options)
     return actor.remote(encode(config), str(folder), model_path(config, folder))
 
 

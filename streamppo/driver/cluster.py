@@ -2,25 +2,30 @@
 
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from threading import Timer
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray import ObjectRef
+from ray._private import worker
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamppo import errors
 from streamppo.config.sections import LOCAL, Config
+from streamppo.driver import environment
 from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.placement import plan
-from streamppo.errors import StreamppoError
+from streamppo.errors import RunError, StreamppoError
 from streamppo.tasks import plugins
 
 if TYPE_CHECKING:
+    from ray._private.node import Node
     from ray.actor import ActorHandle, ActorProxy
 
 BLAME_S = 5.0
@@ -60,18 +65,32 @@ def init_ray(config: Config) -> None:
     """Start Ray here, or join the cluster."""
     cluster = config.cluster
     plugins.export_path()
+    environment.quiet_pipes()
     # Some data sets use the hashes of texts, and every actor, now and after a resume, must make the same prompts.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
-        ray.init(address=cluster.address, log_to_driver=True, logging_level=logging.ERROR)
+        variables = environment.carried(os.environ, environment.named(config))
+        ray.init(
+            address=cluster.address,
+            log_to_driver=True,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": variables},
+        )
         return
-    ray.init(
-        address=LOCAL,
-        num_cpus=cluster.cpus or int(plan(config).total("CPU")),
-        include_dashboard=False,
-        object_store_memory=cluster.object_store_mib * 2**20,
-        logging_level=logging.ERROR,
-    )
+    with environment.of_own_ray():
+        ray.init(
+            address=LOCAL,
+            num_cpus=cluster.cpus or int(plan(config).total("CPU")),
+            include_dashboard=False,
+            object_store_memory=cluster.object_store_mib * 2**20,
+            logging_level=logging.ERROR,
+            _node_ip_address=environment.LOOPBACK,
+        )
+
+
+def here() -> NodeAffinitySchedulingStrategy:
+    """Keep an actor on the driver's node, which has the run's folder on a disk of its own."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def describe(error: BaseException) -> str:
@@ -107,6 +126,25 @@ def death(refs: Sequence[ObjectRef[Any]]) -> RayActorError | None:
 def actor_id(actor: "ActorProxy[Any]") -> str:
     """Ray's name for an actor, the same as `actor_id` of the error that tells of its death."""
     return cast("ActorHandle[Any]", actor)._actor_id.hex()
+
+
+def inside(actor: "ActorProxy[Any]", function: Callable[..., None], *arguments: object) -> "ObjectRef[None]":
+    """Call `function(actor, *arguments)` in the process of an actor."""
+    return cast("ActorHandle[Any]", actor).__ray_call__.remote(function, *arguments)
+
+
+def refuse_dead_ray() -> None:
+    """Raise `RunError` if a process of our own Ray has died: nothing is restarted or ended without them."""
+    node = cast("Node | None", worker._global_node)
+    services = node.all_processes.items() if node is not None else ()
+    for name, processes in services:
+        for one in processes:
+            if (code := one.process.poll()) is not None:
+                raise RunError(f"Ray's {name} has died ({_ending(code)}); resume starts another")
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def kill(actor: "ActorProxy[Any]") -> None:

@@ -1,28 +1,39 @@
-"""SIGINT and SIGTERM: noted whenever they come, raised where the driver looks for them.
+"""SIGINT, SIGTERM and SIGHUP: noted whenever they come, raised where the driver looks for them.
 
 An exception out of a signal handler surfaces anywhere: inside an import that swallows it, or inside Ray, which makes
-another exception of it.
+another exception of it. SIGHUP, of a terminal that is closed, is ignored where the run was started so (`nohup`).
 """
 
+import os
 import signal
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 from streamppo.errors import Interrupted
+from streamppo.process import CLEAR_LINE
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STDOUT = 1
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """The first signal is noted; the next one ends the process at once, and local Ray processes die with it."""
+    """The first signal is noted; the next one ends the process at once, and local Ray processes die with it.
+
+    `run` is the folder of the run, once there is one.
+    """
 
     def __init__(self) -> None:
+        self.run: Path | None = None
         self._noted: int | None = None
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._signals = SIGNALS[:2] if ignored else SIGNALS
         self.catch()
 
     def catch(self) -> None:
         """Install the handlers: at the start, and again after a library has installed its own."""
         if self._noted is None:
-            for number in SIGNALS:
+            for number in self._signals:
                 signal.signal(number, self._note)
 
     def check(self) -> None:
@@ -32,5 +43,18 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number
-        for other in SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A terminal that is closed sends it more than once.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._tell(signal.Signals(number).name)
+
+    def _tell(self, name: str) -> None:
+        """Say at once that the run stops: the driver may look for signals seconds later.
+
+        The descriptor is written to because a handler may interrupt the very function that writes to `sys.stdout`.
+        """
+        resume = f"; go on with: streamppo resume {self.run}" if self.run else ""
+        with suppress(OSError):
+            clear = CLEAR_LINE if os.isatty(STDOUT) else ""
+            os.write(STDOUT, f"{clear}{name}: stopping, a second signal stops at once{resume}\n".encode())

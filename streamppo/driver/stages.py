@@ -21,12 +21,13 @@ from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
 from streamppo.config import file as configfile
-from streamppo.config.sections import BUILTIN, Config, model_path
-from streamppo.driver import lock
+from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
+from streamppo.driver import lock, nodes
 from streamppo.driver.actors import make_queue, make_ranks, make_rollout
-from streamppo.driver.cluster import actor_id, describe, kill
+from streamppo.driver.cluster import actor_id, describe, inside, kill, refuse_dead_ray
 from streamppo.driver.crew import Crew
 from streamppo.driver.interrupts import Interrupts
+from streamppo.driver.memory import MemoryKills
 from streamppo.driver.placement import Placement, refuse_impossible
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
@@ -56,9 +57,11 @@ class Stages:
         self._record = record
         self._interrupts = interrupts
         self._restarts: deque[float] = deque()
+        self._memory = MemoryKills()
         self.calls = Calls(self._died, self._tick)
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
+        self._needs = nodes.of_rank(config, folder) if config.cluster.address != LOCAL else None
         self._reward_models = reward_model.create(config.reward, self._placement.model)
         self.crew = Crew(
             self._rollout,
@@ -93,6 +96,9 @@ class Stages:
             self.calls.forget(Stage.CHECKPOINT)
             self.ranks = make_ranks(self.config, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = False
+        if self._needs is not None:
+            proofs = [inside(rank, nodes.prove, self._needs) for rank in self.ranks]
+            self.calls.wait(proofs, "proofs that ranks see the run's folder")
         model = model_path(self.config, self.folder)
         if self.config.model.path == BUILTIN:
             self.calls.wait([self.ranks[0].make_model.remote(model)], "making builtin:tiny")
@@ -106,6 +112,8 @@ class Stages:
     def note(self, stage: Stage, reason: str) -> None:
         """Write a restart down. Raises `RunError` instead if there were too many of late."""
         watchdog, present = self.config.watchdog, time.monotonic()
+        if killed := self._memory.explain():
+            reason = f"{reason}: {killed}"
         self._restarts.append(present)
         while present - self._restarts[0] > watchdog.restarts_s:
             self._restarts.popleft()
@@ -158,7 +166,11 @@ class Stages:
     # --- lives -----------------------------------------------------------------------------------------------
 
     def _rollout(self, name: str, place: int) -> "ActorProxy[RolloutActor]":
-        return make_rollout(self.config, name, self.queue, self._reward_models, self._placement.actor(place))
+        actor = make_rollout(self.config, name, self.queue, self._reward_models, self._placement.actor(place))
+        if self._needs is not None:
+            proof = inside(actor, nodes.prove, nodes.of_rollout(self.config, self._needs))
+            self.calls.watch(proof, Stage.ROLLOUT, lambda _: None, name=name)
+        return actor
 
     def _follow_queue(self, life: str) -> None:
         """Learn of every new process of the queue."""
@@ -181,6 +193,7 @@ class Stages:
     def _tick(self, doing: str) -> None:
         """Look at everything that no call tells of."""
         self._interrupts.check()
+        refuse_dead_ray()
         self.crew.check_silence()
         self._check_scale()
         # Engines that start have a limit and an error of their own.

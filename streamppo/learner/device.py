@@ -1,6 +1,7 @@
 """A rank's device, the GPU that Ray gave it or the CPU, and its process group."""
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -49,7 +50,7 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int) 
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{host}:{port}",
+        store=_store(host, port, rank, ranks),
         rank=rank,
         world_size=ranks,
         timeout=LOAD,
@@ -62,3 +63,9 @@ def expect_updates(mesh: DeviceMesh) -> None:
     for group in (dist.group.WORLD, mesh.get_group()):
         assert group is not None, "join comes first"
         group.set_timeout(UPDATE)
+
+
+def _store(host: str, port: int, rank: int, ranks: int) -> dist.Store:
+    """Meet at `host`, which listens there alone: left to itself, torch listens at every address of the machine."""
+    listening = socket.create_server((host, port)).detach() if rank == 0 else None
+    return dist.TCPStore(host, port, ranks, rank == 0, master_listen_fd=listening)

@@ -12,8 +12,10 @@ the queue, but for a short row for each attempt that was lost, failed, too old o
 are keys and nothing else. SQLite checks its structure and nothing else: every row carries a checksum of its own.
 """
 
+import logging
 import sqlite3
 import struct
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +33,13 @@ FORMAT = 2
 """The number of the tables' format; a journal of another one is refused."""
 DEAD_LETTERS = 1000
 """Dead letters that are kept; the newest."""
+LOCKED_S = 120.0
+"""How long a writer waits for another process, such as a backup or an `sqlite3` shell, that has the write lock."""
 ALL = range(2**62)
 """Every slot."""
 TIP = struct.Struct("<QI")
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 TABLES = f"""
 begin immediate;
 create table if not exists state (name text primary key, value blob, checksum int) strict;
@@ -195,7 +200,7 @@ class Journal:
     @contextmanager
     def _transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
         with self._errors_named():
-            self._db.execute("begin immediate")
+            self._begin()
             try:
                 number = self._transactions()
                 if not self.path.exists():
@@ -215,6 +220,21 @@ class Journal:
             self._number = number + 1
             with open(self._tip, "r+b", buffering=0) as file:
                 file.write(_tip(self._number))
+
+    def _begin(self) -> None:
+        """Take the write lock. Raises `JournalError` if another process holds it for longer than `LOCKED_S`."""
+        deadline = time.monotonic() + LOCKED_S
+        while True:
+            try:
+                self._db.execute("begin immediate")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                    raise
+                if time.monotonic() > deadline:
+                    raise JournalError(f"{self.path}: {_holder(self.path)} has locked it for {LOCKED_S:g} s") from error
+                log.info("%s: the queue waits for %s, which has locked it", self.path, _holder(self.path))
+            else:
+                return
 
     def _verify_structure(self) -> None:
         ((first, *_),) = self._db.execute("pragma integrity_check(1)").fetchall()
@@ -281,6 +301,18 @@ def _read_only_address(path: Path) -> str:
     """The address under which SQLite changes nothing; without a log it would begin one, unless the file is final."""
     final = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     return f"{path.resolve().as_uri()}?mode=ro{final}"
+
+
+def _holder(path: Path, locks: Path = Path("/proc/locks")) -> str:
+    """Name the process that has locked the journal at `path`: the locks of a log in WAL mode are on its -shm file."""
+    try:
+        inode = path.with_name(f"{path.name}-shm").stat().st_ino
+        rows = [line.split() for line in locks.read_text().splitlines()]
+    except OSError:
+        return "another process"
+    # 1: POSIX  ADVISORY  WRITE 4711 fe:00:1234 120 120
+    found = [row[4] for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")]
+    return f"process {', '.join(found)}" if found else "another process"
 
 
 def _tip(number: int) -> bytes:

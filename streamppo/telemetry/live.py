@@ -18,13 +18,13 @@ class LiveLine:
     """The newest state of a run. Log lines appear above it (`process.log_to_stdout`)."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
         self._shown = False
         self._logged_at = time.monotonic()
 
     def show(self, text: str, *, last: bool) -> None:
         """Replace the line by `text`. Without a terminal, log it if it is the last or the one before is 10 s ago."""
-        if self._terminal:
+        # A terminal may be closed while the run goes on.
+        if sys.stdout.isatty():
             self._write(CLEAR_LINE + _cut(text))
             self._shown = True
         elif last or time.monotonic() - self._logged_at > EVERY_S:

@@ -110,6 +110,7 @@ class Case:
         patch.setattr(stages, "make_ranks", lambda config, queue, place, group: [Actor(f"learner-0.{group}")])
         patch.setattr(stages, "Placement", lambda config: place)
         patch.setattr(stages.reward_model, "create", lambda *_: {})
+        patch.setattr(stages, "inside", lambda actor, *_: f"{actor.name}.prove()")
         self.stages: Any = stages.Stages(config, folder, self.record, interrupts)
         self.crew, self.calls = self.stages.crew, self.stages.calls
         self.crew.generate()

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,3 +95,34 @@ def test_log_lines_go_to_standard_output_once_behind_who_says_them(capsys: pytes
     finally:
         ours.handlers, ours.level, ours.propagate = before
     assert capsys.readouterr().out == "rollout-3: 7 prompts are too long\n"
+
+
+LOSES_ITS_READER = """
+import os, sys
+from pathlib import Path
+from streamppo import process
+
+with process.lasting_output(Path(sys.argv[1]) / "logs" / "driver.log"):
+    print("read", flush=True)
+    sys.stdin.readline()
+    print("a line that nobody reads")
+    print("another", file=sys.stderr)
+    process.log_to_stdout()
+    import logging
+    logging.getLogger("streamppo.x").info("a log line")
+    os._exit(7)
+"""
+
+
+def test_output_that_has_lost_its_reader_goes_on_in_a_file(tmp_path: Path) -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", LOSES_ITS_READER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.stdin and child.stdout and child.stderr
+        assert child.stdout.readline() == "read\n"
+        child.stdout.close()
+        child.stderr.close()
+        child.stdin.write("go on\n")
+        child.stdin.close()
+        assert child.wait() == 7
+    assert (tmp_path / "logs" / "driver.log").read_text() == "a line that nobody reads\nanother\na log line\n"

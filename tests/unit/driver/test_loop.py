@@ -1,7 +1,9 @@
 """The loop without Ray: the order of the mailbox, and updates that are redone, evaluated and recorded."""
 
+import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,13 @@ import pytest
 from driver_case import Case
 
 from streamppo import run as loop
-from streamppo.errors import Interrupted, LearnerLost
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.driver import disk
+from streamppo.driver.interrupts import Interrupts
+from streamppo.errors import Interrupted, LearnerLost, RunError
 from streamppo.learner import manifest
+from streamppo.telemetry.record import Record
 from streamppo.types import UpdateReport, encode
 
 Make = Callable[..., Case]
@@ -125,3 +132,55 @@ def test_a_run_that_has_all_its_updates_is_finished_once_more(looped: Any) -> No
     run.record.version = 4
     loop.train(run.stages, run.record)
     assert made.events == ["eval 4", "start 4", *END]
+
+
+def test_a_new_folder_can_be_resumed_from_its_first_moment_and_takes_no_name_that_is_taken(
+    math_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = math_config()
+    (tmp_path / "math").mkdir()
+    (tmp_path / "math" / "mine.txt").touch()
+    (tmp_path / "math-2").touch()
+    for name in ("math-3", "math-4"):
+        made = loop.new_folder(config, tmp_path)
+        assert made == tmp_path / name and configfile.load(made / configfile.CONFIG) == config
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["math", "math-2", "math-3", "math-4"]
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_made(
+    math_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mounts")
+    disk.MOUNTS.write_text("27 1 254:0 / / rw - nfs4 server:/ rw")
+    with pytest.raises(RunError, match="network file system"):
+        loop.new_folder(math_config(), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_summary_is_written_before_ray_is_ended_which_may_hang(
+    math_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = loop.new_folder(math_config(), tmp_path)
+
+    @contextmanager
+    def session(config: Config, interrupts: Interrupts) -> Generator[None]:
+        try:
+            yield
+        finally:
+            assert json.loads((folder / "summary.json").read_text())["outcome"] == "RunError: Ray has died"
+
+    def fail(*_: object) -> None:
+        raise RunError("Ray has died")
+
+    monkeypatch.setattr(loop, "ray_session", session)
+    monkeypatch.setattr(loop, "Stages", fail)
+    interrupts: Any = SimpleNamespace(run=None)
+    with pytest.raises(RunError, match=r"^Ray has died$"):
+        loop.run(math_config(), folder, started=0.0, interrupts=interrupts)
+    assert interrupts.run == folder
+
+
+def test_metrics_that_were_deleted_while_the_run_went_on_do_not_keep_it_from_ending(tmp_path: Path) -> None:
+    record = Record(tmp_path, 0.0, seed=1, updates=3)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert record.close("finished", None, [])["updates"] == 0

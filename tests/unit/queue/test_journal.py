@@ -12,6 +12,7 @@ from conftest import COUNTERS, trajectory
 
 from streamppo import durable
 from streamppo.errors import JournalError
+from streamppo.queue import journal as journal_module
 from streamppo.queue.journal import DEAD_LETTERS, FORMAT, Journal
 from streamppo.queue.records import Changes, DeadLetter, Ended, Lease, Made, SavedSlot
 from streamppo.types import Identity
@@ -301,3 +302,44 @@ def test_a_full_disk_is_named_and_the_journal_goes_on_when_there_is_room(tmp_pat
     saved = journal.read()
     assert saved is not None
     assert len(saved.slots) == 2000
+
+
+def test_a_writer_waits_for_the_process_that_has_locked_the_journal_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = filled(tmp_path / "journal.sqlite")
+    mine._db.execute("pragma busy_timeout = 1")
+    other = sqlite3.connect(mine.path, isolation_level=None)
+    other.execute("begin immediate")
+    before = everything(mine)
+    monkeypatch.setattr(journal_module, "LOCKED_S", 0.0)
+    with pytest.raises(JournalError, match=r"journal\.sqlite: (another )?process.* has locked it for 0 s$"):
+        mine.write(Changes(COUNTERS, (slot(9),)))
+    assert everything(mine) == before
+    monkeypatch.setattr(journal_module, "LOCKED_S", 60.0)
+    monkeypatch.setattr(journal_module, "log", Unlocking(other))
+    mine.write(Changes(COUNTERS, (slot(9),)))
+    assert slot(9) in mine.slots()
+
+
+class Unlocking:
+    """A log whose first line comes when the other process is done."""
+
+    def __init__(self, other: sqlite3.Connection) -> None:
+        self._other = other
+
+    def info(self, message: str, *of: object) -> None:
+        assert "journal.sqlite: the queue waits for " in message % of
+        self._other.execute("commit")
+
+
+def test_the_process_that_holds_the_lock_is_named_by_its_number(tmp_path: Path) -> None:
+    shared = tmp_path / "journal.sqlite-shm"
+    shared.touch()
+    (tmp_path / "locks").write_text(
+        "1: FLOCK  ADVISORY  WRITE 11 fe:00:1 0 EOF\n"
+        f"2: POSIX  ADVISORY  READ  12 fe:00:{shared.stat().st_ino} 124 124\n"
+        f"3: POSIX  ADVISORY  WRITE 4711 fe:00:{shared.stat().st_ino} 120 120\n"
+    )
+    assert journal_module._holder(tmp_path / "journal.sqlite", tmp_path / "locks") == "process 4711"
+    assert journal_module._holder(tmp_path / "other.sqlite", tmp_path / "locks") == "another process"

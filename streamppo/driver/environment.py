@@ -1,0 +1,69 @@
+"""The environment of Ray's processes.
+
+a Ray of our own    its processes inherit the driver's environment, and `OWN_RAY` beside it
+a cluster           actors get what `carried` chooses of the driver's environment, and else what `ray start` had
+"""
+
+import os
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+from ray._private import ray_constants
+
+from streamppo.config.reward import Remote
+from streamppo.config.sections import Config
+
+OWN_RAY = {
+    # An event of every call would make its GCS grow by 35 KiB with every update, for a dashboard that nobody opens.
+    "RAY_task_events_report_interval_ms": "0",
+    # Ray's 15 would make a run crawl beside any other load, and it is what its user waits for.
+    "RAY_worker_niceness": "0",
+    # The name is of other systems; the effect is a node at 127.0.0.1, whose servers listen there alone.
+    ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+}
+"""Settings of a Ray of our own; a variable that the user has set wins."""
+LOOPBACK = "127.0.0.1"
+CARRIED = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
+CARRIED_PREFIXES = ("STREAMPPO_", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "TOKENIZERS_", "SGLANG_", "NCCL_", "GLOO_")
+CARRIED_SUFFIXES = ("_API_KEY", "_TOKEN", "_PROXY")
+KEPT = ("RAY_",)
+"""Prefixes of variables that belong to a node, whatever their end."""
+
+
+def carried(environment: Mapping[str, str], keys: frozenset[str]) -> dict[str, str]:
+    """Choose the variables of the driver that actors on a cluster get: those of `CARRIED...` and those in `keys`."""
+    return {name: value for name, value in environment.items() if name in keys or _is_everybodys(name)}
+
+
+def _is_everybodys(name: str) -> bool:
+    if name.startswith(KEPT):
+        return False
+    return name in CARRIED or name.startswith(CARRIED_PREFIXES) or name.upper().endswith(CARRIED_SUFFIXES)
+
+
+def named(config: Config) -> frozenset[str]:
+    """Name the variables that the configuration asks for: the keys of its services."""
+    scorers = config.reward.scorers.values()
+    return frozenset(scorer.key_env for scorer in scorers if isinstance(scorer, Remote) and scorer.key_env)
+
+
+def quiet_pipes() -> None:
+    """Have Ray write no colour codes where standard output is no terminal, or NO_COLOR is set."""
+    if os.environ.get("NO_COLOR") or not sys.stdout.isatty():
+        os.environ["RAY_COLOR_PREFIX"] = "0"
+
+
+@contextmanager
+def of_own_ray() -> Generator[None]:
+    """Start a Ray of our own in the block: nobody but this machine can reach it."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    for name, value in OWN_RAY.items():
+        os.environ.setdefault(name, value)
+    # It was read when Ray was imported.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, None)

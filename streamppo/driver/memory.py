@@ -1,0 +1,66 @@
+"""Processes that the kernel has killed for memory, by the counter of this process's cgroup, version 1 or 2.
+
+version 2    CGROUP/memory.events "oom_kill 3"         CGROUP/memory.max
+version 1    CGROUP/memory.oom_control "oom_kill 3"    CGROUP/memory.limit_in_bytes
+"""
+
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+COUNTERS = {"memory.events": "memory.max", "memory.oom_control": "memory.limit_in_bytes"}
+"""The file with the number of kills, and the one with the limit, of either version."""
+UNLIMITED = 2**60
+"""Version 1 writes a number above this where there is no limit."""
+
+
+class MemoryKills:
+    """The kills since this object was made. `cgroups` is the mount of all cgroups, `own` says which is this process's.
+
+    A cgroup inside another one is bounded by both: every level that has a counter is read.
+    """
+
+    def __init__(self, cgroups: Path = CGROUPS, own: Path = OWN) -> None:
+        self._levels = _levels(cgroups, own.read_text() if own.exists() else "")
+        self._known = self._count()
+
+    def explain(self) -> str:
+        """Say that the kernel has killed processes for memory since the last call, and how much there was; else ""."""
+        before, self._known = self._known, self._count()
+        if self._known <= before:
+            return ""
+        limits = [limit for level in self._levels if (limit := _limit(level)) is not None]
+        much = f": the limit of the cgroup is {min(limits) / 2**30:.2f} GiB" if limits else ""
+        return f"killed by the kernel for memory{much}"
+
+    def _count(self) -> int:
+        return sum(map(_kills, self._levels))
+
+
+def _levels(cgroups: Path, own: str) -> list[Path]:
+    """Find the folder of the memory cgroup of a process, and all above it, that count kills."""
+    found: list[Path] = []
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = cgroups / controllers
+        folder = root / path.lstrip("/")
+        found += [level for level in (folder, *folder.parents) if level.is_relative_to(root)]
+    return [level for level in found if any((level / name).is_file() for name in COUNTERS)]
+
+
+def _kills(level: Path) -> int:
+    for name in COUNTERS:
+        if (level / name).is_file():
+            counts = dict(line.split() for line in (level / name).read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def _limit(level: Path) -> int | None:
+    for name in COUNTERS.values():
+        if (level / name).is_file():
+            text = (level / name).read_text().strip()
+            return int(text) if text.isdigit() and int(text) < UNLIMITED else None
+    return None

@@ -1,0 +1,253 @@
+"""The environment of Ray's processes, and the disk, the memory and the signals of the driver's machine."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver_case import Case
+from ray._private import ray_constants
+
+from streamppo.config.sections import Config
+from streamppo.driver import cluster, disk, environment, nodes, stages
+from streamppo.driver.interrupts import SIGNALS, Interrupts
+from streamppo.driver.memory import MemoryKills
+from streamppo.driver.watch import Stage
+from streamppo.errors import Interrupted, RunError
+
+# --- variables -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """The options of every ray.init, beside the environment that its processes would have."""
+    found: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> None:
+        found.append({**options, "cluster": ray_constants.ENABLE_RAY_CLUSTER, "environment": dict(os.environ)})
+
+    for name in (*environment.OWN_RAY, "RAY_COLOR_PREFIX", "PYTHONHASHSEED"):
+        # Set first, so that it is taken back whatever the code under test does.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", "plugins")
+    monkeypatch.setattr(cluster.ray, "init", init)
+    yield found
+
+
+def test_a_ray_of_our_own_is_on_loopback_at_nice_0_without_events_and_a_cluster_after_it_is_not(
+    started: list[dict[str, Any]], math_config: Callable[..., Config]
+) -> None:
+    cluster.init_ray(math_config())
+    cluster.init_ray(math_config("cluster.address=10.0.0.1:6379"))
+    own, joined = started
+    assert (own["_node_ip_address"], own["cluster"]) == ("127.0.0.1", False)
+    assert own["environment"]["RAY_worker_niceness"] == own["environment"]["RAY_task_events_report_interval_ms"] == "0"
+    assert joined["cluster"] and "_node_ip_address" not in joined
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in joined["environment"]
+
+
+def test_a_setting_of_the_users_own_wins(
+    started: list[dict[str, Any]], math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_worker_niceness", "5")
+    cluster.init_ray(math_config())
+    assert started[0]["environment"]["RAY_worker_niceness"] == "5"
+
+
+def test_actors_on_a_cluster_get_the_drivers_keys_and_settings_and_nothing_of_its_machine(
+    started: list[dict[str, Any]], math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {
+        "HF_HOME": "/models",
+        "SGLANG_X": "1",
+        "OPENAI_API_KEY": "key",
+        "https_proxy": "p",
+        "MY_SECRET": "s",
+        "RAY_AUTH_TOKEN": "t",
+        "CUDA_VISIBLE_DEVICES": "7",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    service = "reward={scorers={one={kind='service', url='http://localhost:1', key_env='MY_SECRET'}}}"
+    cluster.init_ray(math_config("cluster.address=auto", service))
+    variables = started[0]["runtime_env"]["env_vars"]
+    assert {name: variables.get(name) for name in given} == {
+        **given,
+        "RAY_AUTH_TOKEN": None,
+        "CUDA_VISIBLE_DEVICES": None,
+    }
+    assert variables["PYTHONHASHSEED"] == "0" and variables["PYTHONPATH"].endswith("plugins")
+    assert "PATH" not in variables and "HOME" not in variables
+
+
+def test_ray_writes_no_colours_into_a_pipe(started: list[dict[str, Any]], math_config: Callable[..., Config]) -> None:
+    cluster.init_ray(math_config())
+    assert started[0]["environment"]["RAY_COLOR_PREFIX"] == "0"
+
+
+# --- nodes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_lacks_something_is_named_with_all_that_it_lacks(
+    tmp_path: Path, math_config: Callable[..., Config]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}")
+    scorer = "{kind='function', function='nowhere.at_all:score'}"
+    service = "{kind='service', url='http://localhost:1', key_env='NO_SUCH_KEY'}"
+    changes = (f"task={{kind='data', data='{data}'}}", f"reward={{scorers={{one={scorer}, two={service}}}}}")
+    rank = nodes.of_rank(math_config(*changes), tmp_path)
+    needs = nodes.of_rollout(math_config(*changes), rank)
+    assert nodes.lacking(rank) == []
+    assert nodes.lacking(needs) == ["the plug-in nowhere.at_all:score", "the environment variable NO_SUCH_KEY"]
+    data.unlink()
+    (tmp_path / nodes.TOKEN).write_text("of another disk")
+    with pytest.raises(RunError, match=rf"^node \S+ lacks the run's folder {tmp_path}: another.*; {data}; the plug-in"):
+        nodes.prove(None, needs)
+    (tmp_path / nodes.TOKEN).unlink()
+    assert nodes.lacking(rank) == [f"the run's folder {tmp_path}"]
+
+
+def test_a_plug_in_that_is_there_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert nodes._is_there("mine") and nodes._is_there("mine.py") and not nodes._is_there("yours.py")
+
+
+# --- disk ----------------------------------------------------------------------------------------------------
+
+MOUNTS = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+40 27 0:50 / /home rw shared:1 - nfs4 server:/home rw,vers=4.2
+41 40 0:51 / /home/my\\040disk rw - xfs /dev/vdb rw
+42 27 0:52 / /scratch rw - lustre mds@tcp:/scratch rw
+43 27 0:53 / /cloud rw - fuse.gcsfuse bucket rw
+44 27 0:54 / /layer rw - fuse.fuse-overlayfs fuse rw
+45 27 0:55 / /layer/again rw - cifs //server/x rw
+46 27 254:1 / /layer/again rw - ext4 /dev/vdc rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [("/home/me/runs", "nfs4"), ("/scratch/runs/math", "lustre"), ("/cloud", "fuse.gcsfuse")],
+)
+def test_a_run_on_a_network_file_system_is_refused_with_the_remedy(
+    folder: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mountinfo")
+    disk.MOUNTS.write_text(MOUNTS)
+    with pytest.raises(RunError, match=rf"^{folder}: is on a network file system \({kind}\).*`--runs FOLDER`"):
+        disk.refuse_network(Path(folder))
+
+
+@pytest.mark.parametrize("folder", ["/home/my disk/runs", "/homes/runs", "/layer", "/layer/again/runs"])
+def test_a_disk_of_this_machine_is_accepted_also_inside_a_network_file_system(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mountinfo")
+    disk.MOUNTS.write_text(MOUNTS)
+    disk.refuse_network(Path(folder))
+
+
+# --- memory --------------------------------------------------------------------------------------------------
+
+
+def cgroup(folder: Path, version: int, kills: int, limit: str) -> MemoryKills:
+    """The counter of a process in the cgroup /job/run; job has the limit."""
+    controller, counter, bound = (
+        ("", "memory.events", "memory.max"),
+        ("memory", "memory.oom_control", "memory.limit_in_bytes"),
+    )[version == 1]
+    run = folder / controller / "job" / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    for level, text in ((run, "max" if version == 2 else str(2**63 - 4096)), (run.parent, limit)):
+        (level / counter).write_text(f"under_oom 0\noom_kill {kills}\n")
+        (level / bound).write_text(f"{text}\n")
+    (folder / "own").write_text(f"3:cpu:/other\n4:{controller}:/job/run\n")
+    return MemoryKills(folder, folder / "own")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_stage_that_the_kernel_killed_for_memory_says_so_and_how_much_there_was(
+    version: int, tmp_path: Path, driver_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = cgroup(tmp_path / "groups", version, 3, str(3 * 2**29))
+    monkeypatch.setattr(stages, "MemoryKills", lambda: kills)
+    run = driver_case(1, "watchdog.max_restarts=1")
+    run.stages.note(Stage.ROLLOUT, "rollout-0: died")
+    cgroup(tmp_path / "groups", version, 4, str(3 * 2**29))
+    said = "rollout-1: died: killed by the kernel for memory: the limit of the cgroup is 1.50 GiB"
+    with pytest.raises(RunError, match=f"^2 restarts within 600 s; the last reason: {said}$"):
+        run.stages.note(Stage.ROLLOUT, "rollout-1: died")
+    assert run.record.restarts == [("rollout", "rollout-0: died")]
+    assert kills.explain() == ""
+
+
+def test_a_machine_without_cgroups_tells_nothing(tmp_path: Path) -> None:
+    assert MemoryKills(tmp_path, tmp_path / "none").explain() == ""
+
+
+# --- a Ray that died -----------------------------------------------------------------------------------------
+
+
+def test_a_ray_whose_own_process_has_died_ends_the_run_at_once_with_the_reason(
+    driver_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = driver_case(1)
+    run.tick()
+    processes = {"raylet": [Service(None)], "gcs_server": [Service(-signal.SIGKILL)]}
+    monkeypatch.setattr(cluster.worker, "_global_node", Node(processes))
+    with pytest.raises(RunError, match=r"^Ray's gcs_server has died \(SIGKILL\)"):
+        run.tick()
+
+
+class Node:
+    def __init__(self, processes: dict[str, list["Service"]]) -> None:
+        self.all_processes = processes
+
+
+class Service:
+    def __init__(self, code: int | None) -> None:
+        self.process = self
+        self.poll = lambda: code
+
+
+# --- signals -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_answered_at_once_with_the_way_to_go_on_and_raised_where_the_driver_looks(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupts = Interrupts()
+    interrupts.run = Path("runs/math")
+    interrupts.check()
+    os.kill(os.getpid(), number)
+    said = capfd.readouterr().out
+    assert said.startswith(f"{number.name}: stopping") and said.endswith("streamppo resume runs/math\n")
+    with pytest.raises(Interrupted):
+        interrupts.check()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    # A terminal that is closed sends it more than once.
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupts = Interrupts()
+    os.kill(os.getpid(), signal.SIGHUP)
+    interrupts.check()
