@@ -36,8 +36,12 @@ async def start(config: FunctionScorer) -> "Template":
     return template
 
 
+class TemplateDied(Exception):
+    """There is no template process any more."""
+
+
 class Template:
-    """A running template process; one order at a time. Raises `TaskError` if it has died."""
+    """A running template process; one order at a time. Raises `TemplateDied` if it has died."""
 
     def __init__(
         self,
@@ -68,9 +72,9 @@ class Template:
         if ready.error:
             raise TaskError(ready.error)
 
-    async def fork(self, channel: socket.socket) -> int:
-        """Fork a process that listens on `channel`; its pid."""
-        return (await self._order(Order(), channel)).pid
+    async def fork(self, channel: socket.socket, page: int) -> int:
+        """Fork a process that listens on `channel`, and notes its steps in the page behind a descriptor; its pid."""
+        return (await self._order(Order(), channel.fileno(), page)).pid
 
     async def kill(self, pid: int) -> None:
         """End a process and all that it has started."""
@@ -83,14 +87,15 @@ class Template:
     async def close(self) -> None:
         """End the template, which ends every process."""
         self._writer.close()
-        await self._writer.wait_closed()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
         await asyncio.to_thread(self._process.wait)
 
-    async def _order(self, order: Order, channel: socket.socket | None = None) -> Done:
+    async def _order(self, order: Order, *fds: int) -> Done:
         async with self._orders:
             try:
-                # A frame this short goes into the empty socket in one piece, the file descriptor with its first byte.
-                socket.send_fds(self._channel, [frame(order)], [] if channel is None else [channel.fileno()])
+                # A frame this short goes into the empty socket in one piece, the file descriptors with its first byte.
+                socket.send_fds(self._channel, [frame(order)], fds)
                 return await receive_async(self._reader, Done)
             except (asyncio.IncompleteReadError, OSError) as error:
-                raise TaskError(f"the template process of {self._function!r} has died") from error
+                raise TemplateDied(f"the template process of {self._function!r} has died") from error

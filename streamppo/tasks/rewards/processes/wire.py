@@ -33,7 +33,7 @@ class Ready(Crossing, frozen=True):
 
 
 class Order(Crossing, frozen=True):
-    """actor -> template: fork a process onto the socket that comes with this; or kill `pid`, and then `collect` it."""
+    """actor -> template: fork onto the socket and page that come with this; or kill `pid`, and then `collect` it."""
 
     pid: int = 0
     collect: bool = False
@@ -79,13 +79,13 @@ def receive(channel: socket.socket, kind: type[T]) -> T:
     return msgspec.msgpack.decode(_exactly(channel, length), type=kind)
 
 
-def receive_order(channel: socket.socket) -> tuple[Order, int | None]:
-    """Read an order, and the file descriptor that comes with its first byte. Raises `EOFError`."""
-    header, fds, _, _ = socket.recv_fds(channel, LENGTH.size, 1)
+def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
+    """Read an order, and the file descriptors that come with its first byte. Raises `EOFError`."""
+    header, fds, _, _ = socket.recv_fds(channel, LENGTH.size, 2)
     if len(header) < LENGTH.size:
         raise EOFError
     (length,) = LENGTH.unpack(header)
-    return msgspec.msgpack.decode(_exactly(channel, length), type=Order), fds[0] if fds else None
+    return msgspec.msgpack.decode(_exactly(channel, length), type=Order), fds
 
 
 def _exactly(channel: socket.socket, count: int) -> bytes:
