@@ -141,6 +141,9 @@ async def beside(trajectory: ScoredText) -> float:
         case "blocks a little":
             time.sleep(0.6)
             return 1.0
+        case "naps":
+            await asyncio.sleep(0.5)
+            return 1.0
         case "process":
             return float(os.getpid())
     await asyncio.sleep(0.3)

@@ -7,7 +7,7 @@ from faulty_rewards import TOGETHER
 from reward_case import faulty, processes, started, total
 
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks.rewards.processes import forks
+from streamppo.tasks.rewards.processes import forks, output
 
 
 def kill_template() -> None:
@@ -16,7 +16,7 @@ def kill_template() -> None:
     process.wait(timeout=30.0)
 
 
-@pytest.mark.parametrize("fault", ["sleeps", "sleeps in a task", "sleeps in a callback", "spins", "blocks a little"])
+@pytest.mark.parametrize("fault", ["sleeps", "sleeps in a task", "spins", "blocks a little"])
 def test_calls_beside_one_that_holds_their_process_go_on_together(fault: str) -> None:
     """They wait for each other, so fewer at a time would never end; and the guilty call is the last to end."""
 
@@ -39,8 +39,17 @@ def test_calls_beside_one_that_holds_their_process_go_on_together(fault: str) ->
             assert guilty == 1.0
         else:
             assert str(guilty) == "no score after 4 s"
-            if fault != "sleeps in a callback":
-                assert ended[-1] == fault
+            assert ended[-1] == fault
+
+    asyncio.run(story())
+
+
+def test_calls_beside_a_callback_that_nobody_can_be_blamed_for_run_alone() -> None:
+    async def story() -> None:
+        async with started(faulty("beside", timeout_s=20.0)) as rewards:
+            asked = ["sleeps in a callback", *["naps"] * 8]
+            guilty, *others = await asyncio.gather(*(total(rewards, one) for one in asked), return_exceptions=True)
+        assert (str(guilty), others) == ("no score after 20 s", [1.0] * 8)
 
     asyncio.run(story())
 
@@ -117,3 +126,16 @@ def test_templates_that_die_without_a_score_in_between_are_an_error(monkeypatch:
                 await total(rewards, "kills its template")
 
     asyncio.run(story())
+
+
+def test_a_reward_that_prints_too_much_is_cut_off_and_scored(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with started(faulty("chatty", timeout_s=60.0)) as rewards:
+            assert await total(rewards, "20") == 1.0
+            assert await total(rewards, "20") == 1.0
+
+    asyncio.run(story())
+    assert capfd.readouterr().out.count("x") <= output.WINDOW_BYTES
+    assert sum("prints more than 64 KiB a minute" in line for line in caplog.messages) == 1

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from streamppo.tasks.steps import watched
 
 FORMAT = struct.Struct("<QQ")
+TICK_S = 0.05
 CALL: ContextVar[int] = ContextVar("CALL", default=0)
 """Number of the call that a task belongs to; tasks of tasks inherit it."""
 T = TypeVar("T")
@@ -57,12 +58,18 @@ def _file() -> int:
 
 
 def mark_tasks(loop: asyncio.AbstractEventLoop, page: Page) -> None:
-    """Have every task of `loop` note its steps."""
+    """Have every task of `loop` note its steps, and the loop itself that it turns."""
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
         return asyncio.Task(watched(coroutine, _Marks(page)), loop=loop, **options)
 
+    def tick() -> None:
+        step = page.read()
+        page.write(step._replace(steps=step.steps + 1))
+        loop.call_later(TICK_S, tick)
+
     loop.set_task_factory(make)  # pyright: ignore[reportArgumentType]
+    tick()
 
 
 class _Marks:

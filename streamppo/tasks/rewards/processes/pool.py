@@ -181,10 +181,11 @@ class _Shared(Pool):
             step = process.page.read()
             if step != seen:
                 seen, since_s = step, time.monotonic()
-            elif step.call and time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE:
+            elif time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE:
                 if step.call not in process.calls:
-                    # Nobody waits for it any more.
-                    process.leave_to(step.call)
+                    # Nobody waits for it any more, or it is no call's: the calls begin again, each alone.
+                    if step.call:
+                        process.leave_to(step.call)
                     return self._forks.end(process)
                 if len(process.calls) > 1:
                     return await self._leave(process, step.call)

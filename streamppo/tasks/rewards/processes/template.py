@@ -6,12 +6,14 @@ every child that is stuck and all that such a child has started.
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
+from streamppo.tasks.rewards.processes import output
 from streamppo.tasks.rewards.processes.wire import Done, Order, Ready, Setup, frame, receive_async
 
 LOAD_S = 300.0
@@ -21,11 +23,18 @@ LOAD_S = 300.0
 async def start(config: FunctionScorer) -> "Template":
     """Start the process and have it import the reward. Raises `TaskError` if it cannot be loaded."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    printed, prints = os.pipe()
+    with theirs, os.fdopen(prints, "wb") as stdout:
         command = [sys.executable, "-m", "streamppo.tasks.rewards.processes.worker", str(theirs.fileno())]
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+    output.forward(printed, config.function)
     ours.setblocking(False)
     template = Template(config.function, process, ours, *await asyncio.open_connection(sock=ours))
     async with contextlib.AsyncExitStack() as on_failure:
