@@ -103,7 +103,8 @@ async def _all(
         nonlocal longest_s, failed
         for text in waiting:
             begin = time.perf_counter()
-            failed += not await one(text)
+            scored = await one(text)
+            failed += not scored
             longest_s = max(longest_s, time.perf_counter() - begin)
 
     begin = time.perf_counter()

@@ -86,7 +86,7 @@ class Pool(ABC):
     async def _ask(self, process: Process, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
         """Run a call in `process`, and end the process if the call does not end in time."""
         self._number += 1
-        call = Call(number=self._number, texts=texts, columns=columns, timeout_s=left_s)
+        call = Call(number=self._number, texts=texts, columns=columns, timeout_s=left_s, limit_s=self._config.timeout_s)
         try:
             outcomes = await process.ask(call, grace_s=self._grace_s)
         except UNSENDABLE as error:

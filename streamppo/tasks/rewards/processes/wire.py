@@ -53,6 +53,9 @@ class Call(Crossing, frozen=True):
     texts: Texts
     columns: Columns
     timeout_s: float
+    """Of its time, so much is left."""
+    limit_s: float
+    """Its time in all processes that it runs in."""
 
 
 class Answer(Crossing, frozen=True):

@@ -157,7 +157,7 @@ async def _answer(writer: asyncio.StreamWriter, reward: Loaded, call: Call) -> N
         async with asyncio.timeout(call.timeout_s):
             outcomes = await signature.call_async(reward, call.texts, call.columns)
     except TimeoutError:
-        outcomes = (too_late(call.timeout_s),) * len(call.texts)
+        outcomes = (too_late(call.limit_s),) * len(call.texts)
     writer.write(frame(Answer(number=call.number, outcomes=outcomes)))
 
 
