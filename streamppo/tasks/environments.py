@@ -65,6 +65,7 @@ def load(config: Config) -> Make:
             raise TaskError(f"environment.name {config.name!r} has no `async def {method}`")
 
     make_one = cast(Callable[..., Environment], found)
+    plugins.check_arguments(make_one, config.arguments, f"environment.name {config.name!r}")
 
     async def make() -> Environment:
         return make_one(**config.arguments)

@@ -1,10 +1,13 @@
 """Other people's code by name: `package.module:name` or `path/file.py:name`."""
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from types import ModuleType
 
@@ -29,12 +32,35 @@ def load(name: str, asked_by: str) -> object:
     except FileNotFoundError as error:
         raise TaskError(f"{asked_by} {name!r}: {error}") from error
     # Other people's modules raise anything while they are imported.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{asked_by} {name!r}: importing {where} failed: {error!r}") from error
     found = getattr(module, attribute, None)
     if found is None:
         raise TaskError(f"{asked_by} {name!r}: {where} has no {attribute!r}")
     return found
+
+
+def check_arguments(found: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:
+    """Refuse arguments that a class's constructor does not take, and the lack of one that it needs.
+
+    Raises `TaskError`, which begins with `asked_by` and names the argument.
+    """
+    parameters = inspect.signature(found).parameters.values()
+    named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    check_names(arguments, named, asked_by, takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters))
+    needs = {p.name for p in parameters if p.name in named and p.default is p.empty} - arguments.keys()
+    if needs:
+        raise TaskError(f"{asked_by} needs the argument {min(needs)!r}")
+
+
+def check_names(given: Iterable[str], named: Set[str], asked_by: str, *, takes_all: bool) -> None:
+    """Refuse arguments that are not among those that are `named`. Raises `TaskError` with the nearest name."""
+    unknown = set() if takes_all else set(given) - named
+    if unknown:
+        name = min(unknown)
+        near = difflib.get_close_matches(name, named, 1)
+        meant = f"; is {near[0]!r} meant?" if near else ""
+        raise TaskError(f"{asked_by} has no argument {name!r} (it has {', '.join(sorted(named)) or 'none'}){meant}")
 
 
 def _from_file(name: str) -> ModuleType:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,67 @@ class Paid:
             case "busy":
                 raise Retryable("the judge is busy")
         return None
+
+
+TOGETHER = 24
+MET: list[str] = []
+
+
+async def beside(trajectory: ScoredText) -> float:
+    """Waits until as many calls are under way in its process; or holds its process in one of several ways."""
+    match trajectory.completion:
+        case "sleeps":
+            await asyncio.sleep(0.05)
+            time.sleep(1000)
+        case "sleeps in a task":
+            await asyncio.gather(asyncio.sleep(0.01), nap())
+        case "sleeps in a callback":
+            asyncio.get_running_loop().call_later(0.05, time.sleep, 1000)
+            await asyncio.sleep(1000)
+        case "spins":
+            while True:
+                time.sleep(0.02)
+                await asyncio.sleep(0)
+        case "kills its template":
+            os.kill(os.getppid(), signal.SIGKILL)
+            await asyncio.sleep(1000)
+        case "blocks a little":
+            time.sleep(0.6)
+            return 1.0
+        case "naps":
+            await asyncio.sleep(0.5)
+            return 1.0
+        case "process":
+            return float(os.getpid())
+    await asyncio.sleep(0.3)
+    MET.append(trajectory.completion)
+    while len(MET) < TOGETHER:
+        await asyncio.sleep(0.02)
+    return 1.0
+
+
+async def nap() -> None:
+    await asyncio.sleep(0.05)
+    time.sleep(1000)
+
+
+def chatty(trajectory: ScoredText) -> float:
+    """Prints the mebibytes that the completion says."""
+    for _ in range(16 * int(trajectory.completion)):
+        print("x" * 2**16)
+    return 1.0
+
+
+def wants_answer(trajectory: ScoredText) -> Any:
+    row: dict[str, str] = {}
+    if trajectory.completion == "exits":
+        sys.exit(7)
+    return row["answer"]
+
+
+async def wants_answer_async(trajectory: ScoredText) -> Any:
+    return wants_answer(trajectory)
+
+
+def scaled(trajectory: ScoredText, factor: float, answer: str) -> float:
+    return factor * (trajectory.completion == answer)

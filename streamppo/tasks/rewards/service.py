@@ -1,8 +1,10 @@
 """Scorers behind HTTP: a plain JSON service, or a language model as a judge."""
 
+import math
 import os
 import re
 from collections.abc import Mapping
+from itertools import cycle
 
 import httpx
 import msgspec
@@ -18,8 +20,12 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which the same request may work a little later."""
 
 
+CONNECTIONS = 32
+"""Of one client. httpx looks at all of a client's connections for every request, so a large one crawls."""
+
+
 class Service:
-    """Asks one address over one pool of connections. Errors of transport and of a busy server are retryable."""
+    """Asks one address over several clients in turn. Errors of transport and of a busy server are retryable."""
 
     def __init__(self, config: ServiceScorer | JudgeScorer) -> None:
         self._config = config
@@ -28,9 +34,13 @@ class Service:
             if config.key_env not in os.environ:
                 raise TaskError(f"the environment variable {config.key_env!r} (key_env) is not set")
             headers["Authorization"] = f"Bearer {os.environ[config.key_env]}"
-        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
+        tls, limits = httpx.create_ssl_context(), httpx.Limits(max_connections=CONNECTIONS)
         # httpx would bound every read; the caller bounds the whole call.
-        self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
+        self._clients = [
+            httpx.AsyncClient(headers=headers, timeout=None, verify=tls, limits=limits)
+            for _ in range(math.ceil(config.concurrency / CONNECTIONS))
+        ]
+        self._next_client = cycle(self._clients)
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
@@ -47,7 +57,8 @@ class Service:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
 
     async def _judge(self, judge: JudgeScorer, text: ScoredText, columns: Row) -> Outcome:
         question = _fill(judge.question, {**columns, "prompt": text.prompt, "completion": text.completion})
@@ -72,7 +83,7 @@ class Service:
 
     async def _post(self, url: str, body: Mapping[str, object]) -> object:
         try:
-            response = await self._client.post(url, content=self._encoder.encode(body))
+            response = await next(self._next_client).post(url, content=self._encoder.encode(body))
         except httpx.TransportError as error:
             raise Retryable(f"{url}: {error!r}") from error
         if response.status_code in BUSY:

@@ -8,8 +8,11 @@ Each may be `def` or `async def`, or the `__call__` of a class.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Set
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamppo.errors import TaskError
@@ -20,8 +23,11 @@ from streamppo.types import ScoredText
 
 Texts: TypeAlias = tuple[ScoredText, ...]
 Columns: TypeAlias = tuple[Row, ...]
+HERE = Path(__file__).parent
 Style: TypeAlias = Literal["trajectory", "batched", "verl"]
 BATCHED = frozenset({"prompts", "completions", "completion_ids"})
+NOT_THEIRS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {str(HERE)})
+"""Folders of files whose lines tell a reward's author nothing."""
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
 
@@ -29,7 +35,7 @@ class Signature(NamedTuple):
     """The way to call a reward.
 
     `own` are the parameters of its style that it names, `asks` the columns that it names, and `needs` the columns that
-    have no default. With `takes_all` it gets every column.
+    have no default. With `takes_all` it gets every column but those that `bound` arguments stand for.
     """
 
     style: Style
@@ -38,6 +44,7 @@ class Signature(NamedTuple):
     asks: frozenset[str]
     needs: frozenset[str]
     takes_all: bool
+    bound: frozenset[str] = frozenset()
 
     def columns(self, given: Row) -> dict[str, object]:
         """Pick the columns that the reward takes. Raises `TaskError` if one that it needs is not there."""
@@ -46,24 +53,38 @@ class Signature(NamedTuple):
             raise TaskError(
                 f"the reward asks for the column {min(missing)!r}; columns are {', '.join(sorted(given)) or 'none'}"
             )
-        return dict(given) if self.takes_all else {name: given[name] for name in self.asks if name in given}
+        if self.takes_all:
+            return {name: value for name, value in given.items() if name not in self.bound}
+        return {name: given[name] for name in self.asks if name in given}
 
 
 def recognise(found: object, name: str, arguments: Mapping[str, object]) -> Signature:
     """Read the signature of a function, or of a class's `__call__`. Raises `TaskError` if it is none of the three."""
     function = _called(found, name)
+    if inspect.isclass(found):
+        plugins.check_arguments(found, arguments, f"reward.function {name!r}")
     parameters = list(inspect.signature(function).parameters.values())[inspect.isclass(found) :]
     bound = () if inspect.isclass(found) else arguments
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     is_async = inspect.iscoroutinefunction(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     style, own = _style(named, name)
+    _check_bound(bound, named, own, f"reward.function {name!r}", takes_all=takes_all)
     rest = {key: p for key, p in named.items() if key not in own and key not in bound}
     needs = frozenset(key for key, p in rest.items() if p.default is p.empty)
     if style == "batched" and takes_all:
         own = BATCHED
     # verl hands over no further columns, so a `**kwargs` there does not ask for any.
-    return Signature(style, is_async, frozenset(own), frozenset(rest), needs, takes_all and style != "verl")
+    return Signature(
+        style, is_async, frozenset(own), frozenset(rest), needs, takes_all and style != "verl", frozenset(bound)
+    )
+
+
+def _check_bound(bound: Iterable[str], named: Iterable[str], own: Set[str], asked_by: str, *, takes_all: bool) -> None:
+    """Refuse arguments that a function does not take, or that are not the configuration's to give."""
+    plugins.check_names(bound, set(named) - own, asked_by, takes_all=takes_all)
+    if given := own & set(bound):
+        raise TaskError(f"{asked_by}: {min(given)!r} is no argument: it is what is scored")
 
 
 def _called(found: object, name: str) -> Callable[..., object]:
@@ -119,8 +140,8 @@ def call(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
         value = _invoke(reward, texts, columns)
         return _outcomes(reward.signature.style, value, texts)
     # Other people's rewards raise anything, and so do the values that they return, when they are looked at.
-    except Exception as error:
-        return (failed(error),) * len(texts)
+    except (Exception, SystemExit) as error:
+        return (failed(error, _where(error)),) * len(texts)
 
 
 async def call_async(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
@@ -130,8 +151,15 @@ async def call_async(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Ou
         assert inspect.isawaitable(value)
         return _outcomes(reward.signature.style, await value, texts)
     # As in `call`.
-    except Exception as error:
-        return (failed(error),) * len(texts)
+    except (Exception, SystemExit) as error:
+        return (failed(error, _where(error)),) * len(texts)
+
+
+def _where(error: BaseException) -> str:
+    """Return "file:line: " of the innermost frame that is the user's, "" if there is none."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    theirs = [(name, line) for name, line in frames if name.endswith(".py") and not name.startswith(NOT_THEIRS)]
+    return f"{Path(theirs[-1][0]).name}:{theirs[-1][1]}: " if theirs else ""
 
 
 def _invoke(reward: Loaded, texts: Texts, columns: Columns) -> object:

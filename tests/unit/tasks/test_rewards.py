@@ -5,13 +5,13 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from reward_case import FAULTY, TIMEOUT_S, faulty, one_function, processes, started, text, total
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
 from streamppo.errors import RewardFailed, TaskError
@@ -22,43 +22,6 @@ from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.rewards.signature import recognise
 from streamppo.types import Prompt, ScoredText
 from streamppo.types import Reward as Given
-
-# These tests are themselves plug-ins, imported in processes that know nothing of pytest.
-FAULTY = Path(__file__).parents[2] / "support" / "faulty_rewards.py"
-TIMEOUT_S = 1.0
-
-
-def text(completion: str, finish: str = "stop", **more: Any) -> ScoredText:
-    return ScoredText(prompt="1+2=", completion=completion, finish=finish, num_tokens=len(completion), **more)  # pyright: ignore
-
-
-@asynccontextmanager
-async def started(config: Reward) -> AsyncIterator[Rewards]:
-    rewards = Rewards(config)
-    try:
-        await rewards.start({""})
-        yield rewards
-    finally:
-        await rewards.close()
-
-
-def one_function(**fields: Any) -> Reward:
-    return Reward(scorers={"reward": FunctionScorer(**fields)})
-
-
-def faulty(name: str, **more: Any) -> Reward:
-    return one_function(function=f"{FAULTY}:{name}", timeout_s=TIMEOUT_S, memory_mib=256, processes=1, **more)
-
-
-async def total(rewards: Rewards, completion: str, **columns: Any) -> float:
-    return (await rewards.score(Prompt(text="1+2=", columns=columns), text(completion))).total
-
-
-def processes() -> list[psutil.Process]:
-    """The reward processes of these tests: the templates first."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if "streamppo.tasks.rewards.processes.worker" in process.cmdline()]
-
 
 # --- the fault table -----------------------------------------------------------------------------------------
 
@@ -174,20 +137,6 @@ def test_no_process_is_left_when_the_rewards_are_closed() -> None:
     assert processes() == []
 
 
-def test_the_death_of_the_template_is_an_error_and_no_wait_for_ever() -> None:
-    async def story() -> None:
-        async with started(faulty("sync")) as rewards:
-            assert await total(rewards, "fine") == 1.0
-            template, process = processes()
-            template.kill()
-            process.wait(timeout=30.0)
-            for _ in range(3):
-                with pytest.raises(TaskError, match="died"):
-                    await asyncio.wait_for(total(rewards, "fine"), timeout=30.0)
-
-    asyncio.run(story())
-
-
 def test_an_actor_that_is_killed_takes_its_reward_processes_with_it() -> None:
     """Also a process that never looks at its socket, being stuck in a call, and all that the call has started."""
     program = (
@@ -222,7 +171,7 @@ def test_a_batch_fails_alone_for_the_trajectory_that_breaks_it() -> None:
             found = await asyncio.gather(*(total(rewards, completion) for completion in wanted), return_exceptions=True)
             assert [value if isinstance(value, float) else str(value) for value in found] == [
                 1.0,
-                "ValueError: no such answer",
+                "faulty_rewards.py:22: ValueError: no such answer",
                 1.0,
                 "returned nan, not a finite number",
                 1.0,
@@ -298,7 +247,7 @@ def test_sync_rewards_run_side_by_side_in_their_processes(tmp_path: Path) -> Non
         ("nowhere/mine.py:score", "no file nowhere/mine.py"),
         ("streamppo.tasks.library.arithmetic:ALPHABET", "neither a function nor a class"),
         ("streamppo.tasks.library.arithmetic:difficulty", r"takes \(prompt\); it must be one of score\(trajectory"),
-        (f"{FAULTY}:Flaky", "missing 1 required positional argument: 'every'"),
+        (f"{FAULTY}:Flaky", "needs the argument 'every'"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> None:
@@ -308,6 +257,54 @@ def test_a_reward_that_cannot_be_loaded_says_why(name: str, message: str) -> Non
 
     with pytest.raises(TaskError, match=message):
         asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("Flaky", {"evry": 3}, r"Flaky' has no argument 'evry' \(it has every\); is 'every' meant\?"),
+        ("scaled", {"fctor": 3.0}, r"scaled' has no argument 'fctor' \(it has answer, factor\); is 'factor' meant\?"),
+        ("scaled", {"trajectory": "x"}, r"has no argument 'trajectory'"),
+        ("sync", {"factor": 1.0}, r"sync' has no argument 'factor' \(it has none\)"),
+        ("batched", {"completions": "x"}, r"'completions' is no argument: it is what is scored"),
+    ],
+)
+def test_arguments_that_a_reward_does_not_take_are_refused_by_name(
+    function: str, arguments: dict[str, Any], message: str
+) -> None:
+    async def story() -> None:
+        async with started(faulty(function, arguments=arguments)):
+            pass
+
+    with pytest.raises(TaskError, match=message):
+        asyncio.run(story())
+
+
+def test_an_argument_is_not_replaced_by_a_column_of_its_name() -> None:
+    def columns_too(trajectory: ScoredText, **columns: Any) -> float:
+        return 0.0
+
+    found = recognise(columns_too, "columns_too", {"level": 3})
+    assert found.columns({"level": 1, "answer": "4"}) == {"answer": "4"}
+
+
+@pytest.mark.parametrize("function", ["wants_answer", "wants_answer_async"])
+def test_an_exception_is_told_with_its_file_and_line_and_an_exit_with_its_code(function: str) -> None:
+    lines = FAULTY.read_text().splitlines()
+    raises, exits = (next(n for n, line in enumerate(lines, 1) if part in line) for part in ("row[", "sys.exit(7"))
+
+    async def story() -> None:
+        async with started(faulty(function)) as rewards:
+            for completion, reason in (
+                ("", f"faulty_rewards.py:{raises}: KeyError: 'answer'"),
+                ("exits", f"faulty_rewards.py:{exits}: sys.exit(7)"),
+            ):
+                with pytest.raises(RewardFailed) as failure:
+                    await total(rewards, completion)
+                assert str(failure.value) == reason
+            assert rewards.report()[0].respawns == 0
+
+    asyncio.run(story())
 
 
 def test_a_sync_reward_is_refused_in_the_actor() -> None:

@@ -6,12 +6,14 @@ every child that is stuck and all that such a child has started.
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
+from streamppo.tasks.rewards.processes import output
 from streamppo.tasks.rewards.processes.wire import Done, Order, Ready, Setup, frame, receive_async
 
 LOAD_S = 300.0
@@ -21,11 +23,18 @@ LOAD_S = 300.0
 async def start(config: FunctionScorer) -> "Template":
     """Start the process and have it import the reward. Raises `TaskError` if it cannot be loaded."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    printed, prints = os.pipe()
+    with theirs, os.fdopen(prints, "wb") as stdout:
         command = [sys.executable, "-m", "streamppo.tasks.rewards.processes.worker", str(theirs.fileno())]
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+    output.forward(printed, config.function)
     ours.setblocking(False)
     template = Template(config.function, process, ours, *await asyncio.open_connection(sock=ours))
     async with contextlib.AsyncExitStack() as on_failure:
@@ -36,8 +45,12 @@ async def start(config: FunctionScorer) -> "Template":
     return template
 
 
+class TemplateDied(Exception):
+    """There is no template process any more."""
+
+
 class Template:
-    """A running template process; one order at a time. Raises `TaskError` if it has died."""
+    """A running template process; one order at a time. Raises `TemplateDied` if it has died."""
 
     def __init__(
         self,
@@ -68,9 +81,9 @@ class Template:
         if ready.error:
             raise TaskError(ready.error)
 
-    async def fork(self, channel: socket.socket) -> int:
-        """Fork a process that listens on `channel`; its pid."""
-        return (await self._order(Order(), channel)).pid
+    async def fork(self, channel: socket.socket, page: int) -> int:
+        """Fork a process that listens on `channel`, and notes its steps in the page behind a descriptor; its pid."""
+        return (await self._order(Order(), channel.fileno(), page)).pid
 
     async def kill(self, pid: int) -> None:
         """End a process and all that it has started."""
@@ -83,14 +96,15 @@ class Template:
     async def close(self) -> None:
         """End the template, which ends every process."""
         self._writer.close()
-        await self._writer.wait_closed()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
         await asyncio.to_thread(self._process.wait)
 
-    async def _order(self, order: Order, channel: socket.socket | None = None) -> Done:
+    async def _order(self, order: Order, *fds: int) -> Done:
         async with self._orders:
             try:
-                # A frame this short goes into the empty socket in one piece, the file descriptor with its first byte.
-                socket.send_fds(self._channel, [frame(order)], [] if channel is None else [channel.fileno()])
+                # A frame this short goes into the empty socket in one piece, the file descriptors with its first byte.
+                socket.send_fds(self._channel, [frame(order)], fds)
                 return await receive_async(self._reader, Done)
             except (asyncio.IncompleteReadError, OSError) as error:
-                raise TaskError(f"the template process of {self._function!r} has died") from error
+                raise TemplateDied(f"the template process of {self._function!r} has died") from error

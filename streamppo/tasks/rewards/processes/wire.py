@@ -33,7 +33,7 @@ class Ready(Crossing, frozen=True):
 
 
 class Order(Crossing, frozen=True):
-    """actor -> template: fork a process onto the socket that comes with this; or kill `pid`, and then `collect` it."""
+    """actor -> template: fork onto the socket and page that come with this; or kill `pid`, and then `collect` it."""
 
     pid: int = 0
     collect: bool = False
@@ -53,6 +53,9 @@ class Call(Crossing, frozen=True):
     texts: Texts
     columns: Columns
     timeout_s: float
+    """Of its time, so much is left."""
+    limit_s: float
+    """Its time in all processes that it runs in."""
 
 
 class Answer(Crossing, frozen=True):
@@ -79,13 +82,13 @@ def receive(channel: socket.socket, kind: type[T]) -> T:
     return msgspec.msgpack.decode(_exactly(channel, length), type=kind)
 
 
-def receive_order(channel: socket.socket) -> tuple[Order, int | None]:
-    """Read an order, and the file descriptor that comes with its first byte. Raises `EOFError`."""
-    header, fds, _, _ = socket.recv_fds(channel, LENGTH.size, 1)
+def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
+    """Read an order, and the file descriptors that come with its first byte. Raises `EOFError`."""
+    header, fds, _, _ = socket.recv_fds(channel, LENGTH.size, 2)
     if len(header) < LENGTH.size:
         raise EOFError
     (length,) = LENGTH.unpack(header)
-    return msgspec.msgpack.decode(_exactly(channel, length), type=Order), fds[0] if fds else None
+    return msgspec.msgpack.decode(_exactly(channel, length), type=Order), fds
 
 
 def _exactly(channel: socket.socket, count: int) -> bytes:

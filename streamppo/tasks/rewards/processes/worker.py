@@ -9,6 +9,7 @@ The template ends when the actor does, and takes every process with it.
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import os
 import resource
@@ -22,6 +23,7 @@ from streamppo import process
 from streamppo.errors import TaskError
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import too_late
+from streamppo.tasks.rewards.processes.page import CALL, Page, mark_tasks
 from streamppo.tasks.rewards.processes.wire import (
     Answer,
     Call,
@@ -63,8 +65,8 @@ def main(fd: int) -> None:
 
 def _obey(channel: socket.socket, reward: Loaded, setup: Setup, processes: set[int]) -> None:
     """Carry out one order of the actor's."""
-    order, fd = receive_order(channel)
-    if fd is None:
+    order, fds = receive_order(channel)
+    if not fds:
         # The number of a process that is collected already may be that of a stranger.
         if order.pid in processes:
             _kill(order.pid)
@@ -72,8 +74,9 @@ def _obey(channel: socket.socket, reward: Loaded, setup: Setup, processes: set[i
     pid = os.fork()
     if pid == 0:
         channel.close()
-        _live(socket.socket(fileno=fd), reward, setup.memory_mib)
-    os.close(fd)
+        _live(socket.socket(fileno=fds[0]), Page(fds[1]), reward, setup.memory_mib)
+    for fd in fds:
+        os.close(fd)
     processes.add(pid)
     send(channel, Done(pid=pid))
 
@@ -91,21 +94,25 @@ def _kill(pid: int) -> None:
             end(pid, signal.SIGKILL)
 
 
-def _live(channel: socket.socket, reward: Loaded, memory_mib: int) -> NoReturn:
+def _live(channel: socket.socket, page: Page, reward: Loaded, memory_mib: int) -> NoReturn:
     """Live as a process: calls until the actor hangs up."""
+    code = 1
     try:
         os.setsid()
         _die_with_parent(signal.SIGKILL)
         _limit_memory(memory_mib)
         if reward.signature.is_async:
-            asyncio.run(_serve_async(channel, reward))
+            asyncio.run(_serve_async(channel, page, reward))
         else:
             _serve(channel, reward)
     except (EOFError, asyncio.IncompleteReadError, ConnectionError):
-        pass
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else code
     finally:
-        sys.stdout.flush()
-        os._exit(0)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
 
 
 def _die_with_parent(number: int) -> None:
@@ -131,13 +138,16 @@ def _serve(channel: socket.socket, reward: Loaded) -> NoReturn:
         send(channel, Answer(number=call.number, outcomes=signature.call(reward, call.texts, call.columns)))
 
 
-async def _serve_async(channel: socket.socket, reward: Loaded) -> NoReturn:
-    """Answer all calls side by side; each has its own clock, and the actor watches for a loop that is stuck."""
+async def _serve_async(channel: socket.socket, page: Page, reward: Loaded) -> NoReturn:
+    """Answer all calls side by side; each has its own clock, and the actor watches for a step that does not end."""
     reader, writer = await asyncio.open_connection(sock=channel)
+    mark_tasks(asyncio.get_running_loop(), page)
     running: set[asyncio.Task[None]] = set()
     while True:
         call = await receive_async(reader, Call)
-        task = asyncio.create_task(_answer(writer, reward, call))
+        context = contextvars.copy_context()
+        context.run(CALL.set, call.number)
+        task = asyncio.create_task(_answer(writer, reward, call), context=context)
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -147,7 +157,7 @@ async def _answer(writer: asyncio.StreamWriter, reward: Loaded, call: Call) -> N
         async with asyncio.timeout(call.timeout_s):
             outcomes = await signature.call_async(reward, call.texts, call.columns)
     except TimeoutError:
-        outcomes = (too_late(call.timeout_s),) * len(call.texts)
+        outcomes = (too_late(call.limit_s),) * len(call.texts)
     writer.write(frame(Answer(number=call.number, outcomes=outcomes)))
 
 

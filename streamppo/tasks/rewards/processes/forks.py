@@ -1,0 +1,100 @@
+"""The processes of one reward from birth to end, and the template that they are forks of. Both are replaced."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+
+from streamppo.config.reward import FunctionScorer
+from streamppo.errors import TaskError
+from streamppo.tasks.rewards.processes import page, template
+from streamppo.tasks.rewards.processes.page import Page
+from streamppo.tasks.rewards.processes.process import Process
+from streamppo.tasks.rewards.processes.template import Template, TemplateDied
+
+DEATHS = 5
+"""Templates that die without a score in between, before that is an error."""
+
+log = logging.getLogger(__name__)
+
+
+class Forks:
+    """Forks processes, and follows each to its end. A template that has died is replaced at the next fork."""
+
+    def __init__(self, config: FunctionScorer, template: Template) -> None:
+        self.template_deaths = 0
+        """In a row: a score sets it to 0."""
+        self._config = config
+        self._template = template
+        self._forking = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def fork(self) -> Process:
+        """Fork a process. Raises `TaskError` if the template dies again and again, or cannot load the reward again."""
+        async with self._forking:
+            while True:
+                try:
+                    return await self._fork()
+                except TemplateDied as error:
+                    await self._replace_template(error)
+
+    def end(self, process: Process) -> None:
+        """Kill a process; no call goes to it any more."""
+        if not process.ended:
+            process.ended = process.killed = True
+            self.keep(self._kill(process.pid))
+
+    def keep(self, coroutine: Coroutine[None, None, None]) -> None:
+        """Run a coroutine until it ends or `close` cancels it."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End every process."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._template.close()
+
+    async def _fork(self) -> Process:
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_last:
+            mine, theirs = socket.socketpair()
+            on_failure.enter_context(mine)
+            at_last.enter_context(theirs)
+            memory = page.create()
+            at_last.callback(os.close, memory)
+            pid = await self._template.fork(theirs, memory)
+            theirs.close()
+            mine.setblocking(False)
+            process = Process(pid, *await asyncio.open_connection(sock=mine), Page(memory))
+            on_failure.pop_all()
+        self.keep(self._follow(process, self._template))
+        return process
+
+    async def _follow(self, process: Process, parent: Template) -> None:
+        """Wait for the end of a process, and tell the calls that are still in it."""
+        try:
+            await process.listen()
+        finally:
+            process.ended = True
+            process.writer.close()
+        try:
+            process.fail_calls(await parent.collect(process.pid))
+        except TemplateDied:
+            process.orphan_calls()
+
+    async def _kill(self, pid: int) -> None:
+        # With the template its processes have died.
+        with contextlib.suppress(TemplateDied):
+            await self._template.kill(pid)
+
+    async def _replace_template(self, error: TemplateDied) -> None:
+        self.template_deaths += 1
+        if self.template_deaths > DEATHS:
+            raise TaskError(f"{error}, {self.template_deaths} times without a score in between") from error
+        log.warning("%s: it is replaced", error)
+        await self._template.close()
+        self._template = await template.start(self._config)

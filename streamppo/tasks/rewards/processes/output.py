@@ -1,0 +1,39 @@
+"""Everything that the processes of a reward print, which is bounded: other people's code prints as much as it likes."""
+
+import logging
+import os
+import threading
+import time
+
+WINDOW_S = 60.0
+WINDOW_BYTES = 64 * 2**10
+"""Passed on in one window, of all processes of a reward together; the rest of the window is dropped."""
+
+log = logging.getLogger(__name__)
+
+
+def forward(source: int, function: str) -> None:
+    """Pass `source` on to this process's standard output until every writer is gone, in a thread; closes `source`."""
+    threading.Thread(target=_forward, args=(source, function), name="reward-output", daemon=True).start()
+
+
+def _forward(source: int, function: str) -> None:
+    begin, passed = time.monotonic(), 0
+    with os.fdopen(source, "rb", buffering=0) as read:
+        while chunk := read.read(2**16):
+            if time.monotonic() - begin > WINDOW_S:
+                begin, passed = time.monotonic(), 0
+            kept = chunk[: max(0, WINDOW_BYTES - passed)]
+            if passed <= WINDOW_BYTES < passed + len(chunk):
+                log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
+            passed += len(chunk)
+            _write(kept)
+
+
+def _write(chunk: bytes) -> None:
+    """Write all of it, or nothing more when standard output is gone."""
+    try:
+        while chunk:
+            chunk = chunk[os.write(1, chunk) :]
+    except OSError:
+        return

@@ -1,0 +1,141 @@
+"""A call that holds the process of an async reward costs the calls beside it nothing but a new beginning."""
+
+import asyncio
+
+import pytest
+from faulty_rewards import TOGETHER
+from reward_case import faulty, processes, started, total
+
+from streamppo.errors import RewardFailed, TaskError
+from streamppo.tasks.rewards.processes import forks, output
+
+
+def kill_template() -> None:
+    template, process = processes()
+    template.kill()
+    process.wait(timeout=30.0)
+
+
+@pytest.mark.parametrize("fault", ["sleeps", "sleeps in a task", "spins", "blocks a little"])
+def test_calls_beside_one_that_holds_their_process_go_on_together(fault: str) -> None:
+    """They wait for each other, so fewer at a time would never end; and the guilty call is the last to end."""
+
+    async def story() -> None:
+        ended: list[str] = []
+
+        async def one(completion: str) -> float | RewardFailed:
+            try:
+                return await total(rewards, completion)
+            except RewardFailed as error:
+                return error
+            finally:
+                ended.append(completion)
+
+        async with started(faulty("beside", timeout_s=4.0)) as rewards:
+            found = await asyncio.gather(one(fault), *(one("waits") for _ in range(TOGETHER)))
+        guilty, *others = found
+        assert others == [1.0] * TOGETHER
+        if fault == "blocks a little":
+            assert guilty == 1.0
+        else:
+            assert str(guilty) == "no score after 4 s"
+            assert ended[-1] == fault
+
+    asyncio.run(story())
+
+
+def test_calls_beside_a_callback_that_nobody_can_be_blamed_for_run_alone() -> None:
+    async def story() -> None:
+        async with started(faulty("beside", timeout_s=20.0)) as rewards:
+            asked = ["sleeps in a callback", *["naps"] * 8]
+            guilty, *others = await asyncio.gather(*(total(rewards, one) for one in asked), return_exceptions=True)
+        assert (str(guilty), others) == ("no score after 20 s", [1.0] * 8)
+
+    asyncio.run(story())
+
+
+def test_several_calls_that_hold_their_process_fail_alone() -> None:
+    async def story() -> None:
+        async with started(faulty("beside", timeout_s=6.0)) as rewards:
+            asked = ["sleeps", *["waits"] * TOGETHER, *["sleeps"] * 3]
+            found = await asyncio.gather(*(total(rewards, one) for one in asked), return_exceptions=True)
+        assert [one for one in found if isinstance(one, float)] == [1.0] * TOGETHER
+
+    asyncio.run(story())
+
+
+def test_a_busy_process_is_not_replaced() -> None:
+    async def story() -> None:
+        async with started(faulty("beside")) as rewards:
+            before = await total(rewards, "process")
+            found = await asyncio.gather(*(total(rewards, "spins") for _ in range(40)), return_exceptions=True)
+            assert {str(one) for one in found} == {"no score after 1 s"}
+            while True:
+                try:
+                    assert await total(rewards, "process") == before
+                    break
+                # The loop still ends the calls that were given up.
+                except RewardFailed:
+                    continue
+            assert rewards.report()[0].respawns == 0
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("function", ["sync", "awaiting"])
+def test_a_template_that_dies_is_replaced(function: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with started(faulty(function)) as rewards:
+            for _ in range(forks.DEATHS + 2):
+                assert await total(rewards, "fine") == 1.0
+                kill_template()
+            assert await total(rewards, "fine") == 1.0
+        assert processes() == []
+        assert sum("has died: it is replaced" in line for line in caplog.messages) == forks.DEATHS + 2
+
+    asyncio.run(story())
+
+
+def test_calls_that_run_when_the_template_dies_begin_again() -> None:
+    async def story() -> None:
+        async with started(faulty("beside", timeout_s=60.0)) as rewards:
+            calls = [asyncio.create_task(total(rewards, "waits")) for _ in range(TOGETHER - 1)]
+            await total(rewards, "process")
+            kill_template()
+            # Without the last one none of them has ended.
+            assert await asyncio.gather(*calls, total(rewards, "waits")) == [1.0] * TOGETHER
+
+    asyncio.run(story())
+
+
+def test_a_call_that_kills_its_template_fails_alone() -> None:
+    async def story() -> None:
+        async with started(faulty("beside", timeout_s=60.0)) as rewards:
+            with pytest.raises(RewardFailed, match="the template process died with it 3 times"):
+                await total(rewards, "kills its template")
+            assert await total(rewards, "process") > 0
+
+    asyncio.run(story())
+
+
+def test_templates_that_die_without_a_score_in_between_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(forks, "DEATHS", 1)
+        async with started(faulty("beside", timeout_s=60.0)) as rewards:
+            with pytest.raises(TaskError, match="has died, 2 times without a score in between"):
+                await total(rewards, "kills its template")
+
+    asyncio.run(story())
+
+
+def test_a_reward_that_prints_too_much_is_cut_off_and_scored(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with started(faulty("chatty", timeout_s=60.0)) as rewards:
+            assert await total(rewards, "20") == 1.0
+            assert await total(rewards, "20") == 1.0
+
+    asyncio.run(story())
+    assert capfd.readouterr().out.count("x") <= output.WINDOW_BYTES
+    assert sum("prints more than 64 KiB a minute" in line for line in caplog.messages) == 1
