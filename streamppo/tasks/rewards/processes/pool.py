@@ -181,14 +181,15 @@ class _Shared(Pool):
             step = process.page.read()
             if step != seen:
                 seen, since_s = step, time.monotonic()
-            elif time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE:
-                if step.call not in process.calls:
-                    # Nobody waits for it any more, or it is no call's: the calls begin again, each alone.
-                    if step.call:
-                        process.leave_to(step.call)
-                    return self._forks.end(process)
-                if len(process.calls) > 1:
-                    return await self._leave(process, step.call)
+                continue
+            held = time.monotonic() - since_s > self._held_s and self._num_held < HELD_AT_ONCE
+            if held and step.call not in process.calls:
+                # Nobody waits for it any more, or it is no call's: the calls begin again, each alone.
+                if step.call:
+                    process.leave_to(step.call)
+                return self._forks.end(process)
+            if held and len(process.calls) > 1:
+                return await self._leave(process, step.call)
 
     async def _leave(self, process: Process, culprit: int) -> None:
         if not self._warned:
