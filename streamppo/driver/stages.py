@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
+from msgspec import structs
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
@@ -30,6 +31,7 @@ from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.placement import Placement, refuse_impossible
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
+from streamppo.learner import manifest
 from streamppo.queue.source import as_source
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.record import Record
@@ -134,7 +136,9 @@ class Stages:
         self.queue.stop.remote()
         refs = [rank.save.remote(checkpoints) for rank in self.ranks]
         refs += [rank.settle.remote() for rank in self.ranks]
-        ready, late = ray.wait(refs, num_returns=len(refs), timeout=self.config.watchdog.shutdown_s)
+        model = Path(model_path(self.config, self.folder))
+        limit_s = self.config.watchdog.shutdown_s or manifest.seconds_to_write(Path(checkpoints), model)
+        ready, late = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
         try:
             ray.get(ready)
         except RayError as error:
@@ -158,7 +162,9 @@ class Stages:
     # --- lives -----------------------------------------------------------------------------------------------
 
     def _rollout(self, name: str, place: int) -> "ActorProxy[RolloutActor]":
-        return make_rollout(self.config, name, self.queue, self._reward_models, self._placement.actor(place))
+        engine = self.config.rollout.engine.at(place)
+        config = structs.replace(self.config, rollout=structs.replace(self.config.rollout, actors=1, engine=engine))
+        return make_rollout(config, name, self.queue, self._reward_models, self._placement.actor(place))
 
     def _follow_queue(self, life: str) -> None:
         """Learn of every new process of the queue."""

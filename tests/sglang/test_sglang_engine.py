@@ -246,7 +246,7 @@ def test_no_process_is_left_when_the_actor_is_killed(setting: case.Setting) -> N
 
 
 def test_a_mixture_of_experts_takes_every_expert_and_is_refused_by_name_if_it_does_not(
-    setting: case.Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: case.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, after = case.model("qwen3_moe"), case.model("qwen3_moe", seed=17)
     folder, prompt = case.save(before, tmp_path), case.prompts(1)[0]
@@ -262,7 +262,7 @@ def test_a_mixture_of_experts_takes_every_expert_and_is_refused_by_name_if_it_do
         finally:
             await engine.stop()
 
-    setting.run(asyncio.wait_for(use(), 200))
+    run(asyncio.wait_for(use(), 200))
     monkeypatch.setattr(Architecture, "as_saved", lambda self, tensors: dict(tensors))
     with pytest.raises(WeightsError, match=r"has not taken model.layers.0.mlp.experts.w13_weight .*4 are wrong"):
-        setting.run(case.engine(folder, case.tensors(after)))
+        run(case.engine(folder, case.tensors(after)))
