@@ -155,7 +155,7 @@ def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Set
     async def use() -> None:
         engine = await case.engine(folder, case.tensors(before), "rollout.engine.kv=recompute")
         try:
-            assert engine._life.attestation.means == "comparison"
+            assert engine._life.attestation.means == "values"
             ends = await asyncio.gather(*(engine.generate(prompt, Sampling(450)) for prompt in case.prompts(8)))
             assert all((done.tokens == 1).nonzero()[0].tolist() == [len(done.tokens) - 1] for done in ends)
             assert {done.finish for done in ends} == {"stop"}
