@@ -18,6 +18,10 @@ LOGITS = 3
 """So many float32 tensors of logits live at one time, in the backward pass of the head."""
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, one on its way there."""
+BATCH = 256
+"""Bytes that a rank holds of each token of the whole batch, between the passes: numbers, metrics and diagnostics."""
+COPIES = 2
+"""Versions of the weights in the memory of a rollout actor: the one that is served, and the next one on its way."""
 PROBED = 64
 """Tokens by which activations are measured."""
 
@@ -57,6 +61,7 @@ class RankMemory(NamedTuple):
     activations: int
     head: int
     reference: int
+    batch: int
 
     @property
     def total(self) -> int:
@@ -159,6 +164,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     head         logits of a chunk, the head's float32 copy and its gradient
     reference    the shards of a second, frozen policy; the weights that its pass gathers are freed before there are
                  gradients
+    batch        all rows of the batch, which every rank holds whole between its passes
     """
     learner, critic = config.learner, config.algorithm.critic.model
     own = critic != "head"
@@ -178,6 +184,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
         head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
         + model.vocabulary * model.hidden * 4 * 2 * config.model.float32_head,
         reference=model.parameters * MASTER // learner.ranks if kl.on and not kl.offload else 0,
+        batch=config.queue.batch_size * longest * BATCH,
     )
 
 
@@ -203,3 +210,8 @@ def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMem
 def object_store(model: Sizes) -> int:
     """Bytes that the versions on their way from learner to engines take in Ray's object store."""
     return VERSIONS * model.parameters * model.element
+
+
+def host(config: Config, model: Sizes) -> int:
+    """Bytes that all rollout actors hold of the weights in the memory of their machines, beside their engines."""
+    return config.rollout.actors * COPIES * model.parameters * model.element

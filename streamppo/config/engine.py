@@ -5,9 +5,9 @@ Other rooms ask an engine here, and never which of them it is.
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from streamppo.config.base import Count, Kind, Seconds
 
@@ -26,6 +26,10 @@ class EngineKind(Kind, frozen=True):
 
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
     """Our own torch engine: any device, small models."""
+
+    def at(self, place: int) -> Self:
+        """The engine of the actor in `place`: the same in all."""
+        return self
 
     @property
     def start_s(self) -> float:
@@ -48,10 +52,10 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
 class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a server that runs already."""
 
-    url: str = ""
-    """A running server or router, such as "http://10.0.0.7:30000"; without one every actor starts its own engine."""
+    urls: tuple[str, ...] = ()
+    """Running servers, one for each actor, such as ["http://10.0.0.7:30000"]; without them actors start their own."""
     api_key_env: str = "SGLANG_API_KEY"
-    """The environment variable that holds the key of the server at `url`."""
+    """The environment variable that holds the key of the servers at `urls`."""
     transport: Literal["tensor", "group", "disk"] = "tensor"
     """Way of the weights to SGLang: shared memory of one machine, a process group's broadcast, or a folder."""
     folder: str = ""
@@ -67,16 +71,21 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     start_s: Seconds = 900.0
     """An engine that has not started after so long has failed."""
 
+    def at(self, place: int) -> Self:
+        """The engine of the actor in `place`: with `urls`, it uses the server of that number alone."""
+        return structs.replace(self, urls=self.urls[place : place + 1])
+
     def contradictions(self) -> Iterator[str]:
         """Fields that belong to one transport alone."""
         if (self.transport == "disk") != bool(self.folder):
             yield 'folder is for transport = "disk", which needs it'
-        if self.url and not self.url.startswith(("http://", "https://")):
-            yield f"url ({self.url!r}) must begin with http:// or https://"
-        if self.transport == "tensor" and self.url and not re.match(r"https?://(localhost|127\.|\[::1\])", self.url):
-            yield (
-                f"transport = 'tensor' is memory of one machine: with url ({self.url!r}) it must be 'group' or 'disk'"
-            )
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                yield f"urls ({url!r}) must begin with http:// or https://"
+            if self.urls.count(url) > 1:
+                yield f"urls must differ: two actors would update the server at {url!r}"
+            if self.transport == "tensor" and not re.match(r"https?://(localhost|127\.|\[::1\])", url):
+                yield f"transport = 'tensor' is memory of one machine: with urls ({url!r}) it must be 'group' or 'disk'"
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
         """Reason that it cannot sample so; empty if it can."""
@@ -91,10 +100,12 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
         if gpus > 1 and gpus % 1:
             return f"rollout.gpus ({gpus:g}) must be below 1 or a whole number"
-        if self.url and gpus and self.transport != "group":
-            return f"rollout.gpus ({gpus:g}) must be 0: the server at rollout.engine.url has GPUs of its own"
-        if self.url and actors > 1:
-            return f"rollout.actors ({actors}) must be 1 with rollout.engine.url: each actor updates the engine it uses"
+        if self.urls and gpus and self.transport != "group":
+            return f"rollout.gpus ({gpus:g}) must be 0: the servers at rollout.engine.urls have GPUs of their own"
+        if self.urls and actors != len(self.urls):
+            return (
+                f"rollout.actors ({actors}) must be {len(self.urls)}: one for each of rollout.engine.urls, to update it"
+            )
         return ""
 
     def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
@@ -102,7 +113,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
 
         On a GPU it fills its share of the memory, else it holds `asked`, which are all slots at their full length.
         """
-        if self.url:
+        if self.urls:
             return None
         if fit is None:
             return self.max_total_tokens or asked

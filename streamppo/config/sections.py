@@ -213,8 +213,8 @@ class Watchdog(Section, frozen=True):
 
     stall_s: Seconds = 300.0
     """With no update and no evaluation for so long the run stops and says why; while engines start, start_s longer."""
-    shutdown_s: Seconds = 6.0
-    """A run that is asked to stop writes a last checkpoint, unless that takes longer."""
+    shutdown_s: Seconds | None = None
+    """A run that is asked to stop writes a last checkpoint, unless that takes longer; by default 6 s, and 10 s a GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
     """A rollout actor that has given no sign of life for so long (it does every 5 s) is replaced by another one."""
     max_restarts: Count = 10

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
+from msgspec import structs
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
@@ -31,6 +32,7 @@ from streamppo.driver.memory import MemoryKills
 from streamppo.driver.placement import Placement, refuse_impossible
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
+from streamppo.learner import manifest
 from streamppo.queue.source import as_source
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.record import Record
@@ -142,7 +144,9 @@ class Stages:
         self.queue.stop.remote()
         refs = [rank.save.remote(checkpoints) for rank in self.ranks]
         refs += [rank.settle.remote() for rank in self.ranks]
-        ready, late = ray.wait(refs, num_returns=len(refs), timeout=self.config.watchdog.shutdown_s)
+        model = Path(model_path(self.config, self.folder))
+        limit_s = self.config.watchdog.shutdown_s or manifest.seconds_to_write(Path(checkpoints), model)
+        ready, late = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
         try:
             ray.get(ready)
         except RayError as error:
@@ -166,7 +170,9 @@ class Stages:
     # --- lives -----------------------------------------------------------------------------------------------
 
     def _rollout(self, name: str, place: int) -> "ActorProxy[RolloutActor]":
-        actor = make_rollout(self.config, name, self.queue, self._reward_models, self._placement.actor(place))
+        engine = self.config.rollout.engine.at(place)
+        config = structs.replace(self.config, rollout=structs.replace(self.config.rollout, actors=1, engine=engine))
+        actor = make_rollout(config, name, self.queue, self._reward_models, self._placement.actor(place))
         if self._needs is not None:
             proof = inside(actor, nodes.prove, nodes.of_rollout(self.config, self._needs))
             self.calls.watch(proof, Stage.ROLLOUT, lambda _: None, name=name)

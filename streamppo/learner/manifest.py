@@ -150,5 +150,18 @@ def complete(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit())
 
 
+def seconds_to_write(folder: Path, model: Path) -> float:
+    """Time that a checkpoint of the run may take: 6 s, and 10 s for each GB of the newest checkpoint under `folder`.
+
+    Without one it is taken to be as large as six times the files of `model`: float32 weights and two moments.
+    """
+    written = [_bytes(path) for path in complete(folder)[-1:]] or [6 * _bytes(model)]
+    return 6.0 + written[0] / 1e8
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
+
+
 def _check(state: State, files: Files) -> str:
     return hashlib.sha256(json.dumps(msgspec.to_builtins([state, files]), sort_keys=True).encode()).hexdigest()

@@ -31,7 +31,7 @@ def sampling(config: Config) -> Sampling:
 
 
 async def engine(config: Config, actor: str, model_path: str, version: int, tensors: Mapping[str, Tensor]) -> Engine:
-    """Build the engine of `actor`, holding `tensors` as `version`.
+    """Build the engine of `actor`, holding `tensors` as `version`; of `urls` there is that of this actor alone.
 
     Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not fit the model.
     """
@@ -74,9 +74,10 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
 def _start(config: Config, chosen: SGLangEngine, model_path: str, context: int, seed: int) -> Start:
     """Choose how SGLang starts: as a server that runs already, or in processes of the actor's own."""
     slots = config.rollout.slots
-    if chosen.url:
+    if chosen.urls:
+        (url,) = chosen.urls
         key = os.environ.get(chosen.api_key_env, "")
-        server.check_address(chosen.url, key)
+        server.check_address(url, key)
         return partial(server.connect, chosen, key, slots)
     version = wire.installed()
     settings = own.Settings(
@@ -96,10 +97,10 @@ def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:
     bucket_bytes = config.learner.bucket_bytes
     match chosen.transport:
         case "tensor":
-            return partial(push.by_shared_memory, bucket_bytes, bool(chosen.url))
+            return partial(push.by_shared_memory, bucket_bytes, bool(chosen.urls))
         case "group":
-            apart = bool(chosen.url and config.rollout.gpus)
-            return partial(push.by_group, bucket_bytes, chosen.url, apart)
+            apart = bool(chosen.urls and config.rollout.gpus)
+            return partial(push.by_group, bucket_bytes, chosen.urls[0] if chosen.urls else "", apart)
         case "disk":
             return partial(push.by_disk, Path(chosen.folder) / actor)
 

@@ -47,6 +47,6 @@ def test_an_engine_that_cannot_start_says_why(setting: case.Setting, override: s
 
 
 def test_a_server_that_cannot_be_reached_is_named(setting: case.Setting) -> None:
-    nowhere = ["rollout.engine.url=http://127.0.0.1:9", "rollout.engine.start_s=1"]
+    nowhere = ["rollout.engine.urls=['http://127.0.0.1:9']", "rollout.engine.start_s=1"]
     with pytest.raises(ModelError, match=r"no SGLang server can be reached at http://127.0.0.1:9 \(ConnectError"):
         setting.run(case.engine(setting.folder, case.tensors(setting.model), *nowhere))

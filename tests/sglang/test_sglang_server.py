@@ -75,7 +75,7 @@ def test_a_server_is_used_and_updated_by_its_url_and_its_death_is_survived(setti
     after = case.model(seed=13)
 
     async def use() -> None:
-        engine = await opened(setting, f"rollout.engine.url={url}")
+        engine = await opened(setting, f"rollout.engine.urls=['{url}']")
         try:
             assert engine._life.link.capacity == 8
             assert await exact_swap(engine, setting.model, after, kept=True) > 0
@@ -101,7 +101,7 @@ def test_a_server_that_dies_and_comes_back_is_given_the_version_that_was_served(
     async def use() -> None:
         servers = [start_server(setting.folder, port)]
         try:
-            engine = await opened(setting, f"rollout.engine.url=http://127.0.0.1:{port}")
+            engine = await opened(setting, f"rollout.engine.urls=['http://127.0.0.1:{port}']")
             await engine.update_weights(1, case.tensors(after))
             under_way = asyncio.ensure_future(engine.generate(prompt, Sampling(450)))
             await asyncio.sleep(case.BEGUN_S)
@@ -125,7 +125,7 @@ def test_a_server_refuses_a_wrong_key_in_one_sentence(
 ) -> None:
     monkeypatch.setenv("SGLANG_API_KEY", "another key")
     with pytest.raises(ModelError, match="refuses the key"):
-        setting.run(opened(setting, f"rollout.engine.url={url}"))
+        setting.run(opened(setting, f"rollout.engine.urls=['{url}']"))
 
 
 @pytest.mark.parametrize("transport", ["group", "disk"])
@@ -155,7 +155,7 @@ def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Set
     async def use() -> None:
         engine = await case.engine(folder, case.tensors(before), "rollout.engine.kv=recompute")
         try:
-            assert engine._life.attestation.means == "comparison"
+            assert engine._life.attestation.means == "values"
             ends = await asyncio.gather(*(engine.generate(prompt, Sampling(450)) for prompt in case.prompts(8)))
             assert all((done.tokens == 1).nonzero()[0].tolist() == [len(done.tokens) - 1] for done in ends)
             assert {done.finish for done in ends} == {"stop"}

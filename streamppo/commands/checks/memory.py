@@ -45,6 +45,10 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
         text = f"prompt and completion may have {allowed} tokens; the model takes {context}: completions end there"
         yield Finding("context", "note", text)
     yield from _rank_and_engine(config, model, min(allowed, context), context, gpu)
+    copies = estimate.host(config, model)
+    yield Finding(
+        "host memory", "ok", f"rollout actors hold {_gib(copies)} of weights: the served and the next version"
+    )
     yield from _object_store(config, model)
 
 

@@ -3,8 +3,8 @@
     begin    every tensor that SGLang holds gets random values -> load -> check: each of them was written
     swap     before -> load -> check: each of them moved, unless what it is made of is the same as before
 
-SGLang without a weights checker is compared by samples: that cannot show that an expert was skipped, and a mixture of
-experts is refused.
+SGLang without checksums (on a CPU) is compared by samples: that cannot show that an expert was skipped, and a mixture
+of experts is refused.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ ROWS = 8
 """Number of their rows that are read back."""
 PROBE = 16
 """Number of tokens in the text whose log-probs are compared if SGLang gives no values either."""
-Means = Literal["checksums", "comparison", "values", "log-probs"]
+Means = Literal["checksums", "values", "log-probs"]
 Tensors = Mapping[str, Tensor]
 
 
@@ -46,7 +46,6 @@ class Attestation:
     """Compares SGLang with each push, by the best means that it has for this model; `begin` makes it.
 
     checksums    each tensor that SGLang holds has another checksum than before (its weights checker on a GPU)
-    comparison   each tensor that SGLang holds differs from a copy of before (its weights checker on a CPU)
     values       the first rows of sampled tensors are those that were pushed
     log-probs    if a tensor has changed, so have the log-probs of a fixed text
     """
@@ -74,13 +73,14 @@ class Attestation:
 async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
     """Find the best means for an SGLang that is about to get its first `tensors`; until then it holds random values.
 
-    Raises `WeightsError` for a mixture of experts in an SGLang without a weights checker.
+    Raises `WeightsError` for a mixture of experts in an SGLang without checksums, as on a CPU.
     """
-    witness = await _by_checksums(link) or await _by_comparison(link)
+    witness = await _by_checksums(link)
     if witness is None:
         if expert := next((name for name in tensors if ".experts." in name), None):
             raise WeightsError(
-                f"this SGLang has no weights checker, and without it nobody can see whether it has taken {expert}"
+                "this SGLang gives no checksums (on a CPU it has none), and without them nobody can see "
+                f"whether it has taken {expert}"
             )
         witness = Samples(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
     return Attestation(witness)
@@ -107,24 +107,6 @@ class Checksums:
         return await asyncio.to_thread(_wrong, unmoved, self._seen, before, tensors)
 
 
-class Comparison:
-    """Tensors that have moved differ from the copy that SGLang makes of them; `held` are all, by rank/name."""
-
-    means: Means = "comparison"
-
-    def __init__(self, link: Link, held: set[str]) -> None:
-        self._link, self._held = link, held
-
-    async def before(self) -> None:
-        """See `Witness.before`."""
-        await self._link.call("weights_checker", action="snapshot")
-
-    async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
-        """See `Witness.wrong`."""
-        unmoved = self._held - await _moved(self._link)
-        return await asyncio.to_thread(_wrong, unmoved, self._held, before, tensors)
-
-
 async def _by_checksums(link: Link) -> Witness | None:
     try:
         await link.call("weights_checker", action="checksum")
@@ -132,26 +114,6 @@ async def _by_checksums(link: Link) -> Witness | None:
         return Checksums(link, wire.checksums(await link.call("weights_checker", action="checksum")))
     except (ValueError, NotImplementedError):
         return None
-
-
-async def _by_comparison(link: Link) -> Witness | None:
-    try:
-        await link.call("weights_checker", action="snapshot")
-        await link.call("weights_checker", action="reset_tensors")
-        return Comparison(link, await _moved(link))
-    except (ValueError, NotImplementedError):
-        return None
-
-
-async def _moved(link: Link) -> set[str]:
-    """List the tensors that are not as in SGLang's copy, by rank/name: it refuses, and names them."""
-    try:
-        await link.call("weights_checker", action="compare")
-    except ValueError as refused:
-        if moved := wire.moved(str(refused)):
-            return moved
-        raise
-    return set()
 
 
 def _wrong(

@@ -63,18 +63,19 @@ class Server:
 
 
 async def connect(chosen: SGLangEngine, key: str, slots: int, life: int) -> Server:
-    """Wait for the server at `chosen.url`, and undo what a client that died may have left behind in it.
+    """Wait for the only server of `chosen.urls`, and undo what a client that died may have left behind in it.
 
     A `Start` once all but `life` is given; at most `slots` completions run at once. Raises `ModelError` for a server
     that cannot be reached or used.
     """
+    (url,) = chosen.urls
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=slots)
     async with AsyncExitStack() as undo:
-        client = httpx.AsyncClient(base_url=chosen.url, headers=headers, timeout=None, limits=limits)
+        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits)
         undo.push_async_callback(client.aclose)
-        info = await _answer(client, chosen.url, chosen.start_s)
-        server = Server(client, chosen.url, slots, info)
+        info = await _answer(client, url, chosen.start_s)
+        server = Server(client, url, slots, info)
         wire.check_server(info, chosen.kv, server.version)
         with suppress(ValueError, NotImplementedError):
             await server.call("end_weight_update")

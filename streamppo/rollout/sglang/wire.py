@@ -184,11 +184,6 @@ def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:
     return {f"{rank}/{name}": sum_ for rank, held in enumerate(ranks) for name, sum_ in held["checksums"].items()}
 
 
-def moved(refusal: str) -> set[str]:
-    """Read, as rank/tensor, the tensors that the weights checker of a single rank has found to differ from its copy."""
-    return {f"0/{name}" for name in re.findall(r"^name=(\S+) max_abs_err=", refusal, re.MULTILINE)}
-
-
 # --- reasons -------------------------------------------------------------------------------------------------
 
 MEMORY = (

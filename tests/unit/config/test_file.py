@@ -21,7 +21,8 @@ from streamppo.errors import ConfigError
 
 RLOO = "algorithm.advantage.kind=rloo"
 OWN_CRITIC = "algorithm.critic.model=policy"
-SERVER = ("rollout.engine.kind=sglang", "rollout.engine.url=http://localhost:1")
+TWO_SERVERS = "rollout.engine.urls=['http://localhost:1', 'http://localhost:2']"
+SERVER = ("rollout.engine.kind=sglang", "rollout.engine.urls=['http://localhost:1']")
 LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
 
 
@@ -164,9 +165,11 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ),
         (["rollout.engine.kind=sglang", "rollout.engine.transport=disk"], "folder is for"),
         (["rollout.engine.kind=sglang", "rollout.engine.folder=x"], "folder is for"),
-        (["rollout.engine.kind=sglang", "rollout.engine.url=localhost:1"], "must begin with http"),
-        ([*SERVER, "rollout.engine.url=http://10.0.0.1:1"], "memory of one machine"),
+        (["rollout.engine.kind=sglang", "rollout.engine.urls=['localhost:1']"], "must begin with http"),
+        ([*SERVER, "rollout.engine.urls=['http://10.0.0.1:1']"], "memory of one machine"),
         ([*SERVER, "rollout.actors=2"], r"rollout.actors \(2\) must be 1"),
+        (["rollout.engine.kind=sglang", TWO_SERVERS], r"rollout.actors \(1\) must be 2: one for each"),
+        ([*SERVER, "rollout.engine.urls=['http://localhost:1', 'http://localhost:1']"], "urls must differ"),
         (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_p \(0.9\) must be 1 and .* before top-p"),
         (["rollout.engine.kind=sglang", "rollout.top_k=5"], r"top_k \(5\) 0 with SGLang"),
         ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),

@@ -1,6 +1,7 @@
 """Stages that die, and a run that is asked for another number of rollout actors."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from streamppo.config import file as configfile
 from streamppo.driver import lock, stages
 from streamppo.driver.watch import Stage
 from streamppo.errors import LearnerLost, RunError
+from streamppo.learner import manifest
 
 Make = Callable[..., Case]
 
@@ -34,7 +36,7 @@ def test_a_request_that_is_none_changes_nothing(driver_case: Make, logged: pytes
 
 FORBIDDEN = {
     "are more than one GPU": ["learner.gpus=0.5", "rollout.gpus=0.5"],
-    "must be 1 with rollout.engine.url": ["rollout.engine={kind='sglang', url='http://localhost:1'}"],
+    "must be 1: one for each of rollout.engine.urls": ["rollout.engine={kind='sglang', urls=['http://localhost:1']}"],
     "asks for 3 CPUs (there are 2)": ["cluster.cpus=2"],
     "asks for 2 GPUs (there are 1)": ["rollout.gpus=1"],
 }
@@ -126,3 +128,26 @@ def test_too_many_restarts_in_a_short_time_end_the_run(driver_case: Make) -> Non
     with pytest.raises(RunError, match=r"3 restarts within 60 s; the last reason: once more"):
         run.stages.note(Stage.QUEUE, "once more")
     assert len(run.record.restarts) == 7
+
+
+def test_each_actor_gets_the_server_of_its_place(driver_case: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = driver_case(2)
+    engine = "rollout.engine={kind='sglang', urls=['http://localhost:1', 'http://localhost:2']}"
+    run.stages.config = configfile.change(run.stages.config, [engine])
+    made: list[tuple[str, ...]] = []
+    monkeypatch.setattr(stages, "make_rollout", lambda config, *rest: made.append(config.rollout.engine.urls))
+    for place in (0, 1):
+        run.stages._rollout("rollout-7", place)
+    assert made == [("http://localhost:1",), ("http://localhost:2",)]
+
+
+def test_the_time_for_a_last_checkpoint_grows_with_its_size(tmp_path: Path) -> None:
+    checkpoints, model = tmp_path / "checkpoints", tmp_path / "model"
+    model.mkdir()
+    assert manifest.seconds_to_write(checkpoints, model) == 6
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(15 * 10**9)
+    assert manifest.seconds_to_write(checkpoints, model) == 6 + 900
+    (checkpoints / "00000005").mkdir(parents=True)
+    (checkpoints / "00000005" / manifest.MANIFEST).write_bytes(bytes(10**6))
+    assert manifest.seconds_to_write(checkpoints, model) == 6.01

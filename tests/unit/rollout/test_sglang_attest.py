@@ -42,7 +42,6 @@ class Checked:
         self.held = {wire.held_name(name): {name: 0.0} for name in known}
         for name in known:
             self.held[wire.held_name(name)][name] = 0.0
-        self.copy: dict[str, dict[str, float]] = {}
         self.lost = ""
 
     def load(self, tensors: Tensors) -> None:
@@ -60,12 +59,6 @@ class Checked:
                 return [{"checksums": sums}] * self.ranks
             case "reset_tensors":
                 self.held = {name: dict.fromkeys(parts, -1.5) for name, parts in self.held.items()}
-            case "snapshot" if self.means == "comparison":
-                self.copy = {name: dict(parts) for name, parts in self.held.items()}
-            case "compare" if self.means == "comparison":
-                moved = [name for name, parts in self.held.items() if parts != self.copy[name]]
-                if moved:
-                    raise ValueError("\n".join(["failed:", *(f"name={name} max_abs_err=1" for name in moved)]))
             case _:
                 raise ValueError("not here")
 
@@ -103,7 +96,7 @@ def first(architecture: Architecture) -> dict[str, Tensor]:
     return {name: torch.full(shape, 1.0) for name, shape in architecture.shapes.items()}
 
 
-MEANS = pytest.mark.parametrize("means", ["checksums", "comparison"])
+MEANS = pytest.mark.parametrize("means", ["checksums"])
 
 
 @MEANS
@@ -151,5 +144,5 @@ def test_a_mixture_of_experts_is_refused_by_an_engine_that_cannot_show_its_tenso
     architecture: Architecture, first: dict[str, Tensor]
 ) -> None:
     saved = architecture.as_saved(first)
-    with pytest.raises(WeightsError, match=r"no weights checker.*whether it has taken \S+\.experts\.0\."):
+    with pytest.raises(WeightsError, match=r"gives no checksums.*whether it has taken \S+\.experts\.0\."):
         run(loaded(Checked(saved, ""), saved))

@@ -147,12 +147,6 @@ def test_tensors_are_found_behind_the_names_of_those_that_they_are_part_of(name:
     assert wire.held_name(name) == held
 
 
-def test_the_tensors_that_moved_are_read_from_the_refusal_of_the_weights_checker() -> None:
-    line = "max_abs_err=1 mean_abs_err=1 num_exceed=3 expect=x actual=y "
-    said = f"check tensor equality failed:\nname=a.w {line}\nname=b.w {line}"
-    assert wire.moved(said) == {"0/a.w", "0/b.w"}
-
-
 @pytest.mark.parametrize(
     ("output", "meaning"),
     [
