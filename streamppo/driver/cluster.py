@@ -42,6 +42,8 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
 
     A Ray that hangs keeps no run from ending: after `CLOSING_S` this process ends, and with it all of Ray's.
     """
+    # A closed terminal signals the whole process group: Ray's processes, which inherit this, live until we end them.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     init_ray(config)
     # Ray has installed a handler of its own.
     interrupts.catch()
