@@ -18,6 +18,7 @@ from streamppo.queue.archive import Archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
 from streamppo.queue.state import settings_of
+from streamppo.telemetry.catalogue import UPDATE
 from streamppo.types import Batch
 
 Load = Callable[..., Config]
@@ -34,7 +35,7 @@ def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
         archived = archive.write(Batch(version=version, min_version=0, trajectories=(trajectory([1, version]),)))
         made = Made(version=version + 1, digest="d", archived=archived)
         journal.write(Changes(counters), [made], archive.settle)
-    numbers = dict.fromkeys(("wall_s", "reward", "tokens_trained", "wait_s", "update_s", "push_ms"), 1.0)
+    numbers = {"wall_s": 1.0, **dict.fromkeys(UPDATE, 1.0)}
     updates = [{"update": version, **numbers, "lag_histogram": {"0": 1}} for version in (1, 2)]
     lines = "".join(json.dumps(line) + "\n" for line in updates)
     (run / "metrics.jsonl").write_text(lines)
