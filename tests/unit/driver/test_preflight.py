@@ -1,6 +1,7 @@
 """A run that cannot go on is refused before anything in its folder is changed, and the reason is said."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from streamppo.queue.archive import Archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
 from streamppo.queue.state import settings_of
+from streamppo.telemetry.catalogue import UPDATE
 from streamppo.types import Batch
 
 Load = Callable[..., Config]
@@ -33,7 +35,9 @@ def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
         archived = archive.write(Batch(version=version, min_version=0, trajectories=(trajectory([1, version]),)))
         made = Made(version=version + 1, digest="d", archived=archived)
         journal.write(Changes(counters), [made], archive.settle)
-    lines = "".join(f'{{"update": {version}, "wall_s": 1.0}}\n' for version in (1, 2))
+    numbers = {"wall_s": 1.0, **dict.fromkeys(UPDATE, 1.0)}
+    updates = [{"update": version, **numbers, "lag_histogram": {"0": 1}} for version in (1, 2)]
+    lines = "".join(json.dumps(line) + "\n" for line in updates)
     (run / "metrics.jsonl").write_text(lines)
     (run / "summary.json").write_text("{}")
     saved = run / "checkpoints" / f"{checkpoint:08d}"
@@ -122,9 +126,9 @@ def own(math_config: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ("train.jsonl", "task.sources.data.data: train.jsonl is not what the run had: changed: train.jsonl"),
-        ("model/config.json", "model.path: model is not what the run had: changed: config.json"),
-        ("model/added.json", "model.path: model is not what the run had: new: added.json"),
+        ("train.jsonl", "train.jsonl is not what the run had: changed: train.jsonl"),
+        ("model/config.json", "model is not what the run had: changed: config.json"),
+        ("model/added.json", "model is not what the run had: new: added.json"),
     ],
 )
 def test_changed_data_or_a_changed_model_is_refused_until_it_is_accepted(
@@ -145,7 +149,7 @@ def test_changed_data_or_a_changed_model_is_refused_until_it_is_accepted(
 def test_data_that_are_gone_are_refused(own: Config) -> None:
     preflight.verify(own, Path("run"))
     Path("train.jsonl").unlink()
-    assert "task.sources.data.data: train.jsonl is gone" in str(refusal(own, Path("run")))
+    assert "train.jsonl is gone" in str(refusal(own, Path("run")))
 
 
 def test_a_changed_reward_is_a_note_and_other_data_named_on_purpose_are_none(
