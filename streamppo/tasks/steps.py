@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -26,18 +27,17 @@ async def watched(coroutine: Coroutine[Any, Any, T], steps: Steps) -> T:
 
 @types.coroutine
 def _stepwise(coroutine: Coroutine[Any, Any, T], steps: Steps) -> Generator[object, object, T]:
-    resume: Callable[[Any], object] = coroutine.send
-    value: object = None
+    step: Callable[[], object] = partial(coroutine.send, None)
     while True:
         steps.enter()
         try:
-            waits_for = resume(value)
+            waits_for = step()
         except StopIteration as end:
             return end.value
         finally:
             steps.leave()
         try:
-            resume, value = coroutine.send, (yield waits_for)
+            step = partial(coroutine.send, (yield waits_for))
         # Also a cancellation: it is the coroutine's.
         except BaseException as error:
-            resume, value = coroutine.throw, error
+            step = partial(coroutine.throw, error)
