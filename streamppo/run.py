@@ -203,7 +203,7 @@ def new_folder(config: Config, runs: Path) -> Path:
     """
     disk.refuse_network(runs)
     aside = durable.aside(runs / f"{config.name}.{os.getpid()}")
-    with durable.naming(aside, RunError):
+    with durable.naming(runs / config.name, RunError):
         runs.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         durable.folder(aside)

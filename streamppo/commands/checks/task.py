@@ -1,6 +1,5 @@
 """Checks of the task's data, the rewards and the environment."""
 
-import inspect
 import os
 import sys
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Sc
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
 from streamppo.errors import StreamppoError, TaskError
-from streamppo.tasks import environments, lesson, plugins, read
+from streamppo.tasks import environments, lesson, read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
@@ -98,7 +97,6 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
     match scorer:
         case FunctionScorer():
             how, in_actor = recognised(scorer)
-            _refuse_unknown_arguments(scorer)
             for prompt in prompts:
                 how.columns(prompt.columns)
             text = shown(scorer, how, in_actor=in_actor)
@@ -123,16 +121,3 @@ def environment(config: Config) -> Findings:
         yield Finding("environment", "error", str(error))
         return
     yield Finding("environment", "ok", f"{config.environment.name}, up to {config.environment.max_turns} turns")
-
-
-def _refuse_unknown_arguments(scorer: FunctionScorer) -> None:
-    """Raise `TaskError` for arguments that the function, or the class's constructor, does not take."""
-    found = plugins.load(scorer.function, "reward.function")
-    if not scorer.arguments or not callable(found):
-        return
-    parameters = inspect.signature(found).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return
-    taken = [one.name for one in parameters]
-    if unknown := sorted(scorer.arguments.keys() - set(taken)):
-        raise TaskError(f"reward.arguments: {scorer.function} takes no {unknown[0]!r}; it takes {', '.join(taken)}")

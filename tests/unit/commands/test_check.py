@@ -99,8 +99,8 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
     assert code == 0, output
     comment = "".join(line for line in config.read_text().splitlines(keepends=True) if line.startswith("#"))
     lines = [line for line in output.splitlines() if line.startswith(("rank ", "engine memory "))]
-    found = re.findall(r"[\d.]+ GiB", "".join(lines))
-    assert len(found) == 8
+    found = re.findall(r"[\d.]+ [GM]iB", "".join(lines))
+    assert len(found) == 9
     for size in found:
         assert size in comment, size
     (parameters,) = re.findall(r"parameters ok ([\d,]+) in", output)
@@ -134,7 +134,7 @@ WRONG = {
     "has no 'missing'": ["reward.function=mine.py:missing"],
     "asks for the column 'difficulty'": ["reward.function=mine.py:score"],
     "is sync: it would block the actor": ["reward.function=mine.py:late", "reward.where=actor"],
-    "mine.py:late takes no 'wieght'; it takes trajectory": [
+    "mine.py:late' has no argument 'wieght' (it has none)": [
         "reward.function=mine.py:late",
         "reward.arguments.wieght=1",
     ],
@@ -201,7 +201,7 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     assert sentence in output, output
 
 
-ELSEWHERE = "rollout.engine={kind='sglang', url='http://h:1', transport='group'}"
+ELSEWHERE = "rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"
 ABSENT = {
     "object store not here cluster.object_store_mib (1000000000) is more than": ["cluster.object_store_mib=1000000000"],
     "critic later 'polcy' is no folder here": ["algorithm.critic.model=polcy"],
@@ -370,7 +370,7 @@ def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> No
     assert memory.engine(bounded, model, 64, free=2e6) == (engine.weights, 100 * model.cache_per_token // 2, 100)
     starved = memory.engine(config, model, 64, free=1.0)
     assert starved is not None and starved.tokens == 0
-    elsewhere = ["rollout.engine={kind='sglang', url='http://h:1', transport='group'}"]
+    elsewhere = ["rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"]
     assert memory.engine(configfile.load(MATH, elsewhere), model, 64, 1.0) is None
     slots = memory.engine(configfile.load(MATH), model, 64, free=1.0)
     assert slots is not None and slots.tokens == 64 * 64

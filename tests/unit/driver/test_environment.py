@@ -222,6 +222,8 @@ class Service:
 @pytest.fixture
 def handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    # A run that an earlier test started in this process has ignored it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -85,7 +85,7 @@ IMPOSSIBLE = {
     "a rank computes on one GPU": ["learner.gpus=2"],
     "must be 1 with the embedded engine": ["rollout.gpus=2"],
     "must be below 1 or a whole number": ["rollout.engine.kind=sglang", "rollout.gpus=1.5"],
-    "has GPUs of its own": ["rollout.engine={kind='sglang', url='http://127.0.0.1:1'}", "rollout.gpus=1"],
+    "have GPUs of their own": ["rollout.engine={kind='sglang', urls=['http://127.0.0.1:1']}", "rollout.gpus=1"],
     "are more than one GPU": ["learner.gpus=0.6", "rollout.gpus=0.5"],
     "the 3 rollout actors": ["learner.gpus=0.4", "rollout.gpus=0.3", "rollout.actors=3"],
     "NCCL wants a GPU for each": ["learner.gpus=0.5", "learner.ranks=2"],

@@ -20,7 +20,9 @@ METRICS = {"reward": 0.5, "entropy": 1.0, "ess": 1.0, "lag_mean": 0.0, "wait_s":
 
 
 def report(version: int) -> UpdateReport:
-    return UpdateReport(version=version, metrics={**METRICS, "tokens_trained": 1.0}, lag_histogram={0: 1})
+    return UpdateReport(
+        version=version, metrics={**METRICS, "tokens_trained": 1.0, "tokens_too_old": 0.0}, lag_histogram={0: 1}
+    )
 
 
 def record_of(folder: Path) -> Record:

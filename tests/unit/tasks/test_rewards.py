@@ -11,7 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
+import several_rewards
 from reward_case import FAULTY, TIMEOUT_S, faulty, one_function, processes, started, text, total
+from several_rewards import length, no_opinion, per_token
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
 from streamppo.errors import RewardFailed, TaskError
@@ -394,20 +396,8 @@ def test_verls_dict_has_a_score_and_components() -> None:
 # --- several -------------------------------------------------------------------------------------------------
 
 
-async def length(trajectory: ScoredText) -> Given:
-    return Given(score=float(len(trajectory.completion)), components={"half": 0.5}, explanation="so long")
-
-
-async def per_token(trajectory: ScoredText) -> Given:
-    return Given(tokens=tuple(range(trajectory.num_tokens)), turns=(10.0,))
-
-
-def no_opinion(completions: list[str], **kwargs: Any) -> list[None]:
-    return [None] * len(completions)
-
-
 def scorer(function: Callable[..., Any], **more: Any) -> FunctionScorer:
-    return FunctionScorer(function=f"{__file__}:{function.__name__}", **more)
+    return FunctionScorer(function=f"{several_rewards.__file__}:{function.__name__}", **more)
 
 
 def test_several_scores_are_weighted_summed_and_logged_by_name() -> None:
@@ -453,7 +443,7 @@ def test_one_failing_scorer_fails_the_trajectory_and_is_named() -> None:
             scorers={"good": scorer(length, where="actor"), "bad": FunctionScorer(function=f"{FAULTY}:awaiting")}
         )
         async with started(config) as rewards:
-            with pytest.raises(RewardFailed, match="bad: ValueError: no such answer"):
+            with pytest.raises(RewardFailed, match=r"bad: faulty_rewards\.py:\d+: ValueError: no such answer"):
                 await total(rewards, "raises")
 
     asyncio.run(story())
