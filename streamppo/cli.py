@@ -253,6 +253,8 @@ def data(
 def _existing(folder: Path) -> Path:
     folder = folder.resolve()
     if not (folder / configfile.CONFIG).is_file():
+        if (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder}: made by an earlier version of streamppo, which alone can go on with it")
         raise CheckpointError(f"{folder}: no run is there")
     return folder
 

@@ -41,3 +41,12 @@ def test_a_mistake_is_answered_with_a_sentence(
     assert main(command.split(maxsplit=2 if NUMBERS in command else -1)) == 1
     assert MISTAKES[command] in capsys.readouterr().err
     assert sorted(Path().rglob("*")) == before
+
+
+def test_a_run_of_an_earlier_version_is_refused_by_that_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for command in ("resume", "replay", "inspect"):
+        assert main([command, str(tmp_path)]) == 1
+        assert f"{tmp_path}: made by an earlier version of streamppo" in capsys.readouterr().err
