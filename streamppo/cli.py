@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -62,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
         return command(*bound.args, **bound.kwargs) or (0 if words else MISTAKE)
     except CycloptsError as error:
-        sys.stderr.write(f"streamppo: {error}\n")
+        _complain(str(error))
         return MISTAKE
     except StreamppoError as error:
-        sys.stderr.write(f"streamppo: {type(error).__name__}: {error}\n")
+        _complain(f"{type(error).__name__}: {error}")
         return _exit_code(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -274,6 +275,12 @@ def _exit_code(error: StreamppoError) -> int:
             return 128 + error.number
         case _:
             return FAILED
+
+
+def _complain(text: str) -> None:
+    """Write one sentence to standard error. A terminal that was closed changes no exit code."""
+    with suppress(OSError):
+        sys.stderr.write(f"streamppo: {text}\n")
 
 
 def _flush() -> None:
