@@ -69,11 +69,13 @@ def test_an_environment_gives_a_second_chance(tmp_path: Path) -> None:
 
 def test_a_loss_of_the_user_trains_a_run(tmp_path: Path) -> None:
     own = "algorithm.policy_loss={kind='function', function='examples/own_loss.py:loss'}"
-    python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, *SHORT, "learner.minibatches=4")
+    sizes = (*SHORT, "queue.batch_size=64", "learner.minibatches=4")
+    python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, *sizes)
     found = updates(tmp_path / "math")
     assert [line["steps"] for line in found] == [4.0, 4.0, 4.0]
     assert all(line["clip_fraction_high"] == line["clip_fraction_low"] == 0.0 for line in found), "it clips nothing"
-    assert all(line["policy_loss"] != 0.0 for line in found)
+    # A batch in which every answer is wrong has advantages of exactly 0 while the critic knows nothing.
+    assert any(line["policy_loss"] != 0.0 for line in found)
 
 
 def test_a_run_from_python_shows_its_metrics_and_its_archive(tmp_path: Path) -> None:
