@@ -317,7 +317,13 @@ def test_a_reward_of_every_fault_is_survived_and_its_reasons_are_in_log_and_repo
     assert found["trajectories"] == 12 * 64
     (scorer,) = found["engines"]["scorers"]
     assert scorer["respawns"] > 0
-    for reason in ("ValueError: no such answer", "its process died: exit code 3", "returned nan, not a finite number"):
+    source = (SUPPORT / "bad_rewards.py").read_text().splitlines()
+    raised = 1 + next(number for number, line in enumerate(source) if "raise ValueError" in line)
+    for reason in (
+        f"bad_rewards.py:{raised}: ValueError: no such answer",
+        "its process died: exit code 3",
+        "returned nan, not a finite number",
+    ):
         assert scorer["reasons"][reason] > 0
         assert f"reward failed: {reason}" in output
 
