@@ -31,6 +31,13 @@ COUNTERS = Counters(
 """A queue that has just opened eight slots."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep real runs in one process of `pytest -n`: two at a time would miss the moments that their tests wait for."""
+    for item in items:
+        if item.path.is_relative_to(REPOSITORY / "tests" / "integration"):
+            item.add_marker(pytest.mark.xdist_group("runs"))
+
+
 @pytest.fixture(autouse=True)
 def no_log_lines_of_another_process() -> Iterator[None]:
     """Actors that a test makes in its own process set up that process's log lines; they are gone after the test."""
