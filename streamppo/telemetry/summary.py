@@ -73,7 +73,7 @@ class OfEngines(TypedDict):
     """Counts of the engines at the end, each since it started.
 
     `tokens_per_s` is the sum over engines, each over its own `seconds`. `restarts` are deaths of an engine's own
-    processes that its actor has survived.
+    processes that its actor has survived, `stalls` the steps of environments that held an actor, by file and line.
     """
 
     actors: list[dict[str, str | int]]
@@ -86,6 +86,7 @@ class OfEngines(TypedDict):
     restarts: int
     scorers: list[dict[str, str | int | float]]
     too_long: dict[str, int]
+    stalls: dict[str, int]
 
 
 class Summary(OfLines, OfQueue):
@@ -170,6 +171,7 @@ def of_engines(engines: Sequence[EngineReport]) -> OfEngines | None:
         "restarts": sum(engine.restarts for engine in engines),
         "scorers": [{"actor": one.actor, **msgspec.to_builtins(s)} for one in engines for s in one.scorers],
         "too_long": dict(engines[0].too_long),
+        "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
     }
 
 
