@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from streamppo import durable, process
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import disk, preflight
+from streamppo.driver import disk, preflight, remake
 from streamppo.driver.cluster import ray_session
 from streamppo.driver.evaluation import evaluate
 from streamppo.driver.interrupts import Interrupts
@@ -126,6 +126,7 @@ def train(stages: Stages, record: Record) -> Reports:
         try:
             start = stages.start_learner(checkpoint)
             record.begin(start)
+            remake.lost_lines(record, stages.folder)
             asked: deque[Asked] = deque()
             for version in range(start + 1, config.updates + 1):
                 asked.append(Asked(version, [rank.update.remote() for rank in stages.ranks]))
@@ -181,6 +182,7 @@ def _finish(stages: Stages, record: Record) -> Reports:
     stages.calls.wait([*saving, *(rank.settle.remote() for rank in ranks)], "the last checkpoint")
     exporting = [rank.export.remote(str(folder / "final")) for rank in ranks]
     record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
+    remake.lost_lines(record, folder)
     # More than `updates`, where a run that had made more of them is resumed with fewer.
     _evaluate(stages, record, record.version)
     stages.calls.drain(Stage.EVALUATION)

@@ -257,7 +257,7 @@ class EngineReport(Crossing, frozen=True):
     """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode.
 
     `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
-    engine's processes that it has survived.
+    engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line.
     """
 
     actor: str
@@ -273,6 +273,7 @@ class EngineReport(Crossing, frozen=True):
     restarts: int = 0
     scorers: tuple[ScorerReport, ...] = ()
     too_long: dict[str, int] = {}
+    stalls: dict[str, int] = {}
 
 
 class EvaluationReport(Crossing, frozen=True):

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from streamppo.commands.echo import console, echo, table
 from streamppo.config import file as configfile
+from streamppo.config.change import moved
 from streamppo.config.sections import Config, model_path
 from streamppo.driver.actors import make_ranks
 from streamppo.driver.cluster import describe, init_ray
@@ -56,7 +57,8 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     last = max(recorded, default=0) if to is None else to
     if last not in recorded:
         raise JournalError(f"{run}: version {last} was never made; the newest is {max(recorded, default=0)}")
-    chosen = {version: _changed(config, changes) for version, config in configs.items()}
+    present = configfile.load(run / configfile.CONFIG)
+    chosen = {version: _changed(config, present, changes) for version, config in configs.items()}
     if changes:
         # The learning rate's schedule ends with the updates.
         last = min(last, max(config.updates for config in chosen.values()))
@@ -75,8 +77,11 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     return 0
 
 
-def _changed(encoded: bytes, changes: Sequence[str]) -> Config:
-    return configfile.change(msgspec.msgpack.decode(encoded, type=Config), changes)
+def _changed(encoded: bytes, present: Config, changes: Sequence[str]) -> Config:
+    """A recorded configuration with `changes`, and with the `present` places of files that were moved since."""
+    recorded = msgspec.msgpack.decode(encoded, type=Config)
+    places = [f"{name}={json.dumps(place)}" for name, place in moved(recorded, present).items()]
+    return configfile.change(recorded, [*places, *changes])
 
 
 def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[int, str], list[UpdateReport]]:

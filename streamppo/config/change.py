@@ -1,6 +1,7 @@
 """Compare the configuration of a run with the one that it is resumed with, field by field."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -30,14 +31,14 @@ LEARNING = ("rollout.max_tokens", "rollout.temperature", "queue.batch_size", "qu
 
 def kept(config: Config) -> dict[str, object]:
     """Values that a run keeps, by dotted name: no update on its way can begin to use another one."""
-    values = {name: value for name, value in fields(config).items() if _in(name, KEPT) and not _in(name, FREE)}
+    values = {name: value for name, value in _placeless(config).items() if _in(name, KEPT) and not _in(name, FREE)}
     return values | {"learner.gpus > 0": config.learner.gpus > 0}
 
 
 def learning(config: Config) -> dict[str, object]:
     """Values that the result of an update on a given batch depends on, by dotted name."""
     values = {
-        name: value for name, value in fields(config).items() if not _in(name, NOT_LEARNING) or _in(name, LEARNING)
+        name: value for name, value in _placeless(config).items() if not _in(name, NOT_LEARNING) or _in(name, LEARNING)
     }
     # A part of a GPU computes what a whole one does.
     return values | {"learner.gpus": config.learner.gpus > 0}
@@ -46,6 +47,28 @@ def learning(config: Config) -> dict[str, object]:
 def fields(config: Config) -> dict[str, object]:
     """Every value of `config` by its dotted name; the kind of a choice is a value too."""
     return dict(_leaves("", msgspec.to_builtins(config)))
+
+
+def moved(before: Config, after: Config) -> dict[str, str]:
+    """Paths of `before` that `after` has at another place under the same name, by dotted name; their values there."""
+    was, becomes = fields(before), fields(after)
+    return {
+        name: value
+        for name, value in becomes.items()
+        if isinstance(value, str) and was.get(name) != value and _name(was.get(name)) == _name(value)
+    }
+
+
+def _placeless(config: Config) -> dict[str, object]:
+    """Every value by its dotted name, files and folders by their own names alone: a run and they may be moved.
+
+    The content of models and data is compared apart (driver/inputs.py).
+    """
+    return {name: _name(value) for name, value in fields(config).items()}
+
+
+def _name(value: object) -> object:
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def _leaves(prefix: str, tree: dict[str, object]) -> Iterator[tuple[str, object]]:

@@ -1,9 +1,10 @@
 """Paths in a configuration: those of a file are looked for beside it, then in the current folder; overrides there.
 
-A run keeps absolute paths, so that it is resumed from anywhere. Paths that lead into the run are relative to it, so
-that a run that was moved is resumed too.
+A run keeps absolute paths, so that it is resumed from anywhere. Those that lead into the run, or beside it, are
+relative to it, so that a run that was moved, with its neighbours, is resumed too.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
@@ -24,15 +25,20 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 def anchor(tree: Tree, folder: Path) -> None:
     """Make every relative path that leads to something in `folder` absolute, in place. Others stay as they are."""
     absolute = folder.absolute()
-    _change(tree, lambda path: str(absolute / path) if (absolute / path).exists() else path)
+
+    def change(path: str) -> str:
+        found = os.path.normpath(absolute / path)
+        return found if os.path.exists(found) else path
+
+    _change(tree, change)
 
 
 def relate(tree: Tree, run: Path) -> None:
-    """Make every path that leads into the folder `run` relative to it, in place."""
+    """Make every path that leads into the folder of the run `run`, or beside it, relative to it, in place."""
     absolute = run.absolute()
 
     def change(path: str) -> str:
-        return str(Path(path).relative_to(absolute)) if Path(path).is_relative_to(absolute) else path
+        return os.path.relpath(path, absolute) if Path(path).is_relative_to(absolute.parent) else path
 
     _change(tree, change)
 

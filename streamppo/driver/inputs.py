@@ -135,11 +135,14 @@ def fingerprint(path: Path) -> str:
 
 
 def _change(before: Input | None, present: Input) -> str:
-    """Say how a place differs from what it was; nothing if it is the same, or if another place is named on purpose."""
-    if before is None or before.path != present.path:
+    """Say how a place differs from what it was; nothing if it is the same, or if another one is named on purpose.
+
+    A file or folder that was moved has another path and the same name.
+    """
+    if before is None or Path(before.path).name != Path(present.path).name:
         return ""
     if not present.files:
-        return f"{before.path} is gone"
+        return f"{present.path} is gone"
     both = before.files.keys() & present.files.keys()
     kinds = {
         "changed": {name for name in both if before.files[name] != present.files[name]},
@@ -147,4 +150,4 @@ def _change(before: Input | None, present: Input) -> str:
         "gone": before.files.keys() - present.files.keys(),
     }
     told = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names)
-    return f"{before.path} is not what the run had: {told}" if told else ""
+    return f"{present.path} is not what the run had: {told}" if told else ""

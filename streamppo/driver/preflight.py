@@ -40,7 +40,7 @@ def _verify_journal(config: Config, folder: Path) -> None:
 
 def _start(folder: Path) -> int:
     """The version from which the learner would begin. Damaged checkpoints stay where they are."""
-    recorded = max((line["update"] for line in metrics_file.updates(folder)), default=0)
+    recorded = max(metrics_file.recorded(metrics_file.read(folder)), default=0)
     for path in reversed(manifest.complete(folder / "checkpoints")):
         if int(path.name) <= recorded and _is_whole(path):
             return int(path.name)

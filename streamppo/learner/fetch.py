@@ -55,6 +55,10 @@ class Fetcher:
         if not data:
             return None
         batch = pad(decode(data, Batch))
-        lags, counts = batch.lag_BT[batch.mask_BT].unique(return_counts=True)
-        histogram = dict(zip(lags.tolist(), counts.tolist(), strict=True))
-        return Fetched(batch, histogram, time.perf_counter() - begin)
+        return Fetched(batch, lag_histogram(batch), time.perf_counter() - begin)
+
+
+def lag_histogram(batch: PaddedBatch) -> dict[int, int]:
+    """How many tokens of a batch that the policy sampled have each lag, in versions."""
+    lags, counts = batch.lag_BT[batch.mask_BT].unique(return_counts=True)
+    return dict(zip(lags.tolist(), counts.tolist(), strict=True))

@@ -168,22 +168,13 @@ def batch_metrics(
     `learner` is the proximal policy on the rows `passed_B`, or what came nearest to it: the first pass over each row.
     """
     mask_BT = batch.mask_BT
-    lag = batch.lag_BT[mask_BT].float()
     compared_BT = mask_BT & passed_B[:, None]
     found = off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
     by_lag = {}
     for bucket, divergence in found.by_lag.items():
         by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}
     return {
-        "reward": batch.reward_B.mean().item(),
-        "length": mask_BT.sum(-1).float().mean().item(),
-        "truncated": batch.truncated_B.float().mean().item(),
-        "tokens": float(mask_BT.sum()),
-        "tokens_too_old": float((mask_BT & ~batch.fresh_BT).sum()),
-        "tokens_trained": float(trained_BT.sum()),
-        "equal_groups": zero_variance(batch.reward_B, batch.prompt_B).float().mean().item(),
-        "lag_mean": lag.mean().item(),
-        "lag_max": lag.max().item(),
+        **described(batch, trained_BT),
         "behavior_kl_k1": found.overall.k1,
         "behavior_kl": found.overall.k3,
         "ess": found.overall.ess_token,
@@ -197,5 +188,21 @@ def batch_metrics(
         "mismatch": found.numerics.mean_abs_log_ratio if found.numerics else 0.0,
         "explained_variance": float(explained_variance(learner.values_BT, estimate.returns, mask_BT)),
         **by_lag,
+    }
+
+
+def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
+    """The numbers of a batch that need no policy; `trained_BT` are its tokens that enter the loss."""
+    lag = batch.lag_BT[batch.mask_BT].float()
+    return {
+        "reward": batch.reward_B.mean().item(),
+        "length": batch.mask_BT.sum(-1).float().mean().item(),
+        "truncated": batch.truncated_B.float().mean().item(),
+        "tokens": float(batch.mask_BT.sum()),
+        "tokens_too_old": float((batch.mask_BT & ~batch.fresh_BT).sum()),
+        "tokens_trained": float(trained_BT.sum()),
+        "equal_groups": zero_variance(batch.reward_B, batch.prompt_B).float().mean().item(),
+        "lag_mean": lag.mean().item(),
+        "lag_max": lag.max().item(),
         **{f"reward_{name}": mean for name, mean in batch.components.items()},
     }

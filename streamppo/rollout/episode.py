@@ -16,7 +16,8 @@ from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout.engine import Completion, Engine, Sampling
 from streamppo.tasks import environments
-from streamppo.tasks.environments import Done, Environment
+from streamppo.tasks.environments import Done, World
+from streamppo.tasks.stalls import Stalls
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Flags, Floats, Identity, Ints, Message, Prompt, Reward, ScoredText, Trajectory
 
@@ -91,10 +92,15 @@ class Player:
         self.tokenizer = tokenizer
         self._environment = environment
         self._make = environments.load(environment) if environment else None
+        self._stalls = Stalls(environment.name, environment.timeout_s) if environment else None
+
+    def stalls(self) -> dict[str, int]:
+        """Count the steps of environments that held the event loop, by file and line."""
+        return dict(self._stalls.counts) if self._stalls else {}
 
     async def play(self, prompt: Prompt, sampling: Sampling) -> Episode:
         """Play one episode. Raises one of `FAILURES`."""
-        if self._environment is None or self._make is None:
+        if self._environment is None or self._make is None or self._stalls is None:
             tokens = self.tokenizer.encode(prompt)
             completion = await self._engine.generate(tokens, sampling)
             count = len(completion.tokens)
@@ -108,13 +114,11 @@ class Player:
                 (count - 1,),
                 completion.versions_known,
             )
-        async with environments.opened(self._make, self._environment.timeout_s) as world:
+        async with environments.opened(self._make, self._stalls) as world:
             return await self._converse(prompt, sampling, self._environment, world)
 
-    async def _converse(
-        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: Environment
-    ) -> Episode:
-        opening = _opening(prompt, await environments.begin(world, prompt, limits.timeout_s))
+    async def _converse(self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: World) -> Episode:
+        opening = _opening(prompt, await world.begin(prompt))
         columns = Columns(self.tokenizer.encode(opening))
         for turn in range(1, limits.max_turns + 1):
             room = limits.max_tokens - columns.length
@@ -124,7 +128,7 @@ class Player:
             columns.add_turn(completion, self.tokenizer.decode(completion.tokens))
             if completion.finish == "length":
                 return columns.episode("length", Done())
-            answer = await environments.step(world, columns.turns[-1], limits.timeout_s)
+            answer = await world.step(columns.turns[-1])
             columns.rewards.append(answer.reward)
             if isinstance(answer, Done):
                 return columns.episode("stop", answer)

@@ -208,6 +208,7 @@ class Worker:
             restarts=usage.restarts,
             scorers=self._rewards.report(),
             too_long=self._task.lengths(),
+            stalls=self._player.stalls(),
         )
 
 

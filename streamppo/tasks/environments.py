@@ -6,8 +6,8 @@
         async def close(self)                            only if there is something to close
 
 `text` is the policy's turn, special tokens left out. Steps run in the actor's event loop: they must await all that
-takes long. An environment that raises, takes too long, or gives a number that is not finite, fails its trajectory, with
-the reason that came first.
+takes long, and those that do not are named and counted (stalls.py). An environment that raises, takes too long, or
+gives a number that is not finite, fails its trajectory, with the reason that came first.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from streamppo.config.task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
-from streamppo.tasks import plugins
+from streamppo.tasks import places, plugins
 from streamppo.tasks.rewards.outcome import QUOTED, plain
+from streamppo.tasks.stalls import Calls, Stalls, TooLate
 from streamppo.tasks.tokenizer import Said
 from streamppo.types import Message, Prompt, Reward
 
@@ -73,54 +74,60 @@ def load(config: Config) -> Make:
     return make
 
 
+class World:
+    """An environment at play; every method raises `EnvironmentFailed`."""
+
+    def __init__(self, environment: Environment, calls: Calls) -> None:
+        self._environment = environment
+        self._calls = calls
+
+    async def begin(self, prompt: Prompt) -> Said:
+        """Begin, and return the text that the policy sees first."""
+        return _said(await _bounded("reset", self._calls, partial(self._environment.reset, prompt)))
+
+    async def step(self, text: str) -> Observation | Done:
+        """Ask the environment for its answer, its numbers plain and finite floats."""
+        answer = await _bounded("step", self._calls, partial(self._environment.step, text))
+        if isinstance(answer, Done):
+            # Any mapping will do: `plain` makes a dict of it.
+            components = cast(dict[str, float], answer.components)
+            checked = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
+            return Done(checked.score, checked.components, checked.explanation)
+        if isinstance(answer, Observation):
+            return Observation(_said(answer.said), _plain(Reward(score=answer.reward)).score)
+        return Observation(_said(answer))
+
+    async def close(self) -> None:
+        """End it, if there is something to end."""
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            await _bounded("close", self._calls, close)
+
+
 @asynccontextmanager
-async def opened(make: Make, timeout_s: float) -> AsyncGenerator[Environment]:
+async def opened(make: Make, stalls: Stalls) -> AsyncGenerator[World]:
     """Make an environment, and close it however its trajectory ends. Raises `EnvironmentFailed`."""
-    world = await _bounded("the constructor", timeout_s, make)
+    calls = Calls(stalls)
+    world = World(await _bounded("the constructor", calls, make), calls)
     try:
         yield world
     # Also a cancellation.
     except BaseException:
         # The trajectory has its reason, which one more failure must not hide.
         with suppress(EnvironmentFailed):
-            await _close(world, timeout_s)
+            await world.close()
         raise
-    await _close(world, timeout_s)
+    await world.close()
 
 
-async def begin(world: Environment, prompt: Prompt, timeout_s: float) -> Said:
-    """Begin, and return the text that the policy sees first. Raises `EnvironmentFailed`."""
-    return _said(await _bounded("reset", timeout_s, partial(world.reset, prompt)))
-
-
-async def step(world: Environment, text: str, timeout_s: float) -> Observation | Done:
-    """Ask the environment for its answer, its numbers plain and finite floats. Raises `EnvironmentFailed`."""
-    answer = await _bounded("step", timeout_s, partial(world.step, text))
-    if isinstance(answer, Done):
-        # Any mapping will do: `plain` makes a dict of it.
-        components = cast(dict[str, float], answer.components)
-        checked = _plain(Reward(score=answer.reward, components=components, explanation=answer.explanation))
-        return Done(checked.score, checked.components, checked.explanation)
-    if isinstance(answer, Observation):
-        return Observation(_said(answer.said), _plain(Reward(score=answer.reward)).score)
-    return Observation(_said(answer))
-
-
-async def _close(world: Environment, timeout_s: float) -> None:
-    close = getattr(world, "close", None)
-    if close is not None:
-        await _bounded("close", timeout_s, close)
-
-
-async def _bounded(method: str, timeout_s: float, call: Callable[[], Awaitable[T]]) -> T:
+async def _bounded(method: str, calls: Calls, call: Callable[[], Awaitable[T]]) -> T:
     try:
-        async with asyncio.timeout(timeout_s):
-            return await call()
-    except TimeoutError as error:
-        raise EnvironmentFailed(f"{method} took more than {timeout_s:g} s") from error
+        return await calls.bounded(call)
+    except TooLate as error:
+        raise EnvironmentFailed(f"{method} {error}") from error
     # Other people's environments raise anything.
-    except Exception as error:
-        raise EnvironmentFailed(f"{method}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFailed(f"{method}: {places.told(error)}") from error
 
 
 def _plain(reward: Reward) -> Reward:

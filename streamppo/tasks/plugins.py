@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from streamppo.errors import TaskError
+from streamppo.tasks import places
 
 
 def export_path() -> None:
@@ -33,7 +34,7 @@ def load(name: str, asked_by: str) -> object:
         raise TaskError(f"{asked_by} {name!r}: {error}") from error
     # Other people's modules raise anything while they are imported.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{asked_by} {name!r}: importing {where} failed: {error!r}") from error
+        raise TaskError(f"{asked_by} {name!r}: importing {where} failed: {places.told(error)}") from error
     found = getattr(module, attribute, None)
     if found is None:
         raise TaskError(f"{asked_by} {name!r}: {where} has no {attribute!r}")

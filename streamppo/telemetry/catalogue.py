@@ -3,6 +3,7 @@
 LINES = {
     "part": "a driver begins: the first with 1, another with each resume; after which version it goes on",
     "update": "the version that it made, its metrics",
+    "remade": "the version whose line was lost, and the metrics that its archived batch tells",
     "redone": "the version that an update made once more; the update's line, of the first time, was there",
     "evaluation": "the version after which it was asked for; accuracy, prompts with and without a score, versions seen",
     "restart": "the stage that died and is started again; why",

@@ -6,6 +6,7 @@ cut by a kill or a full disk, and is ignored. A damaged line is left out and rep
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypedDict, TypeGuard
 
@@ -33,6 +34,17 @@ class UpdateLine(TypedDict):
     wait_s: float
     update_s: float
     push_ms: float
+    lag_histogram: dict[str, int]
+
+
+class RemadeLine(TypedDict):
+    """An update's line was lost: the part of it that its archived batch tells, components of the reward too."""
+
+    remade: int
+    wall_s: float
+    reward: float
+    tokens_trained: float
+    tokens_too_old: float
     lag_histogram: dict[str, int]
 
 
@@ -72,10 +84,11 @@ class EndLine(TypedDict):
     wall_s: float
 
 
-Line: TypeAlias = PartLine | UpdateLine | RedoneLine | EvaluationLine | RestartLine | EndLine
+Line: TypeAlias = PartLine | UpdateLine | RemadeLine | RedoneLine | EvaluationLine | RestartLine | EndLine
 KINDS: dict[str, type[Line]] = {
     "part": PartLine,
     "update": UpdateLine,
+    "remade": RemadeLine,
     "redone": RedoneLine,
     "evaluation": EvaluationLine,
     "restart": RestartLine,
@@ -111,6 +124,17 @@ def content(folder: Path) -> Content:
 def updates(folder: Path) -> list[UpdateLine]:
     """Read the lines of updates, in the order of their versions."""
     return sorted((line for line in read(folder) if "update" in line), key=lambda line: line["update"])
+
+
+def recorded(lines: Iterable[Line]) -> set[int]:
+    """Find the versions of the updates that have a line, as it was or remade."""
+    found: set[int] = set()
+    for line in lines:
+        if "update" in line:
+            found.add(line["update"])
+        elif "remade" in line:
+            found.add(line["remade"])
+    return found
 
 
 def mend(folder: Path) -> None:

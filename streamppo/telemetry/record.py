@@ -47,7 +47,7 @@ class Record:
         self.checksum = ""
         before, damage = metrics_file.content(folder)
         self._lost = bool(damage) or not before
-        self.version = max((line["update"] for line in before if "update" in line), default=0)
+        self.version = max(metrics_file.recorded(before), default=0)
         self._started = started - max((line["wall_s"] for line in before), default=0.0)
         self._live = LiveLine()
         for sentence in damage[:DAMAGE_SHOWN]:
@@ -83,11 +83,14 @@ class Record:
         if report.version <= self.version:
             self._write("redone", report.version)
             return False
-        lags = {str(lag): count for lag, count in report.lag_histogram.items()}
-        self._write("update", report.version, {**report.metrics, "lag_histogram": lags})
+        self._write("update", report.version, {**report.metrics, "lag_histogram": _named(report.lag_histogram)})
         self.version = report.version
         self._live.show(self._line(report), last=report.version == self.updates)
         return True
+
+    def remade(self, version: int, metrics: Mapping[str, float], lag_histogram: Mapping[int, int]) -> None:
+        """Write down again the part of an update's lost line that is known."""
+        self._write("remade", version, {**metrics, "lag_histogram": _named(lag_histogram)})
 
     def evaluation(self, asked: int, parts: Sequence[EvaluationReport]) -> None:
         """Write down the answers of all actors to the evaluation that was asked for after update `asked`."""
@@ -166,3 +169,7 @@ class Record:
             if outcome == FINISHED:
                 raise
             log.info(str(error))
+
+
+def _named(lag_histogram: Mapping[int, int]) -> dict[str, int]:
+    return {str(lag): count for lag, count in lag_histogram.items()}

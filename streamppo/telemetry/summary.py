@@ -10,7 +10,8 @@ from typing import TypedDict
 
 import msgspec
 
-from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine
 from streamppo.types import EngineReport, QueueReport
 
 STAGES = ("rollout", "queue", "learner")
@@ -73,7 +74,7 @@ class OfEngines(TypedDict):
     """Counts of the engines at the end, each since it started.
 
     `tokens_per_s` is the sum over engines, each over its own `seconds`. `restarts` are deaths of an engine's own
-    processes that its actor has survived.
+    processes that its actor has survived, `stalls` the steps of environments that held an actor, by file and line.
     """
 
     actors: list[dict[str, str | int]]
@@ -86,6 +87,7 @@ class OfEngines(TypedDict):
     restarts: int
     scorers: list[dict[str, str | int | float]]
     too_long: dict[str, int]
+    stalls: dict[str, int]
 
 
 class Summary(OfLines, OfQueue):
@@ -101,6 +103,7 @@ class Summary(OfLines, OfQueue):
 def of_lines(lines: Sequence[Line]) -> OfLines:
     """Sum up the lines of a run. `wall_s` is that of the last of them."""
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
+    known = _in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
     # They end in any order; of those of one version, which a resumed run repeats, the last one counts as the newest.
     evaluations.sort(key=lambda one: one[0])
@@ -109,20 +112,27 @@ def of_lines(lines: Sequence[Line]) -> OfLines:
     return {
         "eval_accuracy": _ends([accuracy for _, accuracy in evaluations if accuracy is not None], 1),
         "evaluations": evaluations,
-        "reward": _ends([line["reward"] for line in updates], WINDOW),
-        "updates": updates[-1]["update"] if updates else 0,
+        "reward": _ends([line["reward"] for line in known], WINDOW),
+        "updates": max(metrics_file.recorded(lines), default=0),
         "redone": sum("redone" in line for line in lines),
         "parts": sum("part" in line for line in lines),
         "restarts": {stage: restarts[stage] for stage in STAGES},
         "wall_s": max((line["wall_s"] for line in lines), default=0.0),
         "first_update_s": updates[0]["wall_s"] if updates else None,
-        "tokens_trained": sum(line["tokens_trained"] for line in updates),
-        "lag": _lag([line["lag_histogram"] for line in updates]),
-        "trained_lag": _lag([_youngest(line["lag_histogram"], round(line["tokens_too_old"])) for line in updates]),
+        "tokens_trained": sum(line["tokens_trained"] for line in known),
+        "lag": _lag([line["lag_histogram"] for line in known]),
+        "trained_lag": _lag([_youngest(line["lag_histogram"], round(line["tokens_too_old"])) for line in known]),
         "learner_idle_share": sum(line["wait_s"] for line in updates) / max(update_s, 1e-9),
-        "pushes": len(updates),
+        "pushes": len(known),
         "push_ms": sum(line["push_ms"] for line in updates) / max(len(updates), 1),
     }
+
+
+def _in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
+    """Pick the lines of updates, as they were or remade, in the order of their versions."""
+    found: dict[int, UpdateLine | RemadeLine] = {line["remade"]: line for line in lines if "remade" in line}
+    found |= {line["update"]: line for line in lines if "update" in line}
+    return [found[version] for version in sorted(found)]
 
 
 def farewell(summary: Summary) -> str:
@@ -170,6 +180,7 @@ def of_engines(engines: Sequence[EngineReport]) -> OfEngines | None:
         "restarts": sum(engine.restarts for engine in engines),
         "scorers": [{"actor": one.actor, **msgspec.to_builtins(s)} for one in engines for s in one.scorers],
         "too_long": dict(engines[0].too_long),
+        "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
     }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import SupportsFloat
 
+from streamppo.tasks import places
 from streamppo.types import Crossing, Reward, ScoredText, utf8_safe
 
 QUOTED = 200
@@ -24,10 +25,9 @@ class Outcome(Crossing, frozen=True):
 NO_OPINION = Outcome()
 
 
-def failed(error: BaseException, where: str = "") -> Outcome:
-    """Turn an exception into a failure; `where` is put before its words: a file and a line."""
-    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-    reason = utf8_safe(f"{where}{said[:QUOTED]}")
+def failed(error: BaseException) -> Outcome:
+    """Turn an exception into a failure, with the user's file and line where it came through one."""
+    reason = utf8_safe(places.told(error)[:QUOTED])
     return Outcome(reason=reason, retryable=bool(getattr(error, "retryable", False)), whole=True)
 
 

@@ -8,26 +8,20 @@ Each may be `def` or `async def`, or the `__call__` of a class.
 """
 
 import inspect
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamppo.errors import TaskError
-from streamppo.tasks import plugins
+from streamppo.tasks import places, plugins
 from streamppo.tasks.read import Row
 from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failed
 from streamppo.types import ScoredText
 
 Texts: TypeAlias = tuple[ScoredText, ...]
 Columns: TypeAlias = tuple[Row, ...]
-HERE = Path(__file__).parent
 Style: TypeAlias = Literal["trajectory", "batched", "verl"]
 BATCHED = frozenset({"prompts", "completions", "completion_ids"})
-NOT_THEIRS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {str(HERE)})
-"""Folders of files whose lines tell a reward's author nothing."""
 VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
 
@@ -128,8 +122,8 @@ def load(name: str, arguments: Mapping[str, object]) -> Loaded:
     try:
         made = found(**arguments) if inspect.isclass(found) else partial(_called(found, name), **arguments)
     # Other people's constructors raise anything.
-    except Exception as error:
-        raise TaskError(f"reward.function {name!r}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"reward.function {name!r}: {places.told(error)}") from error
     assert callable(made)
     return Loaded(signature, made)
 
@@ -141,7 +135,7 @@ def call(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
         return _outcomes(reward.signature.style, value, texts)
     # Other people's rewards raise anything, and so do the values that they return, when they are looked at.
     except (Exception, SystemExit) as error:
-        return (failed(error, _where(error)),) * len(texts)
+        return (failed(error),) * len(texts)
 
 
 async def call_async(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
@@ -152,14 +146,7 @@ async def call_async(reward: Loaded, texts: Texts, columns: Columns) -> tuple[Ou
         return _outcomes(reward.signature.style, await value, texts)
     # As in `call`.
     except (Exception, SystemExit) as error:
-        return (failed(error, _where(error)),) * len(texts)
-
-
-def _where(error: BaseException) -> str:
-    """Return "file:line: " of the innermost frame that is the user's, "" if there is none."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    theirs = [(name, line) for name, line in frames if name.endswith(".py") and not name.startswith(NOT_THEIRS)]
-    return f"{Path(theirs[-1][0]).name}:{theirs[-1][1]}: " if theirs else ""
+        return (failed(error),) * len(texts)
 
 
 def _invoke(reward: Loaded, texts: Texts, columns: Columns) -> object:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias, TypedDict, cast
 
 from streamppo.errors import TaskError
-from streamppo.tasks import plugins
+from streamppo.tasks import places, plugins
 from streamppo.tasks.scorers.crossing import Operation
 from streamppo.tasks.scorers.sandbox import Limits, Ran, Sandbox
 from streamppo.types import Reward, ScoredText
@@ -93,7 +93,7 @@ class CodeTests:
         all_or_nothing: bool = False,
         memory_mib: int = 512,
     ) -> None:
-        self._sandbox = cast(Callable[[], Sandbox], plugins.load(sandbox, "sandbox"))()
+        self._sandbox = _sandbox(sandbox)
         self._limits = Limits(test_timeout_s, memory_mib)
         self._all_timeout_s = all_timeout_s
         self._all_or_nothing = all_or_nothing
@@ -103,7 +103,7 @@ class CodeTests:
     def place(arguments: Mapping[str, object]) -> str:
         """Say which sandbox these arguments give. Raises `TaskError` if it cannot be made here."""
         name = str(arguments.get("sandbox", DEFAULT))
-        cast(Callable[[], Sandbox], plugins.load(name, "sandbox"))()
+        _sandbox(name)
         return f"programs run in {name}{', which is no wall' if name.endswith('sandbox:Local') else ''}"
 
     def __call__(self, trajectory: ScoredText, tests: object) -> Reward:
@@ -186,6 +186,18 @@ def program_of(completion: str) -> str:
     """Return the last fenced block that is marked as Python or as nothing, or all of the completion."""
     blocks = [block for language, block in FENCED.findall(completion) if PYTHON.fullmatch(language)]
     return blocks[-1] if blocks else completion
+
+
+def _sandbox(name: str) -> Sandbox:
+    """Make the sandbox called `name`. Raises `TaskError` if it cannot be made."""
+    make = cast(Callable[[], Sandbox], plugins.load(name, "sandbox"))
+    try:
+        return make()
+    except TaskError:
+        raise
+    # A sandbox may be other people's code, which raises anything.
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"sandbox {name!r}: {places.told(error)}") from error
 
 
 def _usable(tests: object) -> list[Test]:

@@ -8,7 +8,7 @@ from conftest import MATH, REPOSITORY
 
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Advantage
-from streamppo.config.change import fields, kept, learning
+from streamppo.config.change import fields, kept, learning, moved
 
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))
 ESTIMATORS = [kind.__struct_config__.tag for kind in get_args(Advantage)]
@@ -72,6 +72,22 @@ def test_a_run_keeps_these(override: str, name: str) -> None:
 def test_a_run_may_change_these_of_its_model() -> None:
     changed = configfile.load(MATH, ["model.float32_head=false", "model.gradient_checkpointing=true"])
     assert kept(configfile.load(MATH)) == kept(changed)
+
+
+MODELS = ["model.path", "algorithm.critic.model", "algorithm.critic.pretrain"]
+
+
+@pytest.mark.parametrize("field", MODELS)
+def test_a_folder_that_was_moved_is_the_same_and_one_of_another_name_is_not(field: str) -> None:
+    here, moved_to, other = (configfile.load(MATH, [f"{field}={path}"]) for path in ("/a/m", "/b/c/m", "/a/n"))
+    assert kept(here) == kept(moved_to) and learning(here) == learning(moved_to)
+    assert (kept(here), learning(here)) != (kept(other), learning(other))
+    assert (moved(here, moved_to), moved(here, other)) == ({field: "/b/c/m"}, {})
+
+
+def test_of_two_names_on_a_hub_every_part_counts() -> None:
+    ours, theirs = (configfile.load(MATH, [f"model.path={name}/m"]) for name in ("ours", "theirs"))
+    assert kept(ours) != kept(theirs)
 
 
 def test_every_value_has_a_dotted_name() -> None:

@@ -65,6 +65,16 @@ def test_a_run_that_was_moved_finds_what_is_in_it(project: Path) -> None:
     assert moved.model.path == str(project / "moved" / "base")
 
 
+def test_a_run_that_was_moved_with_its_neighbours_finds_them(project: Path) -> None:
+    for name in ("run", "base"):
+        (project / name).mkdir()
+    configfile.save(configfile.load(project / "own.toml", [f"model.path={project}/base"]), project / "run")
+    moved = project.rename(project.parent / "moved")
+    config = configfile.load(moved / "run" / configfile.CONFIG)
+    assert (config.model.path, data(config)) == (str(moved / "base"), str(moved / "rows.jsonl"))
+    assert config.environment is not None and config.environment.name == f"{moved / 'world.py'}:World"
+
+
 def test_a_name_that_leads_nowhere_stays_as_it_is(project: Path) -> None:
     config = configfile.load(project / "own.toml", ["model.path=Qwen/Qwen2.5-0.5B", "reward.function=a.b:c"])
     assert config.model.path == "Qwen/Qwen2.5-0.5B" and "'a.b:c'" in str(config.reward)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from conftest import COUNTERS, trajectory
 
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import preflight
 from streamppo.errors import CheckpointError, JournalError, StreamppoError
@@ -105,6 +106,29 @@ def test_a_journal_that_was_deleted_is_named_and_none_is_made(math_config: Load,
     assert isinstance(error, JournalError)
     assert f"{run / 'journal.sqlite'}: missing, though {run / 'archive'}/0000000" in str(error)
     assert "streamppo export" in str(error)
+
+
+@pytest.mark.parametrize("place", ["run/base", "base"])
+def test_a_run_that_was_moved_with_its_model_goes_on_and_not_with_another_one(
+    math_config: Load, tmp_path: Path, place: str
+) -> None:
+    """Versions must be redone: any other model would make others."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in ("run", place):
+        (old / folder).mkdir(parents=True, exist_ok=True)
+    (old / place / "config.json").write_text("{}")
+    config = math_config(f"model.path={old / place}")
+    run = trained(old / "run", config)
+    configfile.save(config, run)
+    preflight.verify(config, run)
+    KEPT.pop().close()
+    old.rename(new)
+    moved = configfile.load(new / "run" / configfile.CONFIG)
+    assert moved.model.path == str(new / place)
+    (new / place / "config.json").write_text("another")
+    assert "base is not what the run had: changed: config.json" in str(refusal(moved, new / "run"))
+    (new / place / "config.json").write_text("{}")
+    preflight.verify(moved, new / "run")
 
 
 # --- data, models, rewards -----------------------------------------------------------------------------------

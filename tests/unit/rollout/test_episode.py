@@ -141,7 +141,7 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ("raise", "step: ValueError: no"),
+        ("raise", r"step: test_episode\.py:\d+: ValueError: no"),
         ("hang", r"step took more than 0\.05 s"),
         ("nothing", "says messages or a text that is not empty, not None"),
         ("no number", r"step gave Reward\(score=None.*, with a number that is not finite"),
@@ -179,11 +179,11 @@ class Broken(Echo):
 @pytest.mark.parametrize(
     ("arguments", "said", "reason"),
     [
-        ({"constructor": "no room"}, "bye", r"the constructor: ConnectionError: no room"),
-        ({"close": "closed already"}, "bye", r"close: RuntimeError: closed already"),
+        ({"constructor": "no room"}, "bye", r"the constructor: test_episode\.py:\d+: ConnectionError: no room"),
+        ({"close": "closed already"}, "bye", r"close: test_episode\.py:\d+: RuntimeError: closed already"),
         ({"close": "hang"}, "bye", r"close took more than 0\.05 s"),
         # What came first is the reason.
-        ({"close": "closed already"}, "raise", "step: ValueError: no"),
+        ({"close": "closed already"}, "raise", r"step: test_episode\.py:\d+: ValueError: no"),
     ],
 )
 def test_an_environment_that_cannot_be_made_or_closed_fails_its_trajectory(

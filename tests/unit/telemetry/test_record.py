@@ -97,7 +97,9 @@ def test_seconds_never_go_back_and_no_update_is_missing_or_there_twice(tmp_path:
 
 
 def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
-    in_three_parts(tmp_path).close(FINISHED, None, [])
+    whole = in_three_parts(tmp_path)
+    whole.remade(5, METRICS | {"reward": 1.0}, {0: 1})
+    whole.close(FINISHED, None, [])
     assert {next(iter(line)) for line in lines.read(tmp_path)} == LINES.keys()
     assert all(line.keys() == BESIDE.keys() | report(1).metrics.keys() for line in lines.updates(tmp_path))
 
