@@ -55,6 +55,7 @@ CHOICES: dict[str, list[str]] = {
         f"critic policy, proximal {kind}": [f"algorithm.proximal={kind}", "algorithm.critic.model=policy", MINIBATCHES]
         for kind in ("recompute", "loglinear")
     },
+    "proximal behavior": ["algorithm.proximal=behavior", "algorithm.correction.kind=off"],
 }
 
 

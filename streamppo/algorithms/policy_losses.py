@@ -202,9 +202,9 @@ def dppo_tv(
         shift = exp(logprobs) - exp(proximal_logprobs)
         loss  = 0 if shift * sign(A) > delta else -A * r
 
-    The binary total-variation form of https://arxiv.org/abs/2602.04879, with the proximal policy as the anchor (hand in
-    behavior_logprobs for the paper's own two-policy form, and then no correction). Ratio clipping binds rare
-    tokens and frees likely ones; this does the reverse. delta = 1 gives `importance_weighted`.
+    The binary total-variation form of https://arxiv.org/abs/2602.04879. The paper's own has two policies and bounds the
+    move from the behavior policy: `proximal.behavior` is that anchor. Ratio clipping binds rare tokens and frees likely
+    ones; this does the reverse. delta = 1 gives `importance_weighted`.
     """
     if delta < 0:
         raise ValueError(f"delta must not be negative, got {delta}")

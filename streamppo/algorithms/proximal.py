@@ -28,3 +28,15 @@ def loglinear(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor,
     behavior_BT, current_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(logprobs_BT.detach(), mask_BT)
     weight_BT = 1 / (fill(lag_BT, mask_BT).clamp(min=0).to(current_BT.dtype) + 1)
     return weight_BT * behavior_BT + (1 - weight_BT) * current_BT
+
+
+def behavior(behavior_logprobs_BT: Tensor, logprobs_BT: Tensor, lag_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: the policy that sampled a token is the one to stay near, so that one ratio is for age and movement.
+
+        ratio_t = exp(logprobs_t - behavior_logprobs_t)
+
+    PPO with its data as it came, https://arxiv.org/abs/1707.06347; DPPO's anchor, https://arxiv.org/abs/2602.04879.
+    At lag 0 and with an exact engine this is the learner's policy before the first step.
+    """
+    check_tokens(mask_BT, behavior_logprobs_BT=behavior_logprobs_BT, logprobs_BT=logprobs_BT, lag_BT=lag_BT)
+    return fill(behavior_logprobs_BT.detach(), mask_BT)

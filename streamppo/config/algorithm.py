@@ -304,8 +304,8 @@ class Algorithm(Section, frozen=True):
     """Scale of the advantages."""
     policy_loss: Clip | Cispo | Gspo | SequenceClip | Reinforce | ImportanceWeighted | DppoTv | Sapo | OwnLoss = Clip()
     """The policy's loss."""
-    proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Proximal log-probs: from a forward pass, or between behavior and current by age (A-3PO, arXiv:2512.06547)."""
+    proximal: Literal["recompute", "loglinear", "behavior"] = "recompute"
+    """Proximal log-probs: from a pass, between behavior and current by age (arXiv:2512.06547), or behavior's own."""
     aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
     """Average that makes one number of the losses of all tokens; "constant" divides by rollout.max_tokens."""
     critic: Critic = Critic()
@@ -324,7 +324,7 @@ class Algorithm(Section, frozen=True):
 
     @property
     def needs_proximal_first(self) -> str | None:
-        """Reason that the proximal log-probs of the whole batch must be known before its first step; None if not."""
+        """Reason that the learner's log-probs of the whole batch must be known before its first step; None if not."""
         if self.has_critic and self.critic.model == "head":
             return "the value head, whose values come from the same pass"
         if isinstance(self.advantage, VTrace):
@@ -361,3 +361,13 @@ class Algorithm(Section, frozen=True):
             )
         if self.proximal == "loglinear" and (reason := self.needs_proximal_first):
             yield f"proximal = 'loglinear' saves a pass over the batch that is needed anyway, by {reason}"
+        if self.proximal == "behavior" and not isinstance(self.correction, NoCorrection):
+            yield (
+                f"correction {self.correction.__struct_config__.tag!r} is of proximal / behavior, which is 1 with "
+                "proximal = 'behavior', whose ratio makes up for the age already: choose correction = { kind = 'off' }"
+            )
+        if self.proximal == "behavior" and isinstance(self.policy_loss, Reinforce):
+            yield (
+                "policy_loss 'reinforce' has no ratio, and with proximal = 'behavior' nothing else makes up for the "
+                "age of the data: choose policy_loss 'importance_weighted'"
+            )

@@ -275,11 +275,7 @@ class Config(Section, frozen=True):
                 f"{algorithm.compares_samples} compares the samples of a prompt: "
                 f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             )
-        if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
-            yield (
-                "algorithm.proximal = 'loglinear' approximates log-probs that are exact and free where "
-                "an update is one step: learner.epochs (1) times learner.minibatches (1)"
-            )
+        yield from _proximal(self)
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
         if self.archive.keep and (not self.checkpoint.every or self.checkpoint.keep < 2):
@@ -295,6 +291,22 @@ class Config(Section, frozen=True):
                 f"name ({_short(self.name)}) must be usable as the name of a folder: at most {LONGEST_NAME} bytes, "
                 'without "/", control characters, spaces at an end or "." at the beginning'
             )
+
+
+def _proximal(config: Config) -> Iterator[str]:
+    """A sentence for every choice of the proximal policy that does nothing, or another thing than it says, here."""
+    algorithm, learner, max_lag = config.algorithm, config.learner, config.queue.max_lag
+    if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
+        yield (
+            "algorithm.proximal = 'loglinear' approximates log-probs that are exact and free where "
+            "an update is one step: learner.epochs (1) times learner.minibatches (1)"
+        )
+    if algorithm.proximal == "behavior" and algorithm.target_kl and max_lag:
+        yield (
+            f"algorithm.target_kl ({algorithm.target_kl:g}) bounds KL(proximal || current), and with proximal = "
+            f"'behavior' and queue.max_lag ({max_lag}) that counts the age of the data: it would end updates that "
+            "have not moved"
+        )
 
 
 def _names_folder(name: str) -> bool:

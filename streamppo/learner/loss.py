@@ -24,7 +24,7 @@ class Targets(NamedTuple):
     """Everything that stays fixed while one batch is trained on, all [B, T] on every rank.
 
     `trained_BT` are the tokens that enter the loss: sampled by the policy, young enough, of a group that teaches.
-    Without a `correction`, `scored` has no log-probs either: both are made in passing by `Objective.anchor`.
+    Without a `correction`, proximal log-probs and weights are made in passing, by `Objective.anchor`.
     """
 
     scored: Scored

@@ -44,9 +44,9 @@ class Epoch(NamedTuple):
 class Objective(NamedTuple):
     """The functions and the epochs of one run.
 
-    `scored` is the part that must be known of the whole batch before its first step. If that leaves the policy out,
-    `anchor` makes the proximal log-probs of a micro-batch from its current ones, and the policy passes over the batch
-    only to learn from it. `one_step` says that the policy makes a single step of a batch.
+    `scored` is the part that must be known of the whole batch before its first step. `anchor` makes the proximal
+    log-probs of a micro-batch in passing; without it they are those of `scored`. If that leaves the policy out, the
+    policy passes over the batch only to learn from it. `one_step` says that it makes a single step of a batch.
     """
 
     advantages: Advantages
@@ -56,6 +56,11 @@ class Objective(NamedTuple):
     scored: Part | None
     epochs: tuple[Epoch, ...]
     one_step: bool
+
+    @property
+    def scores_policy(self) -> bool:
+        """True if the policy's log-probs of the whole batch are known before its first step."""
+        return self.scored in ("policy", "both")
 
     def warm_up(self) -> "Objective":
         """The objective while the policy stands still: a critic with steps of its own makes them, and nothing else is.
@@ -78,9 +83,9 @@ def build(config: Config) -> Objective:
     """The functions that `config` chooses."""
     choice, one_step = config.algorithm, config.learner.epochs * config.learner.minibatches == 1
     anchor = _anchor(choice, one_step=one_step)
-    scored: Part | None = "both" if choice.has_critic else "policy"
-    if anchor is not None:
-        scored = "critic" if choice.has_critic else None
+    scored: Part | None = "critic" if choice.has_critic else None
+    if anchor is None or choice.needs_proximal_first:
+        scored = "both" if choice.has_critic else "policy"
     return Objective(
         advantages=partial(_whitened, _advantages(choice.advantage), choice.whiten, choice.has_critic),
         correct=_correct(choice),
@@ -93,10 +98,14 @@ def build(config: Config) -> Objective:
 
 
 def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
-    """The making of proximal log-probs from current ones, or None where a pass comes before the first step."""
-    if choice.proximal == "loglinear":
-        return proximal.loglinear
-    return proximal.single_step if one_step and not choice.needs_proximal_first else None
+    """The making of proximal log-probs in passing, or None where they are those of a pass before the first step."""
+    match choice.proximal:
+        case "loglinear":
+            return proximal.loglinear
+        case "behavior":
+            return proximal.behavior
+        case "recompute":
+            return proximal.single_step if one_step and not choice.needs_proximal_first else None
 
 
 def _epochs(config: Config) -> tuple[Epoch, ...]:

@@ -37,6 +37,7 @@ class Updated(NamedTuple):
     `start` and `scored` are the moments, of `time.perf_counter`, at which the update and its first step began.
     """
 
+    objective: Objective
     batch: PaddedBatch
     targets: Targets
     minibatches: Sequence[Minibatch]
@@ -106,7 +107,7 @@ class Updater:
                     (share.loss * self.ranks).backward()
                     shares.append(share._replace(loss=share.loss.detach()))
                 minibatches.append(self._step(epoch, batch.version, rows, shares))
-        return Updated(batch, targets, minibatches, start, scored)
+        return Updated(objective, batch, targets, minibatches, start, scored)
 
     def metrics(self, updated: Updated) -> dict[str, float]:
         """Return the numbers of an update, equal on every rank but for times, and steer `beta` by them. A collective.
@@ -115,7 +116,7 @@ class Updater:
         """
         batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
         scored, passed_B = targets.scored, torch.ones_like(batch.truncated_B)
-        if targets.correction is None:
+        if not updated.objective.scores_policy:
             first_BT, passed_B = first_logprobs(minibatches, batch.mask_BT, self.group)
             scored = scored._replace(logprobs_BT=first_BT)
         steps = step_metrics(minibatches, targets.trained_BT, self.group)

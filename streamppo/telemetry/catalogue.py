@@ -29,17 +29,17 @@ UPDATE = {
     "equal_groups": "share of trajectories whose whole group scored the same",
     "lag_mean": "versions, mean age of a token",
     "lag_max": "versions, greatest age of a token",
-    "behavior_kl_k1": "nats per token, k1 estimate of KL(behavior || proximal); may be negative",
-    "behavior_kl": "nats per token, k3 estimate of KL(behavior || proximal), before truncation",
-    "ess": "effective sample size of proximal / behavior per token, before truncation; 1 is on-policy",
+    "behavior_kl_k1": "nats per token, k1 estimate of KL(behavior || learner); may be negative",
+    "behavior_kl": "nats per token, k3 estimate of KL(behavior || learner), before truncation",
+    "ess": "effective sample size of learner / behavior per token, before truncation; 1 is on-policy",
     "ess_sequence": "the same for products over whole responses",
-    "chi2": "chi-squared of proximal from behavior per token: the variance that the weights add",
+    "chi2": "chi-squared of learner from behavior per token: the variance that the weights add",
     "chi2_sequence": "the same for products over whole responses",
-    "weights_high": "share of tokens with proximal / behavior above 2",
-    "weights_low": "share of tokens with proximal / behavior below 1/2",
+    "weights_high": "share of tokens with learner / behavior above 2",
+    "weights_low": "share of tokens with learner / behavior below 1/2",
     "log_ppl_engine": "nats per token, -mean log-prob as the engine reported it",
     "log_ppl_learner": "nats per token, -mean log-prob as the learner computes it",
-    "mismatch": "nats, mean |proximal - behavior| of tokens of the proximal version: numerics, not lag",
+    "mismatch": "nats, mean |learner - behavior| of tokens of lag 0: numerics, not lag",
     "explained_variance": "share of the returns' variance that the critic explains",
     "policy_loss": "as algorithm.aggregation has it, mean over minibatches; 0 where the policy stands still",
     "value_loss": "as algorithm.aggregation has it, mean over minibatches",
@@ -64,15 +64,16 @@ UPDATE = {
     "update_s": "seconds, all of the update",
     "push_ms": "milliseconds, the push before: encode, checksum, publish, beside training",
 }
-"""In every update's line."""
+"""In every update's line. "learner" is its policy before the first step: as it scores the batch, or if no pass of it
+comes before that step, by the first pass over each row. "proximal" is the policy that algorithm.proximal says."""
 
 SOMETIMES = {
-    "reference_kl": "nats per response, k3 estimate of KL(proximal || first model), by weight; with [algorithm.kl]",
+    "reference_kl": "nats per response, k3 estimate of KL(learner || first model), by weight; with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "critic_steps": "optimizer steps of a critic with a transformer of its own",
     "critic_grad_norm": "before clipping, mean over its optimizer steps",
     "reward_": "mean of one scorer or of one component of a reward, over the trajectories that have it",
     "ess_lag_": "effective sample size of the tokens of one bucket of lags: 0, 1, 2, 3-4, 5-8, 9+",
-    "behavior_kl_lag_": "nats per token, k3 estimate of KL(behavior || proximal) of one bucket of lags",
+    "behavior_kl_lag_": "nats per token, k3 estimate of KL(behavior || learner) of one bucket of lags",
 }
 """In those to which they apply; a name that ends in _ is followed by the bucket or the name."""

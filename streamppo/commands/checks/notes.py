@@ -3,20 +3,27 @@
 import os
 
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.algorithm import NoCorrection
+from streamppo.config.algorithm import (
+    Cispo,
+    Clip,
+    Gspo,
+    ImportanceWeighted,
+    NoCorrection,
+    OwnLoss,
+    Reinforce,
+    SequenceClip,
+    Truncate,
+)
 from streamppo.config.sections import LOCAL, Config
 from streamppo.tasks.task import Task
 
 
 def notes(config: Config, task: Task | None) -> Findings:
     """Look for numbers that do not go together. `task` is None where it cannot be built."""
-    learner, rollout, queue = config.learner, config.rollout, config.queue
-    steps = learner.epochs * learner.minibatches
-    if isinstance(config.algorithm.correction, NoCorrection) and queue.max_lag and steps > 1:
-        yield _note(
-            f'algorithm.correction is "off" with max_lag ({queue.max_lag}) and {steps} steps on each batch: old tokens '
-            "count as new ones, and such runs learn less"
-        )
+    learner, rollout = config.learner, config.rollout
+    yield from _age(config)
+    yield from _loss(config)
+    yield from _out_of_the_loss(config)
     for name, updates in (("learner", learner), ("algorithm.critic", config.algorithm.critic)):
         if updates.warmup_updates >= config.updates:
             yield _note(f"{name}.warmup_updates ({updates.warmup_updates}) is the whole run ({config.updates} updates)")
@@ -29,6 +36,60 @@ def notes(config: Config, task: Task | None) -> Findings:
     held_out = None if task is None else len(task.held_out(None))
     if held_out is not None and held_out < config.evaluation.prompts:
         yield _note(f"evaluation.prompts ({config.evaluation.prompts}) are more than the {held_out} that are held out")
+
+
+def _age(config: Config) -> Findings:
+    """Data that are older than the learner, and a correction that does not make up for it."""
+    algorithm, max_lag = config.algorithm, config.queue.max_lag
+    steps = config.learner.epochs * config.learner.minibatches
+    if isinstance(algorithm.correction, NoCorrection) and algorithm.proximal != "behavior" and max_lag:
+        if steps > 1:
+            yield _note(
+                f'algorithm.correction is "off" with max_lag ({max_lag}) and {steps} steps on each batch: old tokens '
+                "count as new ones, and such runs learn less"
+            )
+        if algorithm.kl.loss_beta:
+            yield _note(
+                f'algorithm.kl.loss_beta ({algorithm.kl.loss_beta:g}) with correction "off" and max_lag ({max_lag}): '
+                "the KL to the reference is that of the policies that sampled, and not of the learner's"
+            )
+    if isinstance(algorithm.correction, Truncate) and algorithm.correction.cap < 1:
+        yield _note(
+            f"algorithm.correction.cap ({algorithm.correction.cap:g}) is below 1: fresh tokens lose weight too, as by "
+            "a smaller learning rate"
+        )
+
+
+def _loss(config: Config) -> Findings:
+    """Losses that are another one here: for lack of a ratio, or by the average."""
+    algorithm, loss = config.algorithm, config.algorithm.policy_loss
+    kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
+    plain = isinstance(loss, Reinforce | ImportanceWeighted | OwnLoss | Cispo) or loss == Clip()
+    if steps == 1 and algorithm.proximal == "recompute" and not plain:
+        yield _note(
+            f"algorithm.policy_loss {kind!r} bounds current / proximal, which is 1 where an update is one step: raise "
+            "learner.epochs or learner.minibatches, or bound current / behavior with proximal = 'behavior'"
+        )
+    if steps > 1 and isinstance(loss, Reinforce):
+        yield _note(
+            f"algorithm.policy_loss 'reinforce' has no ratio, and {steps} steps on each batch: after the first, "
+            "samples count as the moved policy's own ('importance_weighted' makes up for that)"
+        )
+    if isinstance(loss, Gspo | SequenceClip) and algorithm.aggregation != "sequence-mean-token-mean":
+        yield _note(
+            f"algorithm.policy_loss {kind!r} is one loss for a response, and aggregation {algorithm.aggregation!r} "
+            "counts it once for each token: 'sequence-mean-token-mean' counts it once"
+        )
+
+
+def _out_of_the_loss(config: Config) -> Findings:
+    """Groups that are left out though they would teach."""
+    algorithm = config.algorithm
+    if algorithm.zero_variance != "keep" and algorithm.kl.reward_beta:
+        yield _note(
+            f"algorithm.zero_variance is {algorithm.zero_variance!r}: groups of equal scores are not trained on, "
+            f"though the KL in the reward (reward_beta {algorithm.kl.reward_beta:g}) tells their samples apart"
+        )
 
 
 def _cores(config: Config) -> Findings:

@@ -60,6 +60,8 @@ CHOICES = [
     ["algorithm.critic.model=scratch", "algorithm.critic.epochs=2", "algorithm.critic.minibatches=3"],
     ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"],
     ["algorithm.proximal=loglinear", "algorithm.critic.model=policy", "algorithm.correction.level=sequence"],
+    ["algorithm.proximal=behavior", "algorithm.correction.kind=off"],
+    ["algorithm.proximal=behavior", "algorithm.correction.kind=off", "algorithm.advantage.kind=grpo"],
     ["learner.norm=max-norm"],
     ["algorithm.kl.reward_beta=0.1"],
     ["algorithm.kl.loss_beta=0.1", "algorithm.kl.straight_through=true"],
@@ -308,6 +310,7 @@ def test_without_a_critic_an_update_tells_of_none(folder: Path) -> None:
 
 
 LOGLINEAR = ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"]
+BEHAVIOR = ["algorithm.proximal=behavior", "algorithm.correction.kind=off", "algorithm.advantage.kind=rloo"]
 RANKED = [
     [],
     # Two trajectories in a minibatch: one rank has none.
@@ -316,6 +319,7 @@ RANKED = [
     # In the second epoch rows are dealt to other ranks than in the first.
     ["learner.epochs=2", "learner.minibatches=2", "learner.lr=1e-5"],
     [*LOGLINEAR, "learner.epochs=2", "learner.minibatches=2", "learner.lr=1e-5", "algorithm.kl.loss_beta=0.1"],
+    [*BEHAVIOR, "learner.minibatches=6", "algorithm.kl.loss_beta=0.1"],
 ]
 
 

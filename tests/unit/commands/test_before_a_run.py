@@ -65,12 +65,52 @@ NOTES = {
         "algorithm.correction.kind=off",
         "learner.minibatches=2",
     ],
+    'algorithm.kl.loss_beta (0.1) with correction "off" and max_lag (2)': [
+        "algorithm.correction.kind=off",
+        "algorithm.kl.loss_beta=0.1",
+    ],
+    "algorithm.correction.cap (0.5) is below 1": ["algorithm.correction.cap=0.5"],
+    "algorithm.policy_loss 'gspo' bounds current / proximal, which is 1 where an update is one step": [
+        "algorithm.policy_loss.kind=gspo",
+        "algorithm.aggregation=sequence-mean-token-mean",
+    ],
+    "algorithm.policy_loss 'reinforce' has no ratio, and 2 steps on each batch": [
+        "algorithm.policy_loss.kind=reinforce",
+        "learner.epochs=2",
+    ],
+    "algorithm.policy_loss 'sequence_clip' is one loss for a response, and aggregation 'token-mean'": [
+        "algorithm.policy_loss.kind=sequence_clip",
+        "learner.epochs=2",
+    ],
+    "algorithm.zero_variance is 'mask': groups of equal scores are not trained on, though the KL in the reward": [
+        "algorithm.advantage.kind=rloo",
+        "algorithm.zero_variance=mask",
+        "algorithm.kl.reward_beta=0.1",
+    ],
     "learner.warmup_updates (9) is the whole run (9 updates)": ["updates=9", "learner.warmup_updates=9"],
     "algorithm.critic.warmup_updates (9) is the whole run": ["updates=9", "algorithm.critic.warmup_updates=9"],
     "rollout.in_flight (5) is below rollout.slots (64)": ["rollout.in_flight=5"],
     "learner ranks and rollout actors have 5001 threads, and this machine": ["rollout.actors=5000"],
     "evaluation.prompts (9999) are more than the 8": ["evaluation.prompts=9999"],
 }
+
+
+MEANT = [
+    ["algorithm.proximal=behavior", "algorithm.correction.kind=off", "learner.minibatches=2"],
+    ["algorithm.proximal=behavior", "algorithm.correction.kind=off", "algorithm.kl.loss_beta=0.1"],
+    ["algorithm.proximal=behavior", "algorithm.correction.kind=off", "algorithm.policy_loss.kind=dppo_tv"],
+    ["algorithm.policy_loss.kind=reinforce"],
+    ["algorithm.correction.kind=off", "algorithm.kl.loss_beta=0.1", "queue.max_lag=0"],
+]
+
+
+@pytest.mark.parametrize("choices", MEANT, ids=" ".join)
+def test_the_same_settings_where_they_mean_something_are_not_noted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], choices: list[str]
+) -> None:
+    monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
+    assert main(["run", str(MATH), *choices]) == 0
+    assert "note: algorithm" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("note", NOTES)

@@ -24,6 +24,7 @@ OWN_CRITIC = "algorithm.critic.model=policy"
 TWO_SERVERS = "rollout.engine.urls=['http://localhost:1', 'http://localhost:2']"
 SERVER = ("rollout.engine.kind=sglang", "rollout.engine.urls=['http://localhost:1']")
 LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
+BEHAVIOR = ("algorithm.proximal=behavior", "algorithm.correction.kind=off")
 
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
@@ -173,6 +174,9 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_p \(0.9\) must be 1 and .* before top-p"),
         (["rollout.engine.kind=sglang", "rollout.top_k=5"], r"top_k \(5\) 0 with SGLang"),
         ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),
+        (["algorithm.proximal=behavior"], r"correction 'truncate' is of proximal / behavior, which is 1"),
+        ([*BEHAVIOR, "algorithm.policy_loss.kind=reinforce"], "'reinforce' has no ratio"),
+        ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(2\) that counts the age of the data"),
     ],
 )
 def test_choices_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
@@ -183,6 +187,9 @@ def test_choices_that_contradict_each_other_are_refused(overrides: list[str], me
 @pytest.mark.parametrize(
     "overrides",
     [
+        [*BEHAVIOR],
+        [*BEHAVIOR, "algorithm.advantage.kind=vtrace", "algorithm.kl.reward_beta=0.1"],
+        [*BEHAVIOR, "algorithm.target_kl=0.01", "queue.max_lag=0"],
         [*LOGLINEAR, RLOO],
         [*LOGLINEAR, OWN_CRITIC],
         [*LOGLINEAR, RLOO, "algorithm.kl.loss_beta=0.1"],
@@ -219,7 +226,8 @@ def test_every_snippet_of_the_documentation_is_taken() -> None:
         overrides = [f"{where}={value}"]
         if isinstance(value, dict):
             overrides = [f"{where}.{name}={str(part).lower()}" for name, part in value.items()]
-        configfile.load(MATH, overrides + several_steps * ("loglinear" in line))
+        without = ["algorithm.correction.kind=off"] * (value == "behavior")
+        configfile.load(MATH, overrides + without + several_steps * ("loglinear" in line))
         taken += 1
     assert taken > 40
 
