@@ -48,6 +48,7 @@ CHOICES: dict[str, list[str]] = {
             "reinforce_plus_plus_baseline",
         )
     },
+    "advantage function": ["algorithm.advantage={kind='function', function='examples/own_advantage.py:advantage'}"],
     "critic scratch": ["algorithm.critic.model=scratch"],
     "critic policy": ["algorithm.critic.model=policy"],
     "critic policy, 4 epochs": ["algorithm.critic.model=policy", "algorithm.critic.epochs=4"],

@@ -78,8 +78,26 @@ class ReinforcePlusPlusBaseline(Kind, frozen=True, tag="reinforce_plus_plus_base
     """score - mean of the group, whitened over the batch (arXiv:2501.03262)."""
 
 
+class OwnAdvantage(Kind, frozen=True, tag="function"):
+    """An advantage of your own, without a critic, tried on a made-up batch before the first update."""
+
+    function: str
+    """`package.module:name` or `path/file.py:name` of a function: `AdvantageInputs` -> [B] or [B, T] advantages."""
+    compares_samples: bool = True
+    """A batch holds all samples of a prompt, or trajectories as they come."""
+
+
 Advantage: TypeAlias = (
-    Gae | VTrace | SequenceLevel | Grpo | DrGrpo | Rloo | MaxRl | ReinforcePlusPlus | ReinforcePlusPlusBaseline
+    Gae
+    | VTrace
+    | SequenceLevel
+    | Grpo
+    | DrGrpo
+    | Rloo
+    | MaxRl
+    | ReinforcePlusPlus
+    | ReinforcePlusPlusBaseline
+    | OwnAdvantage
 )
 CRITIC_BASED = (Gae, VTrace, SequenceLevel)
 """Estimators that need a critic; with the others it is not trained."""
@@ -336,14 +354,19 @@ class Algorithm(Section, frozen=True):
     @property
     def compares_samples(self) -> str | None:
         """The choice that compares all samples of a prompt, so that a batch needs all of them; None if none does."""
-        if isinstance(self.advantage, GROUP_BASED):
+        if self._advantage_compares:
             return f"advantage {self.advantage.__struct_config__.tag!r}"
         return "whiten.over = 'group'" if self.whiten.over == "group" else None
+
+    @property
+    def _advantage_compares(self) -> bool:
+        own = isinstance(self.advantage, OwnAdvantage) and self.advantage.compares_samples
+        return own or isinstance(self.advantage, GROUP_BASED)
 
     def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""
         kind = self.advantage.__struct_config__.tag
-        if self.zero_variance != "keep" and not isinstance(self.advantage, GROUP_BASED):
+        if self.zero_variance != "keep" and not self._advantage_compares:
             yield "zero_variance is about groups: it needs an advantage that compares them"
         if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):
             yield (

@@ -10,7 +10,16 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamppo.algorithms import advantages, corrections, groups, own_loss, policy_losses, proximal, vtrace
+from streamppo.algorithms import (
+    advantages,
+    corrections,
+    groups,
+    own_advantage,
+    own_loss,
+    policy_losses,
+    proximal,
+    vtrace,
+)
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.policy_losses import TokenLoss
@@ -155,6 +164,8 @@ def _advantages(choice: choices.Advantage) -> Advantages:
             return lambda batch, _, rewards_BT: _no_critic(
                 groups.reinforce_plus_plus_baseline(_scores(batch, rewards_BT), batch.prompt_B, batch.mask_BT)
             )
+        case choices.OwnAdvantage(function=name):
+            return partial(_own_advantage, _own(name, "algorithm.advantage.function", own_advantage.try_own_advantage))
 
 
 def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
@@ -195,6 +206,13 @@ def _grouped(
 ) -> Estimate:
     advantages_B = compare(_scores(batch, rewards_BT), batch.prompt_B)
     return _no_critic(torch.where(batch.mask_BT, advantages_B[:, None], 0.0))
+
+
+def _own_advantage(
+    function: own_advantage.OwnAdvantage, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
+) -> Estimate:
+    columns = rewards_BT, batch.prompt_B, batch.mask_BT, batch.lag_BT, batch.truncated_B
+    return _no_critic(own_advantage.own_advantage(*columns, function=function))
 
 
 def _no_critic(advantages_BT: Tensor) -> Estimate:
@@ -251,17 +269,18 @@ def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
         case choices.Sapo(tau=(positive, negative)):
             return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)
         case choices.OwnLoss(function=name):
-            return partial(own_loss.own_loss, function=_own_loss(name))
+            function = _own(name, "algorithm.policy_loss.function", own_loss.try_own_loss)
+            return partial(own_loss.own_loss, function=function)
 
 
-def _own_loss(name: str) -> own_loss.OwnLoss:
-    """Import a user's loss and try it. Raises `TaskError` for one that cannot teach."""
-    function = plugins.load(name, "algorithm.policy_loss.function")
+def _own(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
+    """Import a user's function and try it. Raises `TaskError` for one that cannot teach."""
+    function = plugins.load(name, field)
     if not callable(function):
-        raise TaskError(f"algorithm.policy_loss.function {name!r} is not a function")
+        raise TaskError(f"{field} {name!r} is not a function")
     try:
-        own_loss.try_own_loss(function)
+        try_it(function)
     # Other people's code raises anything.
     except Exception as error:
-        raise TaskError(f"algorithm.policy_loss.function {name!r}: {type(error).__name__}: {error}") from error
+        raise TaskError(f"{field} {name!r}: {type(error).__name__}: {error}") from error
     return function

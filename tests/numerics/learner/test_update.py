@@ -7,6 +7,7 @@ import learner_case as case
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
 
 from streamppo.errors import UpdateError
 from streamppo.learner.batch import PaddedBatch, micro_batches, pad, row_order, unpadded
@@ -47,6 +48,7 @@ LOSSES = ["cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", 
 CHOICES = [
     *([f"algorithm.advantage.kind={kind}"] for kind in ADVANTAGES),
     *([f"algorithm.policy_loss.kind={kind}"] for kind in LOSSES),
+    [f"algorithm.advantage={{kind='function', function='{REPOSITORY}/examples/own_advantage.py:advantage'}}"],
     ["algorithm.correction.kind=off"],
     ["algorithm.correction.kind=mask", "algorithm.correction.band=[0.1, 5.0]"],
     ["algorithm.correction={kind='truncate_and_mask', band=[0.1, 9.0]}"],
