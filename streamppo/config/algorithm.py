@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
+from streamppo.config.policy_loss import Clip, PolicyLoss
 
 
 class Discounted(Kind, frozen=True):
@@ -158,72 +159,6 @@ class SecondMoment(Kind, frozen=True, tag="second_moment"):
     """The second moment that is left."""
 
 
-class Ranged(Kind, frozen=True):
-    """Surrogates whose ratio is kept in a range."""
-
-    range: tuple[Fraction, NonNegative] = (0.2, 0.2)
-    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
-
-
-class Clip(Ranged, frozen=True, tag="clip"):
-    """PPO's clipped surrogate (arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476)."""
-
-    dual: NonNegative = 0.0
-    """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
-
-    def contradictions(self) -> Iterator[str]:
-        """A bound of 1 or less would bind where nothing has moved."""
-        if 0 < self.dual <= 1:
-            yield f"dual ({self.dual}) must be above 1, or 0 for off"
-
-
-class Cispo(Kind, frozen=True, tag="cispo"):
-    """The clipped ratio as a constant weight of log-probs (arXiv:2506.13585)."""
-
-    range: tuple[Fraction, NonNegative] = (1.0, 4.0)
-    """The weight is clipped below at 1 - the first, and above at 1 + the second."""
-
-
-class Gspo(Kind, frozen=True, tag="gspo"):
-    """The clipped surrogate of the geometric mean of a response's ratios (arXiv:2507.18071)."""
-
-    range: tuple[Fraction, NonNegative] = (3e-4, 4e-4)
-    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
-
-
-class SequenceClip(Ranged, frozen=True, tag="sequence_clip"):
-    """The clipped surrogate of the product of a response's ratios."""
-
-
-class Reinforce(Kind, frozen=True, tag="reinforce"):
-    """-advantage * log-prob."""
-
-
-class ImportanceWeighted(Kind, frozen=True, tag="importance_weighted"):
-    """-advantage * ratio, unclipped."""
-
-
-class DppoTv(Kind, frozen=True, tag="dppo_tv"):
-    """-advantage * ratio, without tokens whose probability has moved too far in the advantage's direction."""
-
-    delta: PositiveFloat = 0.15
-    """The largest move of a probability."""
-
-
-class Sapo(Kind, frozen=True, tag="sapo"):
-    """A soft gate in place of clipping (arXiv:2511.20347)."""
-
-    tau: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
-    """Steepness for positive and for negative advantages."""
-
-
-class OwnLoss(Kind, frozen=True, tag="function"):
-    """A loss of your own, tried on a made-up micro-batch before the first update."""
-
-    function: str
-    """`package.module:name` or `path/file.py:name` of a function: `LossInputs` -> one loss for each token."""
-
-
 class Whiten(Section, frozen=True):
     """Advantages get mean 0 and variance 1."""
 
@@ -309,6 +244,11 @@ class Kl(Section, frozen=True):
         return self.reward_beta > 0 or self.loss_beta > 0
 
 
+Aggregation: TypeAlias = Literal[
+    "token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "prompt-mean", "constant"
+]
+
+
 class Algorithm(Section, frozen=True):
     """The mathematics of one update."""
 
@@ -320,11 +260,11 @@ class Algorithm(Section, frozen=True):
     """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
     whiten: Whiten = Whiten()
     """Scale of the advantages."""
-    policy_loss: Clip | Cispo | Gspo | SequenceClip | Reinforce | ImportanceWeighted | DppoTv | Sapo | OwnLoss = Clip()
+    policy_loss: PolicyLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """Proximal log-probs: from a forward pass, or between behavior and current by age (A-3PO, arXiv:2512.06547)."""
-    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
+    aggregation: Aggregation = "token-mean"
     """Average that makes one number of the losses of all tokens; "constant" divides by rollout.max_tokens."""
     critic: Critic = Critic()
     """The critic, for the estimators that need one."""

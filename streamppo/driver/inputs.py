@@ -19,7 +19,8 @@ from typing import NamedTuple
 import msgspec
 
 from streamppo import durable
-from streamppo.config.algorithm import OwnAdvantage, OwnLoss
+from streamppo.config.algorithm import OwnAdvantage
+from streamppo.config.policy_loss import OwnLoss
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
 from streamppo.config.task import DataTask

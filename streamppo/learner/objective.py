@@ -17,13 +17,16 @@ from streamppo.algorithms import (
     own_advantage,
     own_loss,
     policy_losses,
+    probability_losses,
     proximal,
+    sequence_losses,
     vtrace,
 )
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.config import algorithm as choices
+from streamppo.config import policy_loss as losses
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.learner.batch import PaddedBatch
@@ -252,25 +255,40 @@ def _of_responses(correct: Callable[[Tensor, Tensor, Tensor], Correction]) -> Co
 
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
     match config.policy_loss:
-        case choices.Clip(range=(low, high), dual=dual):
+        case losses.Clip(range=(low, high), dual=dual):
             return partial(policy_losses.clipped, clip_low=low, clip_high=high, dual_clip=dual or None)
-        case choices.Cispo(range=(low, high)):
+        case losses.Cispo(range=(low, high)):
             return partial(policy_losses.cispo, clip_low=low, clip_high=high)
-        case choices.Gspo(range=(low, high)):
-            return partial(policy_losses.gspo, clip_low=low, clip_high=high)
-        case choices.SequenceClip(range=(low, high)):
-            return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)
-        case choices.Reinforce():
+        case losses.Gspo() | losses.Gmpo() | losses.Vespo() | losses.SequenceClip() as of_responses:
+            return _sequence_loss(of_responses)
+        case losses.Reinforce():
             return policy_losses.reinforce
-        case choices.ImportanceWeighted():
+        case losses.ImportanceWeighted():
             return policy_losses.importance_weighted
-        case choices.DppoTv(delta=delta):
+        case losses.DppoTv(delta=delta):
             return partial(policy_losses.dppo_tv, delta=delta)
-        case choices.Sapo(tau=(positive, negative)):
+        case losses.DppoKl(delta=delta):
+            return partial(probability_losses.dppo_kl, delta=delta)
+        case losses.Ipo(eps=eps):
+            return partial(probability_losses.ipo, eps=eps)
+        case losses.Sapo(tau=(positive, negative)):
             return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)
-        case choices.OwnLoss(function=name):
+        case losses.OwnLoss(function=name):
             function = _own(name, "algorithm.policy_loss.function", own_loss.try_own_loss)
             return partial(own_loss.own_loss, function=function)
+
+
+def _sequence_loss(choice: losses.SequenceLoss) -> PolicyLoss:
+    """The losses whose ratio is of a whole response."""
+    match choice:
+        case losses.Gspo(range=(low, high)):
+            return partial(policy_losses.gspo, clip_low=low, clip_high=high)
+        case losses.Gmpo(range=(low, high)):
+            return partial(sequence_losses.gmpo, log_low=low, log_high=high)
+        case losses.Vespo(positive=positive, negative=negative):
+            return partial(sequence_losses.vespo, positive=positive, negative=negative)
+        case losses.SequenceClip(range=(low, high)):
+            return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)
 
 
 def _own(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:

@@ -44,7 +44,19 @@ def test_the_micro_batch_budget_changes_nothing(folder: Path, aggregation: str) 
 
 
 ADVANTAGES = ["vtrace", "sequence", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-LOSSES = ["cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo"]
+LOSSES = [
+    "cispo",
+    "gspo",
+    "sequence_clip",
+    "reinforce",
+    "importance_weighted",
+    "dppo_tv",
+    "dppo_kl",
+    "ipo",
+    "sapo",
+    "gmpo",
+    "vespo",
+]
 CHOICES = [
     *([f"algorithm.advantage.kind={kind}"] for kind in ADVANTAGES),
     *([f"algorithm.policy_loss.kind={kind}"] for kind in LOSSES),
@@ -55,6 +67,7 @@ CHOICES = [
     ["algorithm.correction.kind=second_moment", "algorithm.correction.threshold=0.5"],
     ["algorithm.correction.level=sequence"],
     ["algorithm.aggregation=constant"],
+    ["algorithm.aggregation=prompt-mean"],
     ["algorithm.whiten.over=group", "algorithm.whiten.unbiased=true"],
     ["algorithm.advantage.adaptive_alpha=0.5"],
     ["algorithm.advantage.kind=grpo", "algorithm.zero_variance=mask"],
