@@ -24,12 +24,24 @@ CONFIG = Path("configs/math.toml")
 WINDOW = 10
 MINIBATCHES = "learner.minibatches=4"
 """Where an update is a single step, current is proximal and most policy losses are one and the same."""
+LOSSES = (
+    "clip",
+    "cispo",
+    "gspo",
+    "gmpo",
+    "vespo",
+    "sequence_clip",
+    "reinforce",
+    "importance_weighted",
+    "dppo_tv",
+    "dppo_kl",
+    "ipo",
+    "sapo",
+)
+"""Policy losses that need no more than their name."""
 CHOICES: dict[str, list[str]] = {
     "default": [],
-    **{
-        f"loss {kind}": [f"algorithm.policy_loss.kind={kind}", MINIBATCHES]
-        for kind in ("clip", "cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo")
-    },
+    **{f"loss {kind}": [f"algorithm.policy_loss.kind={kind}", MINIBATCHES] for kind in LOSSES},
     "loss function": ["algorithm.policy_loss={kind='function', function='examples/own_loss.py:loss'}", MINIBATCHES],
     "correction off": ["algorithm.correction.kind=off"],
     "correction mask": ["algorithm.correction.kind=mask"],
@@ -48,6 +60,8 @@ CHOICES: dict[str, list[str]] = {
             "reinforce_plus_plus_baseline",
         )
     },
+    "advantage function": ["algorithm.advantage={kind='function', function='examples/own_advantage.py:advantage'}"],
+    "aggregation prompt-mean": ["algorithm.aggregation=prompt-mean"],
     "critic scratch": ["algorithm.critic.model=scratch"],
     "critic policy": ["algorithm.critic.model=policy"],
     "critic policy, 4 epochs": ["algorithm.critic.model=policy", "algorithm.critic.epochs=4"],

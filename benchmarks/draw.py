@@ -35,10 +35,11 @@ FIELDS: dict[str, tuple[object, ...]] = {
 }
 """Fields that are drawn from these values."""
 REQUIRED = {
-    "function": "function='examples/own_loss.py:loss'",
-    "truncate_and_mask": "band=[0.5, 2.0]",
+    "advantage.function": "function='examples/own_advantage.py:advantage'",
+    "correction.truncate_and_mask": "band=[0.5, 2.0]",
+    "policy_loss.function": "function='examples/own_loss.py:loss'",
 }
-"""Kinds of the mathematics that need more than their name."""
+"""Kinds of the mathematics that need more than their name, by field and kind."""
 ADDITION = "streamppo.tasks.library.arithmetic:score"
 TASKS = {
     "arithmetic": ("task.kind=arithmetic",),
@@ -64,7 +65,7 @@ def choices() -> dict[str, list[str]]:
     """Every choice between kinds or words in `Algorithm`, as overrides, by the name of its field."""
     found: dict[str, list[str]] = {}
     for field in inspect.type_info(Algorithm).fields:  # pyright: ignore[reportAttributeAccessIssue]
-        values = list(_values(field.type))
+        values = list(_values(field.type, field.encode_name))
         if len(values) > 1:
             found[field.encode_name] = [f"algorithm.{field.encode_name}={value}" for value in values]
     return found
@@ -98,13 +99,13 @@ def write_data(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _values(kind: inspect.Type) -> Iterator[str]:
+def _values(kind: inspect.Type, field: str) -> Iterator[str]:
     match kind:
         case inspect.UnionType(types=types):
             for one in types:
-                yield from _values(one)
+                yield from _values(one, field)
         case inspect.StructType(tag=tag) if tag is not None:
-            yield "{" + ", ".join(filter(None, [f"kind='{tag}'", REQUIRED.get(str(tag))])) + "}"
+            yield "{" + ", ".join(filter(None, [f"kind='{tag}'", REQUIRED.get(f"{field}.{tag}")])) + "}"
         case inspect.LiteralType(values=values):
             yield from map(str, values)
         case _:

@@ -7,6 +7,7 @@ micro-batch means instead would give a token more weight for standing in a small
 
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from streamppo.algorithms.masked import (
@@ -18,7 +19,14 @@ from streamppo.algorithms.masked import (
     sequence_sum,
 )
 
-Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"]
+Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "prompt-mean", "constant"]
+
+
+class Prompts(NamedTuple):
+    """The prompts of a minibatch, P of them: their numbers, rising, and the unmasked tokens of each one's sequences."""
+
+    numbers_P: Tensor
+    tokens_P: Tensor
 
 
 class Denominators(NamedTuple):
@@ -27,19 +35,27 @@ class Denominators(NamedTuple):
     tokens: float
     sequences: float
     constant: float = 1.0
+    prompts: Prompts | None = None
 
 
-def denominators(mask_BT: Tensor, *, constant: float = 1.0) -> Denominators:
-    """Count the unmasked tokens, and the sequences that have at least one, of a full minibatch.
+def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | None = None) -> Denominators:
+    """Count the unmasked tokens, and the sequences and prompts that have at least one, of a full minibatch.
 
     `constant` is the length that the "constant" aggregation divides by: any fixed one, such as the longest allowed.
-    Raises ValueError where it is not positive.
+    `prompt_B` is each sequence's prompt, for "prompt-mean". Raises ValueError where `constant` is not positive.
     """
     check_tokens(mask_BT)
     if constant <= 0:
         raise ValueError(f"constant must be positive, got {constant}")
     counts_B = sequence_count(mask_BT)
-    return Denominators(float(counts_B.sum()), float((counts_B > 0).sum()), float(constant))
+    prompts = None if prompt_B is None else _prompts(counts_B, prompt_B)
+    return Denominators(float(counts_B.sum()), float((counts_B > 0).sum()), float(constant), prompts)
+
+
+def _prompts(counts_B: Tensor, prompt_B: Tensor) -> Prompts:
+    numbers_P, place_B = prompt_B.unique(return_inverse=True)
+    # Whole numbers: added in any order they give the same sum.
+    return Prompts(numbers_P, torch.zeros_like(numbers_P).index_add(0, place_B, counts_B.to(numbers_P)))
 
 
 def aggregate(
@@ -48,18 +64,23 @@ def aggregate(
     kind: Aggregation,
     denominators: Denominators,
     lengths_B: Tensor,
+    prompt_B: Tensor | None = None,
 ) -> Tensor:
     """This micro-batch's share of the minibatch's loss; scalar, differentiable, additive over micro-batches.
 
         token-mean                  sum_bt(loss_bt) / tokens
         sequence-mean-token-mean    sum_b(sum_t(loss_bt) / lengths_b) / sequences
         sequence-mean-token-sum     sum_b(sum_t(loss_bt)) / sequences
+        prompt-mean                 sum_b(sum_t(loss_bt) / tokens of b's prompt) / prompts
         constant                    sum_bt(loss_bt) / (sequences * constant)
 
     In this order: DAPO, https://arxiv.org/abs/2503.14476; GRPO, https://arxiv.org/abs/2402.03300; the sequence's
-    log-likelihood; Dr. GRPO, https://arxiv.org/abs/2503.20783.
+    log-likelihood; prime-rl's `loss_aggregation`, in which every prompt weighs the same, and its long responses more;
+    Dr. GRPO, https://arxiv.org/abs/2503.20783.
     `mask_BT` selects the tokens that contribute. `lengths_B` is each sequence's own unmasked count BEFORE
-    filtering. With equal lengths the four differ only by a factor.
+    filtering; `prompt_B` its prompt, for "prompt-mean" alone. With equal lengths, and as many sequences of every
+    prompt, the five differ only by a factor; with one sequence of each prompt, "prompt-mean" is
+    "sequence-mean-token-mean".
     Raises ValueError where the minibatch has no token: an all-masked update must not be taken.
     """
     check_tokens(mask_BT, loss_BT=loss_BT)
@@ -72,7 +93,13 @@ def aggregate(
         return fill(loss_BT, mask_BT).sum() / denominators.sequences
     if kind == "constant":
         return fill(loss_BT, mask_BT).sum() / (denominators.sequences * denominators.constant)
+    sums_B = sequence_sum(loss_BT, mask_BT)
+    if kind == "prompt-mean":
+        if denominators.prompts is None or prompt_B is None:
+            raise ValueError("prompt-mean needs the prompt of every sequence")
+        numbers_P, tokens_P = denominators.prompts
+        tokens_B = tokens_P[torch.searchsorted(numbers_P, prompt_B)]
+        return (sums_B / tokens_B.clamp(min=1).to(sums_B)).sum() / (tokens_P > 0).sum()
     if kind != "sequence-mean-token-mean":
         raise ValueError(f"unknown aggregation {kind!r}")
-    sums_B = sequence_sum(loss_BT, mask_BT)
     return (sums_B / at_least_float32(lengths_B).clamp(min=1).to(sums_B)).sum() / denominators.sequences

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
+from streamppo.config.policy_loss import Clip, PolicyLoss, Reinforce
 
 
 class Discounted(Kind, frozen=True):
@@ -78,8 +79,26 @@ class ReinforcePlusPlusBaseline(Kind, frozen=True, tag="reinforce_plus_plus_base
     """score - mean of the group, whitened over the batch (arXiv:2501.03262)."""
 
 
+class OwnAdvantage(Kind, frozen=True, tag="function"):
+    """An advantage of your own, without a critic, tried on a made-up batch before the first update."""
+
+    function: str
+    """`package.module:name` or `path/file.py:name` of a function: `AdvantageInputs` -> [B] or [B, T] advantages."""
+    compares_samples: bool = True
+    """A batch holds all samples of a prompt, or trajectories as they come."""
+
+
 Advantage: TypeAlias = (
-    Gae | VTrace | SequenceLevel | Grpo | DrGrpo | Rloo | MaxRl | ReinforcePlusPlus | ReinforcePlusPlusBaseline
+    Gae
+    | VTrace
+    | SequenceLevel
+    | Grpo
+    | DrGrpo
+    | Rloo
+    | MaxRl
+    | ReinforcePlusPlus
+    | ReinforcePlusPlusBaseline
+    | OwnAdvantage
 )
 CRITIC_BASED = (Gae, VTrace, SequenceLevel)
 """Estimators that need a critic; with the others it is not trained."""
@@ -138,72 +157,6 @@ class SecondMoment(Kind, frozen=True, tag="second_moment"):
 
     threshold: PositiveFloat = 0.04
     """The second moment that is left."""
-
-
-class Ranged(Kind, frozen=True):
-    """Surrogates whose ratio is kept in a range."""
-
-    range: tuple[Fraction, NonNegative] = (0.2, 0.2)
-    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
-
-
-class Clip(Ranged, frozen=True, tag="clip"):
-    """PPO's clipped surrogate (arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476)."""
-
-    dual: NonNegative = 0.0
-    """Bound on ratio * advantage for negative advantages (arXiv:1912.09729); 0 is off."""
-
-    def contradictions(self) -> Iterator[str]:
-        """A bound of 1 or less would bind where nothing has moved."""
-        if 0 < self.dual <= 1:
-            yield f"dual ({self.dual}) must be above 1, or 0 for off"
-
-
-class Cispo(Kind, frozen=True, tag="cispo"):
-    """The clipped ratio as a constant weight of log-probs (arXiv:2506.13585)."""
-
-    range: tuple[Fraction, NonNegative] = (1.0, 4.0)
-    """The weight is clipped below at 1 - the first, and above at 1 + the second."""
-
-
-class Gspo(Kind, frozen=True, tag="gspo"):
-    """The clipped surrogate of the geometric mean of a response's ratios (arXiv:2507.18071)."""
-
-    range: tuple[Fraction, NonNegative] = (3e-4, 4e-4)
-    """The ratio is clipped below at 1 - the first, and above at 1 + the second."""
-
-
-class SequenceClip(Ranged, frozen=True, tag="sequence_clip"):
-    """The clipped surrogate of the product of a response's ratios."""
-
-
-class Reinforce(Kind, frozen=True, tag="reinforce"):
-    """-advantage * log-prob."""
-
-
-class ImportanceWeighted(Kind, frozen=True, tag="importance_weighted"):
-    """-advantage * ratio, unclipped."""
-
-
-class DppoTv(Kind, frozen=True, tag="dppo_tv"):
-    """-advantage * ratio, without tokens whose probability has moved too far in the advantage's direction."""
-
-    delta: PositiveFloat = 0.15
-    """The largest move of a probability."""
-
-
-class Sapo(Kind, frozen=True, tag="sapo"):
-    """A soft gate in place of clipping (arXiv:2511.20347)."""
-
-    tau: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
-    """Steepness for positive and for negative advantages."""
-
-
-class OwnLoss(Kind, frozen=True, tag="function"):
-    """A loss of your own, tried on a made-up micro-batch before the first update."""
-
-    function: str
-    """`package.module:name` or `path/file.py:name` of a function: `LossInputs` -> one loss for each token."""
 
 
 class Whiten(Section, frozen=True):
@@ -291,6 +244,11 @@ class Kl(Section, frozen=True):
         return self.reward_beta > 0 or self.loss_beta > 0
 
 
+Aggregation: TypeAlias = Literal[
+    "token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "prompt-mean", "constant"
+]
+
+
 class Algorithm(Section, frozen=True):
     """The mathematics of one update."""
 
@@ -302,11 +260,11 @@ class Algorithm(Section, frozen=True):
     """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
     whiten: Whiten = Whiten()
     """Scale of the advantages."""
-    policy_loss: Clip | Cispo | Gspo | SequenceClip | Reinforce | ImportanceWeighted | DppoTv | Sapo | OwnLoss = Clip()
+    policy_loss: PolicyLoss = Clip()
     """The policy's loss."""
     proximal: Literal["recompute", "loglinear", "behavior"] = "recompute"
     """Proximal log-probs: from a pass, between behavior and current by age (arXiv:2512.06547), or behavior's own."""
-    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
+    aggregation: Aggregation = "token-mean"
     """Average that makes one number of the losses of all tokens; "constant" divides by rollout.max_tokens."""
     critic: Critic = Critic()
     """The critic, for the estimators that need one."""
@@ -336,14 +294,19 @@ class Algorithm(Section, frozen=True):
     @property
     def compares_samples(self) -> str | None:
         """The choice that compares all samples of a prompt, so that a batch needs all of them; None if none does."""
-        if isinstance(self.advantage, GROUP_BASED):
+        if self._advantage_compares:
             return f"advantage {self.advantage.__struct_config__.tag!r}"
         return "whiten.over = 'group'" if self.whiten.over == "group" else None
+
+    @property
+    def _advantage_compares(self) -> bool:
+        own = isinstance(self.advantage, OwnAdvantage) and self.advantage.compares_samples
+        return own or isinstance(self.advantage, GROUP_BASED)
 
     def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""
         kind = self.advantage.__struct_config__.tag
-        if self.zero_variance != "keep" and not isinstance(self.advantage, GROUP_BASED):
+        if self.zero_variance != "keep" and not self._advantage_compares:
             yield "zero_variance is about groups: it needs an advantage that compares them"
         if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):
             yield (

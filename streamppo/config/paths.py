@@ -16,7 +16,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "task": ("data", "evaluation"),
     "reward": ("function", "path"),
     "environment": ("name",),
-    "algorithm": ("model", "pretrain"),
+    "algorithm": ("function", "model", "pretrain"),
     "rollout": ("folder",),
 }
 """By section, the fields at any depth of it that may name a file or a folder."""

@@ -1,11 +1,11 @@
-"""Fingerprints of the files that a run reads besides its configuration: data, models, and the source of its rewards.
+"""Fingerprints of the files that a run reads besides its configuration: data, models, and functions of its user.
 
 RUN/inputs.json    the SHA-256 of every file, as the newest driver found them
 
 Prompt number p stands for a row of the data, so other rows would be trained on under the same numbers: a run keeps its
-data and its models, unless a change is accepted on purpose. A reward may change; that is noted. Data sets and models
-that are names on a hub have no files here, and are not looked at. Of a file above `WHOLE_BYTES` a fingerprint covers
-the size and `PLACES` pieces of a MiB, spread evenly.
+data and its models, unless a change is accepted on purpose. A reward, a loss or an advantage may change; that is
+noted. Data sets and models that are names on a hub have no files here, and are not looked at. Of a file above
+`WHOLE_BYTES` a fingerprint covers the size and `PLACES` pieces of a MiB, spread evenly.
 """
 
 import hashlib
@@ -19,6 +19,8 @@ from typing import NamedTuple
 import msgspec
 
 from streamppo import durable
+from streamppo.config.algorithm import OwnAdvantage
+from streamppo.config.policy_loss import OwnLoss
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
 from streamppo.config.task import DataTask
@@ -86,6 +88,9 @@ def _named(config: Config, folder: Path) -> Iterator[Named]:
     yield Named("model.path", model_path(config, folder), kept=True)
     if config.algorithm.critic.model not in CRITICS:
         yield Named("algorithm.critic.model", config.algorithm.critic.model, kept=True)
+    for field, choice in (("advantage", config.algorithm.advantage), ("policy_loss", config.algorithm.policy_loss)):
+        if isinstance(choice, OwnAdvantage | OwnLoss):
+            yield Named(f"algorithm.{field}.function", _source(choice.function), kept=False)
     if isinstance(config.task, DataTask):
         for name, source in config.task.sources.items():
             yield Named(f"task.sources.{name}.data", source.data, kept=True)

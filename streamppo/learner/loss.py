@@ -120,8 +120,9 @@ class _Piece(NamedTuple):
 
     def average(self, loss_bT: Tensor) -> Tensor:
         """Per-token losses -> their share of the minibatch's average; lengths count tokens that are too old as well."""
-        lengths_b = self.whole.batch.mask_BT[self.rows].sum(-1)
-        return aggregate(loss_bT, self.trained_bT, self.whole.algorithm.aggregation, self.counts, lengths_b)
+        batch, kind = self.whole.batch, self.whole.algorithm.aggregation
+        lengths_b = batch.mask_BT[self.rows].sum(-1)
+        return aggregate(loss_bT, self.trained_bT, kind, self.counts, lengths_b, batch.prompt_B[self.rows])
 
     def anchored(self) -> tuple[Tensor, Tensor]:
         """Proximal log-probs and importance weights: known before the first step, or made of the current ones."""

@@ -10,11 +10,23 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from streamppo.algorithms import advantages, corrections, groups, own_loss, policy_losses, proximal, vtrace
+from streamppo.algorithms import (
+    advantages,
+    corrections,
+    groups,
+    own_advantage,
+    own_loss,
+    policy_losses,
+    probability_losses,
+    proximal,
+    sequence_losses,
+    vtrace,
+)
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.config import algorithm as choices
+from streamppo.config import policy_loss as losses
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
 from streamppo.learner.batch import PaddedBatch
@@ -164,6 +176,8 @@ def _advantages(choice: choices.Advantage) -> Advantages:
             return lambda batch, _, rewards_BT: _no_critic(
                 groups.reinforce_plus_plus_baseline(_scores(batch, rewards_BT), batch.prompt_B, batch.mask_BT)
             )
+        case choices.OwnAdvantage(function=name):
+            return partial(_own_advantage, _own(name, "algorithm.advantage.function", own_advantage.try_own_advantage))
 
 
 def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
@@ -206,6 +220,13 @@ def _grouped(
     return _no_critic(torch.where(batch.mask_BT, advantages_B[:, None], 0.0))
 
 
+def _own_advantage(
+    function: own_advantage.OwnAdvantage, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
+) -> Estimate:
+    columns = rewards_BT, batch.prompt_B, batch.mask_BT, batch.lag_BT, batch.truncated_B
+    return _no_critic(own_advantage.own_advantage(*columns, function=function))
+
+
 def _no_critic(advantages_BT: Tensor) -> Estimate:
     return Estimate(advantages_BT, torch.zeros_like(advantages_BT))
 
@@ -243,34 +264,50 @@ def _of_responses(correct: Callable[[Tensor, Tensor, Tensor], Correction]) -> Co
 
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
     match config.policy_loss:
-        case choices.Clip(range=(low, high), dual=dual):
+        case losses.Clip(range=(low, high), dual=dual):
             return partial(policy_losses.clipped, clip_low=low, clip_high=high, dual_clip=dual or None)
-        case choices.Cispo(range=(low, high)):
+        case losses.Cispo(range=(low, high)):
             return partial(policy_losses.cispo, clip_low=low, clip_high=high)
-        case choices.Gspo(range=(low, high)):
-            return partial(policy_losses.gspo, clip_low=low, clip_high=high)
-        case choices.SequenceClip(range=(low, high)):
-            return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)
-        case choices.Reinforce():
+        case losses.Gspo() | losses.Gmpo() | losses.Vespo() | losses.SequenceClip() as of_responses:
+            return _sequence_loss(of_responses)
+        case losses.Reinforce():
             return policy_losses.reinforce
-        case choices.ImportanceWeighted():
+        case losses.ImportanceWeighted():
             return policy_losses.importance_weighted
-        case choices.DppoTv(delta=delta):
+        case losses.DppoTv(delta=delta):
             return partial(policy_losses.dppo_tv, delta=delta)
-        case choices.Sapo(tau=(positive, negative)):
+        case losses.DppoKl(delta=delta):
+            return partial(probability_losses.dppo_kl, delta=delta)
+        case losses.Ipo(eps=eps):
+            return partial(probability_losses.ipo, eps=eps)
+        case losses.Sapo(tau=(positive, negative)):
             return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)
-        case choices.OwnLoss(function=name):
-            return partial(own_loss.own_loss, function=_own_loss(name))
+        case losses.OwnLoss(function=name):
+            function = _own(name, "algorithm.policy_loss.function", own_loss.try_own_loss)
+            return partial(own_loss.own_loss, function=function)
 
 
-def _own_loss(name: str) -> own_loss.OwnLoss:
-    """Import a user's loss and try it. Raises `TaskError` for one that cannot teach."""
-    function = plugins.load(name, "algorithm.policy_loss.function")
+def _sequence_loss(choice: losses.SequenceLoss) -> PolicyLoss:
+    """The losses whose ratio is of a whole response."""
+    match choice:
+        case losses.Gspo(range=(low, high)):
+            return partial(policy_losses.gspo, clip_low=low, clip_high=high)
+        case losses.Gmpo(range=(low, high)):
+            return partial(sequence_losses.gmpo, log_low=low, log_high=high)
+        case losses.Vespo(positive=positive, negative=negative):
+            return partial(sequence_losses.vespo, positive=positive, negative=negative)
+        case losses.SequenceClip(range=(low, high)):
+            return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)
+
+
+def _own(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
+    """Import a user's function and try it. Raises `TaskError` for one that cannot teach."""
+    function = plugins.load(name, field)
     if not callable(function):
-        raise TaskError(f"algorithm.policy_loss.function {name!r} is not a function")
+        raise TaskError(f"{field} {name!r} is not a function")
     try:
-        own_loss.try_own_loss(function)
+        try_it(function)
     # Other people's code raises anything.
     except Exception as error:
-        raise TaskError(f"algorithm.policy_loss.function {name!r}: {type(error).__name__}: {error}") from error
+        raise TaskError(f"{field} {name!r}: {type(error).__name__}: {error}") from error
     return function

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.algorithms.aggregate import denominators
+from streamppo.algorithms.aggregate import Denominators, denominators
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.diagnostics import update_statistics_of
 from streamppo.algorithms.groups import zero_variance
@@ -98,7 +98,7 @@ class Updater:
                 if _has_ended(epoch, minibatches):
                     break
                 shares: list[Share] = []
-                counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens)
+                counts = self._counts(batch, rows)
                 self.optimizer.zero_grad(set_to_none=True)
                 for piece in self._micro_batches(batch, rows):
                     current = self._current(batch, piece, epoch.part, graph)
@@ -233,6 +233,11 @@ class Updater:
         if epoch.minibatches == 1:
             return (torch.arange(num_rows),)
         return row_order(num_rows, self.config.seed, batch.version, epoch.number).chunk(epoch.minibatches)
+
+    def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
+        """The denominators of a minibatch, over all ranks."""
+        prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
+        return denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
         """This rank's micro-batches of `rows`: as many as every other rank's, some of them perhaps empty."""

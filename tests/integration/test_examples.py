@@ -78,6 +78,15 @@ def test_a_loss_of_the_user_trains_a_run(tmp_path: Path) -> None:
     assert any(line["policy_loss"] != 0.0 for line in found)
 
 
+def test_an_advantage_of_the_user_trains_a_run(tmp_path: Path) -> None:
+    own = "algorithm.advantage={kind='function', function='examples/own_advantage.py:advantage'}"
+    python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, *SHORT, "queue.batch_size=64")
+    found = updates(tmp_path / "math")
+    assert [line["steps"] for line in found] == [1.0, 1.0, 1.0]
+    assert any(line["grad_norm"] > 0 for line in found)
+    assert all(line["value_loss"] == 0.0 for line in found), "it has no critic"
+
+
 def test_a_run_from_python_shows_its_metrics_and_its_archive(tmp_path: Path) -> None:
     shown = python("examples/first_run.py", "2", str(tmp_path))
     assert "'update': 2," in shown

@@ -3,17 +3,8 @@
 import os
 
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.algorithm import (
-    Cispo,
-    Clip,
-    Gspo,
-    ImportanceWeighted,
-    NoCorrection,
-    OwnLoss,
-    Reinforce,
-    SequenceClip,
-    Truncate,
-)
+from streamppo.config.algorithm import NoCorrection, Truncate
+from streamppo.config.policy_loss import Cispo, Clip, Gmpo, Gspo, ImportanceWeighted, OwnLoss, Reinforce, SequenceClip
 from streamppo.config.sections import LOCAL, Config
 from streamppo.tasks.task import Task
 
@@ -75,7 +66,7 @@ def _loss(config: Config) -> Findings:
             f"algorithm.policy_loss 'reinforce' has no ratio, and {steps} steps on each batch: after the first, "
             "samples count as the moved policy's own ('importance_weighted' makes up for that)"
         )
-    if isinstance(loss, Gspo | SequenceClip) and algorithm.aggregation != "sequence-mean-token-mean":
+    if isinstance(loss, Gspo | Gmpo | SequenceClip) and algorithm.aggregation != "sequence-mean-token-mean":
         yield _note(
             f"algorithm.policy_loss {kind!r} is one loss for a response, and aggregation {algorithm.aggregation!r} "
             "counts it once for each token: 'sequence-mean-token-mean' counts it once"

@@ -16,8 +16,9 @@ from padded_rows import (
     ragged_mask,
     random_rows,
 )
+from torch import Tensor
 
-from streamppo.algorithms import policy_losses
+from streamppo.algorithms import policy_losses, probability_losses, sequence_losses
 from streamppo.algorithms.policy_losses import TokenLoss
 
 Row = list[float]
@@ -83,6 +84,40 @@ def slow_sapo(lp: Row, frozen: Row, px: Row, adv: Row) -> Row:
     return result
 
 
+def clipped_log_ratio(x: float, p: float, a: float) -> float:
+    return min(x - p, 0.2) if a > 0 else max(x - p, -0.1)
+
+
+def slow_gmpo(lp: Row, frozen: Row, px: Row, adv: Row) -> Row:
+    kept = [clipped_log_ratio(*columns) for columns in zip(frozen, px, adv, strict=True)]
+    mean = math.exp(sum(kept) / max(len(kept), 1))
+    moved = [clipped_log_ratio(*columns) for columns in zip(lp, px, adv, strict=True)]
+    return [-a * mean * math.exp(x - k) for x, k, a in zip(moved, kept, adv, strict=True)]
+
+
+def slow_vespo(lp: Row, frozen: Row, px: Row, adv: Row) -> Row:
+    weight = math.exp(sum(f - p for f, p in zip(frozen, px, strict=True)))
+    result: Row = []
+    for x, a in zip(lp, adv, strict=True):
+        k, rate = (2.0, 3.0) if a >= 0 else (1.5, 0.5)
+        result.append(-(weight**k) * math.exp(rate * (1 - weight)) * a * x)
+    return result
+
+
+def slow_dppo_kl(lp: Row, frozen: Row, px: Row, adv: Row) -> Row:
+    result: Row = []
+    for x, f, log_p, a in zip(lp, frozen, px, adv, strict=True):
+        p, q = math.exp(log_p), math.exp(f)
+        kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        result.append(0.0 if kl > 0.005 and (q - p) * a > 0 else -a * math.exp(x - log_p))
+    return result
+
+
+def slow_ipo(lp: Row, frozen: Row, px: Row, adv: Row) -> Row:
+    rows = zip(lp, frozen, px, adv, strict=True)
+    return [0.0 if abs(math.exp(f) - math.exp(p)) > 0.05 else -a * math.exp(x - p) for x, f, p, a in rows]
+
+
 LOSSES: dict[str, tuple[Fast, Slow]] = {
     "clipped": (partial(policy_losses.clipped, clip_low=0.1, clip_high=0.2), slow_clipped),
     "dual": (partial(policy_losses.clipped, clip_low=0.1, clip_high=0.2, dual_clip=1.25), slow_dual),
@@ -92,6 +127,10 @@ LOSSES: dict[str, tuple[Fast, Slow]] = {
     "reinforce": (policy_losses.reinforce, slow_reinforce),
     "importance_weighted": (policy_losses.importance_weighted, slow_weighted),
     "dppo_tv": (partial(policy_losses.dppo_tv, delta=0.05), slow_dppo),
+    "dppo_kl": (partial(probability_losses.dppo_kl, delta=0.005), slow_dppo_kl),
+    "ipo": (partial(probability_losses.ipo, eps=0.05), slow_ipo),
+    "gmpo": (partial(sequence_losses.gmpo, log_low=0.1, log_high=0.2), slow_gmpo),
+    "vespo": (partial(sequence_losses.vespo, positive=(2.0, 3.0), negative=(1.5, 0.5)), slow_vespo),
     "sapo": (partial(policy_losses.sapo, tau_positive=1.5, tau_negative=2.5), slow_sapo),
 }
 
@@ -203,6 +242,98 @@ def test_wide_bounds_turn_clipped_and_dppo_into_the_plain_surrogate() -> None:
     plain = policy_losses.importance_weighted(*args).loss
     assert torch.equal(policy_losses.clipped(*args, clip_low=1e9, clip_high=1e9).loss, plain)
     assert torch.equal(policy_losses.dppo_tv(*args, delta=1.0).loss, plain)
+    assert torch.equal(probability_losses.dppo_kl(*args, delta=1e9).loss, plain)
+    assert torch.equal(probability_losses.ipo(*args, eps=1.0).loss, plain)
+
+
+def paper_gmpo(logprobs_T: Tensor, proximal_T: Tensor, advantage: float) -> Tensor:
+    """-A * prod(min(r^sgn(A), clip(r, e^-0.1, e^0.2)^sgn(A)))^(sgn(A) / T), as the paper has it for one response."""
+    ratio_T, sign = (logprobs_T - proximal_T).exp(), math.copysign(1.0, advantage)
+    kept_T = torch.minimum(ratio_T**sign, ratio_T.clamp(math.exp(-0.1), math.exp(0.2)) ** sign)
+    return -advantage * kept_T.prod() ** (sign / len(ratio_T))
+
+
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+def test_gmpo_under_sequence_mean_token_mean_is_the_product_of_the_paper(advantage: float) -> None:
+    proximal = torch.tensor([[-1.0, -2.0, -0.5, -0.7]], dtype=torch.float64)
+    logprobs = proximal + torch.tensor([[0.3, -0.3, 0.05, -0.05]], dtype=torch.float64)
+    logprobs.requires_grad_()
+    mask = torch.ones(1, 4).bool()
+    fast = LOSSES["gmpo"][0](logprobs, proximal, torch.full((1, 4), advantage).double(), mask)
+    assert fast.clipped.tolist() == [[advantage > 0, advantage < 0, False, False]]
+    (found,) = torch.autograd.grad(fast.loss.mean(), logprobs)
+    paper = paper_gmpo(logprobs[0], proximal[0], advantage)
+    assert fast.loss.mean().item() == pytest.approx(paper.item(), rel=1e-12)
+    (expected,) = torch.autograd.grad(paper, logprobs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_without_bounds_gmpo_is_gspo_and_on_single_tokens_it_is_clipped_in_log_space() -> None:
+    mask = ragged_mask(2)
+    padded, rows = Padded(mask), logprob_rows(mask, 3)
+    args = (padded.tensor(near(rows, 7)), padded.tensor(rows), padded.tensor(random_rows(mask, 6)), padded.mask)
+    wide = sequence_losses.gmpo(*args, log_low=1e9, log_high=1e9).loss
+    torch.testing.assert_close(wide, policy_losses.gspo(*args, clip_low=1.0, clip_high=1e9).loss)
+    args, low, high = single(), 1 - math.exp(-0.1), math.exp(0.2) - 1
+    found = LOSSES["gmpo"][0](*args)
+    ours = policy_losses.clipped(*args, clip_low=low, clip_high=high)
+    torch.testing.assert_close(found.loss, ours.loss)
+    assert torch.equal(found.clipped, ours.clipped) and found.clipped.any()
+
+
+SINGLE = [(-0.5, -1.0, 1.0), (-0.5, -1.0, -1.0), (-1.5, -1.0, 1.0), (-1.5, -1.0, -1.0), (-1.05, -1.0, 2.0)]
+"""Current and proximal log-prob and advantage of responses of one token."""
+
+
+def single() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The columns of SINGLE and a mask, [B, 1] each."""
+    logprobs, proximal, advantages = torch.tensor(SINGLE, dtype=torch.float64).T[..., None]
+    return logprobs, proximal, advantages, torch.ones(len(SINGLE), 1).bool()
+
+
+def test_vespo_without_a_kernel_is_reinforce_and_with_the_weight_itself_importance_weighting() -> None:
+    mask = ragged_mask(2)
+    padded, rows = Padded(mask), logprob_rows(mask, 3)
+    args = (padded.tensor(near(rows, 7)), padded.tensor(rows), padded.tensor(random_rows(mask, 6)), padded.mask)
+    none = sequence_losses.vespo(*args, positive=(0.0, 0.0), negative=(0.0, 0.0)).loss
+    assert torch.equal(none, policy_losses.reinforce(*args).loss)
+    args = single()
+    args[0].requires_grad_()
+    itself = sequence_losses.vespo(*args, positive=(1.0, 0.0), negative=(1.0, 0.0)).loss
+    (found,) = torch.autograd.grad(itself.sum(), args[0])
+    (expected,) = torch.autograd.grad(policy_losses.importance_weighted(*args).loss.sum(), args[0])
+    torch.testing.assert_close(found, expected)
+
+
+def test_vespo_fades_responses_whose_product_has_left_one_on_either_side() -> None:
+    # phi = W^2 exp(3 (1 - W)): 0.16 at W = 0.2, 1 at 1, 0.2 at 2.
+    ratio = torch.tensor([[0.5, 0.4], [1.0, 1.0], [2.0, 1.0]], dtype=torch.float64)
+    one = torch.ones(3, 2, dtype=torch.float64)
+    got = sequence_losses.vespo(ratio.log() - 3, -3 * one, one, one.bool())
+    assert got.clipped.tolist() == [[True, True], [False, False], [True, True]]
+    weight = [0.2**2 * math.exp(2.4), 1.0, 4 * math.exp(-3.0)]
+    expected = [[-w * (math.log(r) - 3) for r in row] for w, row in zip(weight, ratio.tolist(), strict=True)]
+    assert_rows(got.loss.tolist(), expected)
+    torch.testing.assert_close(got.ratio, torch.tensor([[0.2], [1.0], [2.0]]).double().expand(3, 2))
+
+
+def test_dppo_drops_outward_moves_alone_and_ipo_both() -> None:
+    probability = torch.tensor([[0.5, 0.5, 0.5, 0.5, 0.99, 0.01]], dtype=torch.float64)
+    moved = torch.tensor([[0.9, 0.9, 0.1, 0.1, 0.90, 0.02]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, -1.0, 1.0]], dtype=torch.float64)
+    args = (moved.log(), probability.log(), advantages, torch.ones(1, 6).bool())
+    assert probability_losses.ipo(*args, eps=0.3).clipped.tolist() == [[True, True, True, True, False, False]]
+    # KL(0.99 || 0.9) is 0.071, though the probability moved by 0.09 only; KL(0.01 || 0.02) is 0.003.
+    assert probability_losses.dppo_kl(*args).clipped.tolist() == [[True, False, False, True, True, False]]
+    assert policy_losses.dppo_tv(*args).clipped.tolist() == [[True, False, False, True, False, False]]
+
+
+def test_a_token_that_had_all_of_the_probability_has_a_finite_kl() -> None:
+    logprobs = torch.tensor([[0.0, -1e-9, 0.0, -40.0]])
+    proximal = torch.tensor([[0.0, 0.0, -40.0, 0.0]])
+    got = probability_losses.dppo_kl(logprobs, proximal, torch.tensor([[1.0, -1.0, 1.0, -1.0]]), proximal < 1)
+    assert got.clipped.tolist() == [[False, False, True, True]]
+    assert got.loss.isfinite().all()
 
 
 def test_sapo_reports_where_less_than_half_of_the_gradient_passes() -> None:
@@ -232,7 +363,14 @@ def test_bad_knobs_are_refused() -> None:
         policy_losses.clipped(*args, clip_low=-0.1)
     with pytest.raises(ValueError, match="temperatures"):
         policy_losses.sapo(*args, tau_positive=0.0)
-    with pytest.raises(ValueError, match="delta"):
-        policy_losses.dppo_tv(*args, delta=-0.1)
+    for dppo in (policy_losses.dppo_tv, probability_losses.dppo_kl):
+        with pytest.raises(ValueError, match="delta"):
+            dppo(*args, delta=-0.1)
+    with pytest.raises(ValueError, match="eps"):
+        probability_losses.ipo(*args, eps=-0.1)
+    with pytest.raises(ValueError, match="bounds of the log-ratio"):
+        sequence_losses.gmpo(*args, log_low=-0.1)
+    with pytest.raises(ValueError, match="k and lambda"):
+        sequence_losses.vespo(*args, negative=(1.0, -1.0))
     with pytest.raises(ValueError, match="advantages_BT has shape"):
         policy_losses.reinforce(one, one, one[0], one == 0)

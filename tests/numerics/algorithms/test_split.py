@@ -13,14 +13,28 @@ from streamppo.algorithms.corrections import importance_weights
 from streamppo.algorithms.masked import sequence_count
 from streamppo.algorithms.value_losses import value_loss
 
-KINDS: list[Aggregation] = ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"]
+KINDS: list[Aggregation] = [
+    "token-mean",
+    "sequence-mean-token-mean",
+    "sequence-mean-token-sum",
+    "prompt-mean",
+    "constant",
+]
 LONGEST = 32.0
+PROMPTS = [7, 9, 7, 3, 3, 7]
+"""The prompt of each row; the only row of one of them is masked altogether."""
 SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[5, 1], [0, 3, 2], [4]]]
 
 
-def slow_aggregate(rows: Rows, kind: Aggregation) -> float:
+def slow_aggregate(rows: Rows, kind: Aggregation, prompts: list[int] | None = None) -> float:
     """Means over compacted rows, from their definitions."""
     full = [row for row in rows if row]
+    if kind == "prompt-mean":
+        together: dict[int, list[float]] = {}
+        for row, prompt in zip(rows, PROMPTS if prompts is None else prompts, strict=True):
+            together.setdefault(prompt, []).extend(row)
+        means = [sum(losses) / len(losses) for losses in together.values() if losses]
+        return sum(means) / len(means)
     tokens = sum(len(row) for row in full)
     if kind == "token-mean":
         return sum(x for row in full for x in row) / tokens
@@ -40,7 +54,7 @@ def cut_loss(name: str, kind: Aggregation, split: list[list[int]]) -> tuple[floa
     """(sum of the micro-batches' losses, gradient rows), with the denominators of the whole batch."""
     mask = ragged_mask()
     whole = Padded(mask)
-    totals = denominators(whole.mask, constant=LONGEST)
+    totals = denominators(whole.mask, constant=LONGEST, prompt_B=torch.tensor(PROMPTS))
     loss, gradients = 0.0, [[] for _ in mask]
     columns = rows_of(mask)
     for members in split:
@@ -48,7 +62,8 @@ def cut_loss(name: str, kind: Aggregation, split: list[list[int]]) -> tuple[floa
         current, proximal, adv = ([column[b] for b in members] for column in columns)
         logprobs = padded.tensor(current).requires_grad_()
         tokens = LOSSES[name][0](logprobs, padded.tensor(proximal), padded.tensor(adv), padded.mask)
-        part = aggregate(tokens.loss, padded.mask, kind, totals, sequence_count(padded.mask))
+        prompt = torch.tensor(PROMPTS)[members]
+        part = aggregate(tokens.loss, padded.mask, kind, totals, sequence_count(padded.mask), prompt)
         part.backward()
         loss += part.item()
         assert logprobs.grad is not None
@@ -75,7 +90,7 @@ def test_any_split_gives_the_loss_and_gradient_of_the_whole_batch(name: str, kin
 def test_a_corrected_value_or_policy_loss_with_dropped_tokens_adds_up_too(kind: Aggregation) -> None:
     mask = ragged_mask()
     whole = Padded(mask)
-    totals = denominators(whole.mask, constant=LONGEST)
+    totals = denominators(whole.mask, constant=LONGEST, prompt_B=torch.tensor(PROMPTS))
     current, proximal, returns = rows_of(mask)
 
     def share(members: list[int]) -> Tensor:
@@ -85,7 +100,7 @@ def test_a_corrected_value_or_policy_loss_with_dropped_tokens_adds_up_too(kind: 
         tokens = value_loss(new, old, target, padded.mask, clip=0.2)
         lengths = sequence_count(padded.mask)
         loss = tokens.loss * correction.weights
-        return aggregate(loss, correction.keep, kind, totals, lengths)
+        return aggregate(loss, correction.keep, kind, totals, lengths, torch.tensor(PROMPTS)[members])
 
     sums = [sum(share(members).item() for members in split) for split in SPLITS]
     assert sums == pytest.approx([sums[0]] * len(sums), rel=1e-12)
@@ -101,13 +116,32 @@ def test_any_ragged_batch_cut_anywhere_aggregates_to_the_slow_mean(data: st.Data
     cut = data.draw(st.integers(0, len(mask)))
     kind = data.draw(st.sampled_from(KINDS))
     rows = random_rows(mask, 1)
-    totals = denominators(Padded(mask).mask, constant=LONGEST)
+    prompts = data.draw(st.lists(st.integers(-3, 3), min_size=len(mask), max_size=len(mask)))
+    totals = denominators(Padded(mask).mask, constant=LONGEST, prompt_B=torch.tensor(prompts))
     loss = 0.0
     for members in filter(None, (order[:cut], order[cut:])):
         padded = Padded([mask[b] for b in members])
         part = padded.tensor([rows[b] for b in members])
-        loss += aggregate(part, padded.mask, kind, totals, sequence_count(padded.mask)).item()
-    assert loss == pytest.approx(slow_aggregate(compact(rows, mask), kind), rel=1e-10, abs=1e-14)
+        prompt = torch.tensor([prompts[b] for b in members])
+        loss += aggregate(part, padded.mask, kind, totals, sequence_count(padded.mask), prompt).item()
+    assert loss == pytest.approx(slow_aggregate(compact(rows, mask), kind, prompts), rel=1e-10, abs=1e-14)
+
+
+def test_prompts_of_one_sequence_make_prompt_mean_the_mean_of_sequence_means() -> None:
+    mask, rows = ragged_mask(), random_rows(ragged_mask(), 1)
+    padded, prompt = Padded(mask), torch.arange(6)
+    totals, lengths = denominators(padded.mask, prompt_B=prompt), sequence_count(padded.mask)
+    found = aggregate(padded.tensor(rows), padded.mask, "prompt-mean", totals, lengths, prompt)
+    known = aggregate(padded.tensor(rows), padded.mask, "sequence-mean-token-mean", totals, lengths)
+    assert found.item() == pytest.approx(known.item(), rel=1e-12)
+
+
+def test_a_long_answer_to_one_prompt_outweighs_its_short_one_and_no_other_prompt() -> None:
+    mask = torch.tensor([[True] * 3, [True, False, False], [True, True, False]])
+    prompt, loss = torch.tensor([1, 1, 2]), torch.tensor([[3.0] * 3, [7.0] * 3, [1.0] * 3])
+    totals = denominators(mask, prompt_B=prompt)
+    found = aggregate(loss, mask, "prompt-mean", totals, sequence_count(mask), prompt)
+    assert found.item() == pytest.approx(((3 * 3 + 7) / 4 + 1) / 2)
 
 
 def test_denominators_of_ranks_add_up_to_those_of_the_batch() -> None:
@@ -121,19 +155,24 @@ def test_denominators_of_ranks_add_up_to_those_of_the_batch() -> None:
 def test_a_dropped_token_shrinks_the_loss_and_never_inflates_the_others() -> None:
     mask = torch.ones(1, 4, dtype=torch.bool)
     keep = torch.tensor([[True, True, False, False]])
-    totals = denominators(mask, constant=8.0)
-    for kind, expected in zip(KINDS, (0.5, 0.5, 2.0, 0.25), strict=True):
-        got = aggregate(torch.ones(1, 4), keep, kind, totals, sequence_count(mask))
+    prompt = torch.tensor([5])
+    totals = denominators(mask, constant=8.0, prompt_B=prompt)
+    for kind, expected in zip(KINDS, (0.5, 0.5, 2.0, 0.5, 0.25), strict=True):
+        got = aggregate(torch.ones(1, 4), keep, kind, totals, sequence_count(mask), prompt)
         assert got.item() == pytest.approx(expected)
 
 
 def test_an_all_masked_minibatch_is_refused_and_an_all_masked_micro_batch_adds_zero() -> None:
     loss, none = torch.full((1, 2), float("nan")), torch.zeros(1, 2, dtype=torch.bool)
+    prompt = torch.tensor([1])
+    counted = denominators(torch.ones(1, 3) > 0, prompt_B=prompt)
     for kind in KINDS:
-        assert aggregate(loss, none, kind, Denominators(3, 1), sequence_count(none)).item() == 0.0
+        assert aggregate(loss, none, kind, counted, sequence_count(none), prompt).item() == 0.0
         with pytest.raises(ValueError, match="every token of the minibatch is masked"):
             aggregate(loss, none, kind, denominators(none), sequence_count(none))
     with pytest.raises(ValueError, match="constant must be positive"):
         denominators(none, constant=0.0)
+    with pytest.raises(ValueError, match="needs the prompt of every sequence"):
+        aggregate(loss, none, "prompt-mean", Denominators(3, 1), sequence_count(none), prompt)
     with pytest.raises(ValueError, match="unknown aggregation"):
         aggregate(loss, none, "mean", Denominators(1, 1), sequence_count(none))  # pyright: ignore[reportArgumentType]

@@ -7,6 +7,7 @@ import learner_case as case
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
 
 from streamppo.errors import UpdateError
 from streamppo.learner.batch import PaddedBatch, micro_batches, pad, row_order, unpadded
@@ -43,16 +44,30 @@ def test_the_micro_batch_budget_changes_nothing(folder: Path, aggregation: str) 
 
 
 ADVANTAGES = ["vtrace", "sequence", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-LOSSES = ["cispo", "gspo", "sequence_clip", "reinforce", "importance_weighted", "dppo_tv", "sapo"]
+LOSSES = [
+    "cispo",
+    "gspo",
+    "sequence_clip",
+    "reinforce",
+    "importance_weighted",
+    "dppo_tv",
+    "dppo_kl",
+    "ipo",
+    "sapo",
+    "gmpo",
+    "vespo",
+]
 CHOICES = [
     *([f"algorithm.advantage.kind={kind}"] for kind in ADVANTAGES),
     *([f"algorithm.policy_loss.kind={kind}"] for kind in LOSSES),
+    [f"algorithm.advantage={{kind='function', function='{REPOSITORY}/examples/own_advantage.py:advantage'}}"],
     ["algorithm.correction.kind=off"],
     ["algorithm.correction.kind=mask", "algorithm.correction.band=[0.1, 5.0]"],
     ["algorithm.correction={kind='truncate_and_mask', band=[0.1, 9.0]}"],
     ["algorithm.correction.kind=second_moment", "algorithm.correction.threshold=0.5"],
     ["algorithm.correction.level=sequence"],
     ["algorithm.aggregation=constant"],
+    ["algorithm.aggregation=prompt-mean"],
     ["algorithm.whiten.over=group", "algorithm.whiten.unbiased=true"],
     ["algorithm.advantage.adaptive_alpha=0.5"],
     ["algorithm.advantage.kind=grpo", "algorithm.zero_variance=mask"],

@@ -16,6 +16,10 @@ name = "world.py:World"
 [reward]
 function = "mine.py:score"
 """
+MATHEMATICS = """
+advantage = { kind = "function", function = "mine.py:advantage" }
+policy_loss = { kind = "function", function = "mine.py:loss" }
+"""
 
 
 def data(config: Config) -> str:
@@ -35,6 +39,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for section in ("task", "reward"):
         before, _, rest = text.partition(f"\n[{section}]\n")
         text = f"{before}\n{rest.partition(chr(10) + chr(10))[2]}"
+    text = text.replace("[algorithm]", f"[algorithm]\n{MATHEMATICS}").replace('advantage = { kind = "gae"', "# ")
     task, own = OWN.strip().split("\n", 1)
     (tmp_path / "project" / "own.toml").write_text(f"{task}\n{text}\n{own}\n")
     monkeypatch.chdir(tmp_path / "here")
@@ -45,7 +50,8 @@ def test_a_path_of_the_file_is_beside_it_and_one_of_an_override_here(project: Pa
     config = configfile.load(project / "own.toml")
     assert data(config) == str(project / "rows.jsonl")
     assert config.environment is not None and config.environment.name == f"{project / 'world.py'}:World"
-    assert f"{project / 'mine.py'}:score" in str(config.reward)
+    for of, name in ((config.reward, "score"), (config.algorithm, "advantage"), (config.algorithm, "loss")):
+        assert f"'{project / 'mine.py'}:{name}'" in str(of)
     assert data(configfile.load(project / "own.toml", ["task.data=rows.jsonl"])) == str(Path("rows.jsonl").absolute())
 
 

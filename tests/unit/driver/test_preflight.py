@@ -201,3 +201,14 @@ def test_a_large_file_is_known_by_pieces_of_it(tmp_path: Path, monkeypatch: pyte
         assert inputs.fingerprint(large) != before
     large.write_bytes(bytes(5001))
     assert inputs.fingerprint(large) != before
+
+
+def test_a_changed_advantage_of_the_user_is_a_note(
+    own: Config, math_config: Load, logged: pytest.LogCaptureFixture
+) -> None:
+    Path("maths.py").write_text("def advantage(inputs): return inputs.scores_B\n")
+    chosen = math_config("algorithm.advantage={kind='function', function='maths.py:advantage'}")
+    preflight.verify(chosen, Path("run"))
+    Path("maths.py").write_text("def advantage(inputs): return -inputs.scores_B\n")
+    preflight.verify(chosen, Path("run"))
+    assert "maths.py is not what the run had: changed: maths.py; the run goes on with it" in logged.text

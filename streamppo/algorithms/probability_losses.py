@@ -1,0 +1,70 @@
+"""Policy losses that bound probabilities in place of ratios: DPPO's binary KL, and IPO. Beside `policy_losses.dppo_tv`.
+
+Symbols, shapes and rules are those of policy_losses.py; p and q are the proximal and the current probability of a
+token. A dropped token has loss 0, and still counts in the denominator.
+"""
+
+from torch import Tensor
+
+from streamppo.algorithms.masked import fill
+from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
+from streamppo.algorithms.ratios import bounded_exp
+
+REST_FLOOR = 1e-8
+"""1 - p is at least this much before its logarithm is taken: a token may have all of the probability."""
+
+
+def dppo_kl(
+    logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    delta: float = 0.05,
+) -> TokenLoss:
+    """DPPO by KL: a token is dropped once KL(p || q) of "this token or any other" passes delta in A's direction.
+
+        KL    = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+        loss  = 0 if KL > delta and (q - p) * A > 0 else -A * r
+
+    The binary KL form of https://arxiv.org/abs/2602.04879, with the proximal policy as the anchor, which in the paper
+    is the behavior policy. It bounds moves near 0 and 1 more tightly than those near 1/2, as `policy_losses.dppo_tv`
+    does not. An infinite delta gives `policy_losses.importance_weighted`.
+    """
+    if delta < 0:
+        raise ValueError(f"delta must not be negative, got {delta}")
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    log_q_BT, log_p_BT = fill(logprobs_BT.detach(), mask_BT), fill(proximal_logprobs_BT.detach(), mask_BT)
+    rest_q_BT, rest_p_BT = ((-x_BT.expm1()).clamp(min=REST_FLOOR) for x_BT in (log_q_BT, log_p_BT))
+    kl_BT = log_p_BT.exp() * (log_p_BT - log_q_BT) + rest_p_BT * (rest_p_BT / rest_q_BT).log()
+    outwards_BT = (log_q_BT - log_p_BT) * advantages_BT > 0
+    return _without(log_ratio_BT, advantages_BT, mask_BT, (kl_BT > delta) & outwards_BT)
+
+
+def ipo(
+    logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    eps: float = 0.3,
+) -> TokenLoss:
+    """IPO (INTELLECT Policy Optimization): a token is dropped while its probability is off by more than eps.
+
+        loss  = 0 if abs(q - p) > eps else -A * r
+
+    https://docs.primeintellect.ai/prime-rl/ipo, where p is the behavior policy's: a filter of what disagrees, whichever
+    way A points, where `policy_losses.dppo_tv` drops the moves in A's direction alone. eps = 1 gives
+    `policy_losses.importance_weighted`. It has nothing to do with the preference loss of that name.
+    """
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    shift_BT = fill(logprobs_BT.detach(), mask_BT).exp() - fill(proximal_logprobs_BT.detach(), mask_BT).exp()
+    return _without(log_ratio_BT, advantages_BT, mask_BT, shift_BT.abs() > eps)
+
+
+def _without(log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, dropped_BT: Tensor) -> TokenLoss:
+    ratio_BT = bounded_exp(log_ratio_BT)
+    loss_BT = (-advantages_BT * ratio_BT).masked_fill(~mask_BT | dropped_BT, 0.0)
+    return TokenLoss(loss_BT, mask_BT & dropped_BT, ratio_BT.detach())

@@ -1,0 +1,76 @@
+"""Policy losses whose weight is of a whole response: GMPO and VESPO. Symbols, shapes and rules of policy_losses.py."""
+
+from torch import Tensor, where
+
+from streamppo.algorithms.masked import fill, sequence_mean, sequence_sum, spread
+from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
+from streamppo.algorithms.ratios import LOG_RATIO_BOUND, bounded_exp
+
+FADED = 0.5
+"""A token counts as clipped where VESPO lets less than this share of its gradient through."""
+
+
+def gmpo(
+    logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    log_low: float = 0.4,
+    log_high: float = 0.4,
+) -> TokenLoss:
+    """GMPO: the geometric mean of a response's ratios, each of them clipped before; one outlier moves it little.
+
+        l_bt  = logprobs_bt - proximal_logprobs_bt
+        c_bt  = min(l_bt, log_high) if A_bt > 0 else max(l_bt, -log_low) if A_bt < 0 else l_bt
+        G_b   = exp(mean_t(c_bt))
+        g_bt  = stop(G_b) * exp(c_bt) / stop(exp(c_bt))
+        loss  = -A * g_bt
+
+    https://arxiv.org/abs/2507.20673, whose bounds are e^-0.4 and e^0.4. The token form, as in `policy_losses.gspo`:
+    under "sequence-mean-token-mean" value and gradient are those of the paper, and advantages may differ by token.
+    Without bounds this is GSPO without bounds; one-token responses give `policy_losses.clipped` with a ratio in
+    [e^-log_low, e^log_high].
+    """
+    if log_low < 0 or log_high < 0:
+        raise ValueError(f"bounds of the log-ratio must not be negative, got {log_low} and {log_high}")
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    above_BT = (advantages_BT > 0) & (log_ratio_BT > log_high)
+    below_BT = (advantages_BT < 0) & (log_ratio_BT < -log_low)
+    kept_BT = log_ratio_BT.masked_fill(above_BT, log_high).masked_fill(below_BT, -log_low)
+    mean_B = sequence_mean(kept_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio_BT = spread(mean_B, mask_BT).exp() * (kept_BT - kept_BT.detach()).exp()
+    loss_BT = (-advantages_BT * ratio_BT).masked_fill(~mask_BT, 0.0)
+    return TokenLoss(loss_BT, (above_BT | below_BT) & mask_BT, ratio_BT.detach())
+
+
+def vespo(
+    logprobs_BT: Tensor,
+    proximal_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> TokenLoss:
+    """VESPO: the ratio of a whole response, reshaped so that neither a small nor a large one rules the gradient.
+
+        W_b         = exp(clamp(sum_t(logprobs_bt - proximal_logprobs_bt), -20, 20))
+        k, lambda   = positive if A >= 0 else negative
+        phi_bt      = W_b^k * exp(lambda * (1 - W_b))
+        loss        = -stop(phi_bt) * A * logprobs
+
+    https://arxiv.org/abs/2602.10693. phi is 1 at W = 1, where the gradient is REINFORCE's, and falls on both sides of
+    k / lambda. k = lambda = 0 is `policy_losses.reinforce`; k = 1, lambda = 0 weighs by W itself, and on one-token
+    responses has the gradient of `policy_losses.importance_weighted`. `clipped` reports phi < FADED. The paper's W is
+    current / behavior.
+    """
+    if min(*positive, *negative) < 0:
+        raise ValueError(f"k and lambda must not be negative, got {positive} and {negative}")
+    log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
+    log_W_B = sequence_sum(log_ratio_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    W_B = log_W_B.exp()
+    fading_B = [bounded_exp(k * log_W_B + rate * (1 - W_B))[:, None] for k, rate in (positive, negative)]
+    phi_BT = where(advantages_BT >= 0, *fading_B)
+    loss_BT = -phi_BT * advantages_BT * fill(logprobs_BT, mask_BT)
+    return TokenLoss(loss_BT, mask_BT & (phi_BT < FADED), spread(W_B, mask_BT))
