@@ -1,6 +1,6 @@
 """Paths in a configuration: those of a file are looked for beside it, then in the current folder; overrides there.
 
-A run keeps absolute paths, so that it is resumed from anywhere. Those that lead into the run, or beside it, are
+A run keeps absolute paths, so that it is resumed from anywhere. Paths that lead into the run, or beside it, are
 relative to it, so that a run that was moved, with its neighbours, is resumed too.
 """
 
