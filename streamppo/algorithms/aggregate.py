@@ -18,15 +18,17 @@ from streamppo.algorithms.masked import (
     sequence_count,
     sequence_sum,
 )
+from streamppo.algorithms.scan import group_sums, leaders
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "prompt-mean", "constant"]
 
 
 class Prompts(NamedTuple):
-    """The prompts of a minibatch, P of them: their numbers, rising, and the unmasked tokens of each one's sequences."""
+    """The prompts of a minibatch that have tokens, and for each sequence its prompt's number, rising, and tokens."""
 
-    numbers_P: Tensor
-    tokens_P: Tensor
+    prompts: float
+    number_B: Tensor
+    tokens_B: Tensor
 
 
 class Denominators(NamedTuple):
@@ -53,9 +55,9 @@ def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | N
 
 
 def _prompts(counts_B: Tensor, prompt_B: Tensor) -> Prompts:
-    numbers_P, place_B = prompt_B.unique(return_inverse=True)
-    # Whole numbers: added in any order they give the same sum.
-    return Prompts(numbers_P, torch.zeros_like(numbers_P).index_add(0, place_B, counts_B.to(numbers_P)))
+    tokens_B, order_B = group_sums(counts_B.double()[None], prompt_B)[0], prompt_B.argsort(stable=True)
+    is_first_B = leaders(prompt_B) == torch.arange(len(prompt_B), device=prompt_B.device)
+    return Prompts(float((is_first_B & (tokens_B > 0)).sum()), prompt_B[order_B], tokens_B[order_B])
 
 
 def aggregate(
@@ -97,9 +99,9 @@ def aggregate(
     if kind == "prompt-mean":
         if denominators.prompts is None or prompt_B is None:
             raise ValueError("prompt-mean needs the prompt of every sequence")
-        numbers_P, tokens_P = denominators.prompts
-        tokens_B = tokens_P[torch.searchsorted(numbers_P, prompt_B)]
-        return (sums_B / tokens_B.clamp(min=1).to(sums_B)).sum() / (tokens_P > 0).sum()
+        prompts, number_B, tokens_B = denominators.prompts
+        own_B = tokens_B[torch.searchsorted(number_B, prompt_B)]
+        return (sums_B / own_B.clamp(min=1).to(sums_B)).sum() / prompts
     if kind != "sequence-mean-token-mean":
         raise ValueError(f"unknown aggregation {kind!r}")
     return (sums_B / at_least_float32(lengths_B).clamp(min=1).to(sums_B)).sum() / denominators.sequences

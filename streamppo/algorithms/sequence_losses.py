@@ -1,6 +1,7 @@
 """Policy losses whose weight is of a whole response: GMPO and VESPO. Symbols, shapes and rules of policy_losses.py."""
 
-from torch import Tensor, where
+import torch
+from torch import Tensor
 
 from streamppo.algorithms.masked import fill, sequence_mean, sequence_sum, spread
 from streamppo.algorithms.policy_losses import TokenLoss, token_log_ratio
@@ -70,7 +71,7 @@ def vespo(
     log_ratio_BT, advantages_BT = token_log_ratio(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)
     log_W_B = sequence_sum(log_ratio_BT.detach(), mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     W_B = log_W_B.exp()
-    fading_B = [bounded_exp(k * log_W_B + rate * (1 - W_B))[:, None] for k, rate in (positive, negative)]
-    phi_BT = where(advantages_BT >= 0, *fading_B)
+    rising_B, falling_B = (bounded_exp(k * log_W_B + rate * (1 - W_B)) for k, rate in (positive, negative))
+    phi_BT = torch.where(advantages_BT >= 0, rising_B[:, None], falling_B[:, None])
     loss_BT = -phi_BT * advantages_BT * fill(logprobs_BT, mask_BT)
     return TokenLoss(loss_BT, mask_BT & (phi_BT < FADED), spread(W_B, mask_BT))
