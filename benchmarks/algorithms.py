@@ -39,6 +39,7 @@ LOSSES = (
     "sapo",
 )
 """Policy losses that need no more than their name."""
+EXPLORATIONS = ("off", "top_entropy", "clip_cov", "kl_cov")
 CHOICES: dict[str, list[str]] = {
     "default": [],
     **{f"loss {kind}": [f"algorithm.policy_loss.kind={kind}", MINIBATCHES] for kind in LOSSES},
@@ -61,6 +62,8 @@ CHOICES: dict[str, list[str]] = {
         )
     },
     "advantage function": ["algorithm.advantage={kind='function', function='examples/own_advantage.py:advantage'}"],
+    **{f"exploration {kind}": [f"algorithm.exploration.kind={kind}", MINIBATCHES] for kind in EXPLORATIONS},
+    "entropy control": ["algorithm.entropy_control.target=0.5"],
     "aggregation prompt-mean": ["algorithm.aggregation=prompt-mean"],
     "critic scratch": ["algorithm.critic.model=scratch"],
     "critic policy": ["algorithm.critic.model=policy"],

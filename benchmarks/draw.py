@@ -20,6 +20,7 @@ from streamppo.errors import ConfigError
 FIELDS: dict[str, tuple[object, ...]] = {
     "algorithm.critic.model": ("head", "head", "policy", "scratch"),
     "algorithm.critic.warmup_updates": (0, 0, 3),
+    "algorithm.entropy_control.target": (0.0, 0.0, 0.5),
     "algorithm.kl.reward_beta": (0.0, 0.0, 0.05),
     "algorithm.kl.loss_beta": (0.0, 0.0, 0.02),
     "algorithm.target_kl": (0.0, 0.0, 0.05),

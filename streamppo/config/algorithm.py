@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
+from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
 from streamppo.config.policy_loss import Clip, PolicyLoss, Reinforce
 
 
@@ -270,6 +271,10 @@ class Algorithm(Section, frozen=True):
     """The critic, for the estimators that need one."""
     entropy: float = 0.0
     """Weight of the entropy bonus."""
+    entropy_control: EntropyControl = EntropyControl()
+    """Steering of that weight."""
+    exploration: Exploration = NoExploration()
+    """Tokens that are treated otherwise, so that the policy's entropy does not collapse."""
     kl: Kl = Kl()
     """Distance from the first model."""
     target_kl: NonNegative = 0.0
@@ -289,6 +294,8 @@ class Algorithm(Section, frozen=True):
             return "V-trace, which weighs TD errors by them"
         if isinstance(self.correction, SecondMoment):
             return "the second-moment correction, whose threshold is over the whole batch"
+        if not isinstance(self.exploration, NoExploration):
+            return f"exploration {self.exploration.__struct_config__.tag!r}, whose tokens are found in the whole batch"
         return "the KL in the reward, which is theirs" if self.kl.reward_beta else None
 
     @property
@@ -312,6 +319,9 @@ class Algorithm(Section, frozen=True):
             yield (
                 f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
             )
+        low, high = self.entropy_control.range
+        if self.entropy_control.target and not low <= self.entropy <= high:
+            yield f"entropy ({self.entropy:g}) must lie in entropy_control.range ({low:g} to {high:g})"
         if isinstance(self.advantage, MaxRl) and self.kl.reward_beta:
             yield (
                 f"advantage {kind!r} needs scores that are not negative, and a KL in the reward can make them so: "

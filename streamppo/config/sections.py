@@ -14,6 +14,7 @@ from msgspec import Meta
 from streamppo.config.algorithm import Algorithm
 from streamppo.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Seconds, Section
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.exploration import KlCov
 from streamppo.config.reward import Reward
 from streamppo.config.task import Environment, Task
 
@@ -300,6 +301,12 @@ def _proximal(config: Config) -> Iterator[str]:
         yield (
             "algorithm.proximal = 'loglinear' approximates log-probs that are exact and free where "
             "an update is one step: learner.epochs (1) times learner.minibatches (1)"
+        )
+    steps, is_behavior = learner.epochs * learner.minibatches, algorithm.proximal == "behavior"
+    if isinstance(algorithm.exploration, KlCov) and steps == 1 and not is_behavior:
+        yield (
+            "algorithm.exploration = 'kl_cov' penalises the distance to the policy that the batch began with, of which "
+            "there is none where an update is one step: learner.epochs (1) times learner.minibatches (1)"
         )
     if algorithm.proximal == "behavior" and algorithm.target_kl and max_lag:
         yield (

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from streamppo.algorithms.exploration import Bonus
 from streamppo.config.sections import Config
 from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained
 from streamppo.learner.batch import PaddedBatch
@@ -45,9 +46,9 @@ class Learner:
         self.policy.temperature = config.rollout.temperature
         self.policy.float32_head = config.model.float32_head
         reference = _reference(config, self.model_path, self.mesh, self.updater.reference)
-        beta, bad_steps = self.updater.beta, self.updater.bad_steps
+        beta, bad_steps, bonus = self.updater.beta, self.updater.bad_steps, self.updater.steered_bonus
         self.updater = _updater(config, self.policy, self.optimizer, self.mesh, reference)
-        self.updater.remember(beta, bad_steps)
+        self.updater.remember(beta, bad_steps, bonus)
         self.config = config
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
@@ -75,6 +76,7 @@ class Learner:
             ranks=self.config.learner.ranks,
             beta=self.updater.beta,
             bad_steps=self.updater.bad_steps,
+            bonus=self.updater.steered_bonus,
         )
         self.saver.start(folder, state, self.policy, self.optimizer, self.pusher.last)
 
@@ -107,7 +109,7 @@ def build(
     if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), loaded, adamw)):
         version = state.version
         optimizer.configure(adamw, config)
-        updater.remember(state.beta, state.bad_steps)
+        updater.remember(state.beta, state.bad_steps, None if state.bonus is None else Bonus(*state.bonus))
     pusher = Pusher(publish, config.learner.bucket_bytes)
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
     return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version)

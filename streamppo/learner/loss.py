@@ -25,6 +25,7 @@ class Targets(NamedTuple):
 
     `trained_BT` are the tokens that enter the loss: sampled by the policy, young enough, of a group that teaches.
     Without a `correction`, proximal log-probs and weights are made in passing, by `Objective.anchor`.
+    `chosen_BT` are those that `Objective.exploration`, if there is one, treats otherwise.
     """
 
     scored: Scored
@@ -32,6 +33,7 @@ class Targets(NamedTuple):
     correction: Correction | None
     trained_BT: Tensor
     reference_BT: Tensor | None
+    chosen_BT: Tensor | None
 
 
 class Share(NamedTuple):
@@ -46,12 +48,16 @@ class Share(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The losses of one update: from rows and their current scores to a share of the loss, without side effects."""
+    """The losses of one update: from rows and their current scores to a share of the loss, without side effects.
+
+    `entropy_weight` is that of the entropy bonus.
+    """
 
     objective: Objective
     algorithm: Algorithm
     batch: PaddedBatch
     targets: Targets
+    entropy_weight: float
 
     def share(self, rows: Tensor, part: Part, current: Scored, counts: Denominators) -> Share:
         """The share of `rows`, scored as `current`, in a minibatch whose global counts are `counts`."""
@@ -82,8 +88,9 @@ class _Piece(NamedTuple):
         proximal_bT, weights_bT = self.anchored()
         advantages_bT = self.cut(self.whole.targets.estimate.advantages)
         tokens = self.whole.objective.policy_loss(logprobs_bT, proximal_bT, advantages_bT, trained_bT)
-        loss, entropy_bT = self.average(tokens.loss * weights_bT), self.current.entropy_BT
-        total = loss - config.entropy * self.average(entropy_bT)
+        loss_bT = self.explored(tokens.loss, logprobs_bT - proximal_bT)
+        loss, entropy_bT = self.average(loss_bT * weights_bT), self.current.entropy_BT
+        total = loss - self.whole.entropy_weight * self.average(entropy_bT)
         if self.whole.targets.reference_BT is not None and config.kl.loss_beta:
             # The proximal policy's weight of a token, times the current one's: the KL is of the current policy.
             current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
@@ -133,6 +140,13 @@ class _Piece(NamedTuple):
         behavior_bT, mask_bT = self.cut(batch.behavior_logprobs_BT), self.cut(batch.mask_BT)
         proximal_bT = objective.anchor(behavior_bT, self.current.logprobs_BT, self.cut(batch.lag_BT), mask_bT)
         return proximal_bT, objective.correct(proximal_bT, behavior_bT, mask_bT, self.trained_bT).weights
+
+    def explored(self, loss_bT: Tensor, log_ratio_bT: Tensor) -> Tensor:
+        """The per-token losses after those of the tokens that were singled out are treated."""
+        exploration, chosen_BT = self.whole.objective.exploration, self.whole.targets.chosen_BT
+        if exploration is None or chosen_BT is None:
+            return loss_bT
+        return exploration.treat(loss_bT, log_ratio_bT, self.cut(chosen_BT))
 
     def divergence(self, reference_BT: Tensor) -> Tensor:
         """The per-token KL to the reference, as a loss."""

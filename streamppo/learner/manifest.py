@@ -29,7 +29,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a checkpoint that is no tensor.
 
     `version` is the queue's position too: batch number `version` is the next to be trained on. `digest` is that of the
-    weights as they were pushed, known when they are published; `beta` the adaptive weight of the KL in the reward.
+    weights as they were pushed, known when they are published; `beta` the adaptive weight of the KL in the reward;
+    `bonus` the coefficient and the weight of an entropy bonus that is steered.
     """
 
     version: int
@@ -37,6 +38,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     beta: float
     bad_steps: int
+    bonus: tuple[float, float] | None = None
 
 
 class Files(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,9 @@ from streamppo.config import algorithm as choices
 from streamppo.config import policy_loss as losses
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
+from streamppo.learner import exploration
 from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.exploration import Exploration
 from streamppo.learner.policy import Part, Scored
 from streamppo.tasks import plugins
 
@@ -64,6 +66,7 @@ class Objective(NamedTuple):
     advantages: Advantages
     correct: Correct
     policy_loss: PolicyLoss
+    exploration: Exploration | None
     anchor: Anchor | None
     scored: Part | None
     epochs: tuple[Epoch, ...]
@@ -102,6 +105,7 @@ def build(config: Config) -> Objective:
         advantages=partial(_whitened, _advantages(choice.advantage), choice.whiten, choice.has_critic),
         correct=_correct(choice),
         policy_loss=_policy_loss(choice),
+        exploration=exploration.build(choice.exploration, config.seed),
         anchor=anchor,
         scored=scored,
         epochs=_epochs(config),

@@ -17,6 +17,7 @@ from torch import Tensor
 from streamppo.algorithms.aggregate import Denominators, denominators
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.diagnostics import update_statistics_of
+from streamppo.algorithms.exploration import Bonus, next_bonus
 from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, kl_reward, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
@@ -48,9 +49,10 @@ class Updated(NamedTuple):
 class Updater:
     """Consumes padded batches; `policy` and `optimizer` are changed in place.
 
-    Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward;
-    `beta` and the optimizer steps in a row that were left out (`critic_bad_steps` are those of a critic with steps of
-    its own, which do not make up for the policy's) are all that it remembers of past batches.
+    Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward,
+    `bonus` that of the entropy; these two and the optimizer steps in a row that were left out (`critic_bad_steps` are
+    those of a critic with steps of its own, which do not make up for the policy's) are all that it remembers of past
+    batches.
     """
 
     def __init__(
@@ -70,16 +72,27 @@ class Updater:
         self.group = group
         self.reference = reference
         self.beta = config.algorithm.kl.reward_beta
+        self.bonus = Bonus(config.algorithm.entropy, config.algorithm.entropy)
         self.device = next(policy.parameters()).device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.bad_steps = 0
         self.critic_bad_steps = 0
 
-    def remember(self, beta: float, bad_steps: int) -> None:
-        """Go on from an earlier updater: its bad steps in a row, and its `beta` if that adapts and was at work."""
+    def remember(self, beta: float, bad_steps: int, bonus: Bonus | None) -> None:
+        """Go on from an earlier updater: its bad steps in a row, and its `beta` if that adapts and was at work.
+
+        So does `bonus` if it is steered, and was: None says that it was not.
+        """
         self.bad_steps = bad_steps
         if self.config.algorithm.kl.target and beta:
             self.beta = beta
+        if self.config.algorithm.entropy_control.target and bonus is not None:
+            self.bonus = bonus
+
+    @property
+    def steered_bonus(self) -> Bonus | None:
+        """The bonus that a later updater goes on with; None if it is not steered."""
+        return self.bonus if self.config.algorithm.entropy_control.target else None
 
     def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> Updated:
         """Train on `batch` for `epochs`, by default those of the objective.
@@ -91,7 +104,7 @@ class Updater:
             objective = objective.warm_up()
         targets, graph = self._prepare(objective, batch)
         scored = time.perf_counter()
-        loss = Loss(objective, self.config.algorithm, batch, targets)
+        loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
         minibatches: list[Minibatch] = []
         for epoch in objective.epochs if epochs is None else epochs:
             for rows in self._minibatches(batch, epoch):
@@ -110,7 +123,7 @@ class Updater:
         return Updated(objective, batch, targets, minibatches, start, scored)
 
     def metrics(self, updated: Updated) -> dict[str, float]:
-        """Return the numbers of an update, equal on every rank but for times, and steer `beta` by them. A collective.
+        """Return an update's numbers, equal on every rank but for times; steer `beta`, `bonus` by them. A collective.
 
         To be called once after each update.
         """
@@ -128,6 +141,7 @@ class Updater:
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT),
             **steps,
             **self._kl_metrics(batch, targets, scored, passed_B),
+            **self._exploration_metrics(batch.version, targets, steps["entropy"]),
             "lr": self.optimizer.param_groups[0]["lr"],
             "score_s": updated.scored - updated.start,
             "train_s": time.perf_counter() - updated.scored,
@@ -206,7 +220,10 @@ class Updater:
         correction = None
         if objective.anchor is None:
             correction = objective.correct(scored.logprobs_BT, batch.behavior_logprobs_BT, mask_BT, trained_BT)
-        return Targets(scored, estimate, correction, trained_BT, reference_BT)
+        chosen_BT = None
+        if objective.exploration is not None:
+            chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
+        return Targets(scored, estimate, correction, trained_BT, reference_BT, chosen_BT)
 
     def _rewards(self, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None) -> Tensor:
         """[B, T] rewards, less the KL to the reference where the configuration puts it there."""
@@ -317,6 +334,21 @@ class Updater:
         metrics = {"reference_kl": per_response, "kl_beta": self.beta}
         if config.target:
             self.beta = next_beta(self.beta, per_response, len(mask_BT), target=config.target, horizon=config.horizon)
+        return metrics
+
+    def _exploration_metrics(self, version: int, targets: Targets, entropy: float) -> dict[str, float]:
+        """Tokens that were singled out, and the weight of the entropy bonus; steers `bonus` where a target is set."""
+        metrics: dict[str, float] = {}
+        if targets.chosen_BT is not None:
+            metrics["singled_out"] = float(targets.chosen_BT.sum()) / max(1.0, float(targets.trained_BT.sum()))
+        control = self.config.algorithm.entropy_control
+        if not control.target:
+            return metrics
+        metrics["entropy_weight"] = self.bonus.weight
+        # A policy that stands still has an entropy that no bonus moves.
+        if version >= self.config.algorithm.critic.warmup_updates:
+            coefficient, within = self.bonus.coefficient, control.range
+            self.bonus = next_bonus(coefficient, entropy, target=control.target, step=control.step, within=within)
         return metrics
 
 

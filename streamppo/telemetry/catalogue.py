@@ -70,6 +70,8 @@ comes before that step, by the first pass over each row. "proximal" is the polic
 SOMETIMES = {
     "reference_kl": "nats per response, k3 estimate of KL(learner || first model), by weight; with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
+    "entropy_weight": "weight of the entropy bonus in this update; with [algorithm.entropy_control]",
+    "singled_out": "share of the trained tokens that algorithm.exploration treats otherwise",
     "critic_steps": "optimizer steps of a critic with a transformer of its own",
     "critic_grad_norm": "before clipping, mean over its optimizer steps",
     "reward_": "mean of one scorer or of one component of a reward, over the trajectories that have it",

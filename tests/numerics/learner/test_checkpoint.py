@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
 from streamppo import durable
+from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import CheckpointError
 from streamppo.learner import checkpoint, manifest, optimizer
 from streamppo.learner.batch import pad
@@ -38,7 +39,8 @@ def saver_of(updater: Updater) -> Saver:
 
 def state_of(updater: Updater, version: int = 1) -> State:
     ranks = dist.get_world_size()
-    return State(version=version, digest="", ranks=ranks, beta=updater.beta, bad_steps=updater.bad_steps)
+    kept = {"beta": updater.beta, "bad_steps": updater.bad_steps, "bonus": updater.steered_bonus}
+    return State(version=version, digest="", ranks=ranks, **kept)  # pyright: ignore[reportArgumentType]
 
 
 def started(saver: Saver, updater: Updater, folder: Path, version: int = 1) -> None:
@@ -79,15 +81,18 @@ def carried_over(one: Updater, two: Updater, folder: Path) -> State:
 
 @ALONE
 def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(folder: Path, tmp_path: Path) -> None:
-    config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01")
+    bonus = ("algorithm.entropy=0.1", "algorithm.entropy_control.target=9")
+    config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01", *bonus)
     one, two = (case.updater(config, folder) for _ in range(2))
     case.metrics(one, pad(case.batch()))
     one.bad_steps = 2
     state = carried_over(one, two, tmp_path)
     assert (state.version, state.beta, state.bad_steps) == (1, one.beta, 2)
     assert one.beta != 0.1
-    two.remember(state.beta, state.bad_steps)
+    assert state.bonus is not None
+    two.remember(state.beta, state.bad_steps, Bonus(*state.bonus))
     assert two.bad_steps == 2
+    assert two.bonus == one.bonus == pytest.approx((0.105, 0.105))
     one.update(pad(case.batch(seed=1)))
     two.update(pad(case.batch(seed=1)))
     assert two.beta == one.beta
@@ -121,9 +126,9 @@ def test_settings_are_those_of_the_configuration_and_not_of_the_checkpoint(folde
 )
 def test_only_a_beta_that_adapts_itself_goes_on_from_where_it_was(folder: Path, change: list[str], beta: float) -> None:
     updater = case.updater(case.config_of("algorithm.kl.reward_beta=0.1", *change), folder)
-    updater.remember(0.7, 0)
+    updater.remember(0.7, 0, None)
     assert updater.beta == beta
-    updater.remember(0.0, 0)
+    updater.remember(0.0, 0, None)
     assert updater.beta == beta, "a penalty that was off before begins as the configuration says"
 
 

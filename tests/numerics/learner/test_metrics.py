@@ -150,6 +150,8 @@ OWN_CRITIC = EXPECTED | {
     "critic_steps": 2,
     "critic_grad_norm": sum(VALUES_NORMS) / 2,
 }
+EXPLORING = {"singled_out": 1 / 6, "entropy_weight": 0.125}
+"""One of six tokens pays. The bonus begins with this weight, and is steered by the entropy from then on."""
 TIMES = {"score_s", "train_s", "wait_s", "fetch_s", "update_s", "push_ms"}
 
 
@@ -165,18 +167,26 @@ def test_a_critic_with_steps_of_its_own_adds_its_numbers_and_changes_no_other(
     assert found_with_own_critic[name] == pytest.approx(OWN_CRITIC[name], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.usefixtures("group")
+def test_exploration_adds_its_numbers() -> None:
+    control = "algorithm.entropy_control={target = 1.0, range = [0.0, 0.5]}"
+    found = metrics("algorithm.exploration={kind='kl_cov', share=0.2}", "algorithm.entropy=0.125", control)
+    assert {name: found[name] for name in found.keys() - OWN_CRITIC.keys() - TIMES} == pytest.approx(EXPLORING)
+
+
 def test_these_are_all_numbers_of_the_catalogue(
     found: dict[str, float], found_with_own_critic: dict[str, float]
 ) -> None:
     assert found.keys() == EXPECTED.keys() | {"score_s", "train_s"}
     assert found_with_own_critic.keys() == OWN_CRITIC.keys() | {"score_s", "train_s"}
     assert UPDATE.keys() - TIMES <= EXPECTED.keys()
-    assert [name for name in SOMETIMES if not any(one.startswith(name) for one in OWN_CRITIC)] == []
+    known = OWN_CRITIC.keys() | EXPLORING.keys()
+    assert [name for name in SOMETIMES if not any(one.startswith(name) for one in known)] == []
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
-    "aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"]
+    "aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "prompt-mean", "constant"]
 )
 @pytest.mark.parametrize("min_version", [0, 2, 3])
 def test_neither_entropy_nor_value_clipping_depends_on_the_average_of_the_loss(

@@ -1,0 +1,129 @@
+"""Entropy is kept up by a few tokens: which of a batch they are, and what becomes of their loss; a steered bonus.
+
+B trajectories of a whole batch, T response tokens (padded). Tokens are singled out once a batch, before its first step,
+so that micro-batches and ranks do not change them. `mask_BT` are the tokens that are trained.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.algorithms.kl import K3_BOUND
+from streamppo.algorithms.masked import check_tokens, fill
+from streamppo.algorithms.ratios import LOG_RATIO_BOUND
+
+
+def least_certain(entropy_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
+    """[B, T] bool: the `share` of the tokens at which the policy's entropy is highest.
+
+        threshold = the ceil(share * n)-th largest entropy of the n unmasked tokens
+        True where entropy >= threshold
+
+    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (share = 0.2): forks of a chain of thought teach, and the
+    rest follows from them. With share = 1 these are all tokens.
+    """
+    check_tokens(mask_BT, entropy_BT=entropy_BT)
+    entropy_N = entropy_BT[mask_BT]
+    if not len(entropy_N):
+        return mask_BT
+    threshold = entropy_N.sort(descending=True).values[math.ceil(share * len(entropy_N)) - 1]
+    return mask_BT & (entropy_BT >= threshold)
+
+
+def covariance(logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T] float64, 0 where masked: each token's part of the covariance of advantage and log-prob.
+
+        covariance_t = (A_t - mean(A)) * (logprobs_t - mean(logprobs))        means over unmasked tokens
+
+    https://arxiv.org/abs/2505.22617: under policy gradient the entropy falls in proportion to its mean, and a few
+    tokens make up most of it.
+    """
+    check_tokens(mask_BT, logprobs_BT=logprobs_BT, advantages_BT=advantages_BT)
+    count = mask_BT.sum().clamp(min=1)
+    centred = (
+        column - column.sum() / count for column in (fill(x, mask_BT).double() for x in (advantages_BT, logprobs_BT))
+    )
+    advantage_BT, logprob_BT = centred
+    return (advantage_BT * logprob_BT).masked_fill(~mask_BT, 0.0)
+
+
+def clip_cov(
+    covariance_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    share: float,
+    band: tuple[float, float],
+    order: Callable[[int], Tensor],
+) -> Tensor:
+    """[B, T] bool, Clip-Cov: max(1, floor(share * n)) tokens, drawn from those with band[0] < covariance < band[1].
+
+    https://arxiv.org/abs/2505.22617 (share = 2e-4, band = [1, 5]), where their gradient is stopped. `order(k)` is a
+    permutation of k: the first of it are drawn. An empty band singles out nothing.
+    """
+    inside_BT = mask_BT & (covariance_BT > band[0]) & (covariance_BT < band[1])
+    places_K2 = inside_BT.nonzero()
+    drawn = order(len(places_K2))[: _number(mask_BT, share)].to(places_K2.device)
+    return _at(places_K2[drawn], mask_BT)
+
+
+def kl_cov(covariance_BT: Tensor, mask_BT: Tensor, *, share: float) -> Tensor:
+    """[B, T] bool, KL-Cov: the max(1, floor(share * n)) tokens of the highest covariance.
+
+    https://arxiv.org/abs/2505.22617 (share = 2e-3 for 7B, 2e-4 for 32B). Of equal ones the first are taken.
+    """
+    places_N2 = mask_BT.nonzero()
+    highest = covariance_BT[mask_BT].sort(descending=True, stable=True).indices[: _number(mask_BT, share)]
+    return _at(places_N2[highest], mask_BT)
+
+
+def left_out(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor) -> Tensor:
+    """[B, T]: the chosen tokens have no loss; they still count in the denominator. Without any, the loss as it was."""
+    return loss_BT.masked_fill(chosen_BT, 0.0)
+
+
+def penalised(loss_BT: Tensor, log_ratio_BT: Tensor, chosen_BT: Tensor, *, coefficient: float) -> Tensor:
+    """[B, T]: the chosen tokens pay for the distance to the proximal policy, each at most K3_BOUND * coefficient.
+
+        d    = logprobs - proximal_logprobs
+        loss + coefficient * (exp(d) - 1 - d)
+
+    k3 of KL(proximal || current), unbiased in value and gradient. The authors' code
+    (https://github.com/PRIME-RL/Entropy-Mechanism-of-RL) has abs(d), whose gradient where d is 0 but for rounding is
+    the sign of that rounding; here it is 0, so that this acts from an update's second step on.
+    """
+    distance_BT = fill(log_ratio_BT, chosen_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return loss_BT + coefficient * (distance_BT.expm1() - distance_BT).clamp(max=K3_BOUND)
+
+
+def _number(mask_BT: Tensor, share: float) -> int:
+    return max(1, math.floor(share * int(mask_BT.sum())))
+
+
+def _at(places_K2: Tensor, mask_BT: Tensor) -> Tensor:
+    chosen_BT = torch.zeros_like(mask_BT)
+    chosen_BT[places_K2[:, 0], places_K2[:, 1]] = True
+    return chosen_BT
+
+
+class Bonus(NamedTuple):
+    """The entropy bonus: the weight that is steered, and the one that the next update uses, which may be 0."""
+
+    coefficient: float
+    weight: float
+
+
+def next_bonus(coefficient: float, entropy: float, *, target: float, step: float, within: tuple[float, float]) -> Bonus:
+    """Steer the entropy bonus: it grows while the entropy is too low, and is given only then.
+
+        coefficient <- clamp(coefficient + step if entropy <= target else coefficient - step, *within)
+        weight       = coefficient if entropy <= target else 0
+
+    Adaptive entropy control of Skywork-OR1, https://arxiv.org/abs/2505.22312. `entropy` is that of the update before,
+    in nats per token. With a target that is never reached from above the weight goes to within[1] and stays.
+    """
+    low = entropy <= target
+    moved = min(max(coefficient + (step if low else -step), within[0]), within[1])
+    return Bonus(moved, moved if low else 0.0)

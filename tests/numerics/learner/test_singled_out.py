@@ -1,0 +1,213 @@
+"""Tokens that are singled out of a batch, and a bonus that is steered: in an update, over ranks, over a resume."""
+
+import math
+import multiprocessing
+from pathlib import Path
+
+import learner_case as case
+import pytest
+import torch
+
+from streamppo.algorithms.exploration import Bonus
+from streamppo.errors import ConfigError
+from streamppo.learner import exploration
+from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.update import Updated, Updater
+
+ALONE = pytest.mark.usefixtures("alone")
+RLOO = ("algorithm.advantage.kind=rloo", "learner.minibatches=2")
+TOP = "algorithm.exploration={kind = 'top_entropy', share = 0.3}"
+CLIP_COV = "algorithm.exploration={kind = 'clip_cov', share = 0.2, band = [0.05, 9.0]}"
+KL_COV = "algorithm.exploration={kind = 'kl_cov', share = 0.2}"
+KINDS = pytest.mark.parametrize("kind", [TOP, CLIP_COV, KL_COV], ids=["top_entropy", "clip_cov", "kl_cov"])
+
+
+def updated(folder: Path, *choices: str, batch: PaddedBatch | None = None) -> tuple[Updater, Updated]:
+    updater = case.updater(case.config_of(*RLOO, *choices), folder)
+    return updater, updater.update(pad(case.batch()) if batch is None else batch)
+
+
+def chosen(updated: Updated) -> torch.Tensor:
+    assert updated.targets.chosen_BT is not None
+    return updated.targets.chosen_BT
+
+
+@ALONE
+@KINDS
+def test_only_trained_tokens_are_singled_out_and_the_metric_counts_them(folder: Path, kind: str) -> None:
+    updater, found = updated(folder, kind)
+    chosen_BT, trained_BT = chosen(found), found.targets.trained_BT
+    assert 0 < chosen_BT.sum() < trained_BT.sum() and not (chosen_BT & ~trained_BT).any()
+    metrics = updater.metrics(found)
+    assert metrics["singled_out"] == pytest.approx(float(chosen_BT.sum() / trained_BT.sum()))
+    assert "singled_out" not in case.metrics(*_plain(folder))
+
+
+def _plain(folder: Path) -> tuple[Updater, PaddedBatch]:
+    return case.updater(case.config_of(*RLOO), folder), pad(case.batch())
+
+
+@ALONE
+def test_the_share_of_top_entropy_stays_in_the_loss(folder: Path) -> None:
+    _, found = updated(folder, TOP)
+    trained_BT, entropy_BT = found.targets.trained_BT, found.targets.scored.entropy_BT
+    kept_BT = trained_BT & ~chosen(found)
+    assert kept_BT.sum() == math.ceil(0.3 * int(trained_BT.sum()))
+    assert entropy_BT[kept_BT].min() > entropy_BT[chosen(found)].max()
+
+
+@ALONE
+@pytest.mark.parametrize("kind", [TOP, CLIP_COV], ids=["top_entropy", "clip_cov"])
+def test_advantages_of_tokens_that_are_left_out_teach_nothing_and_denominators_keep_them(
+    folder: Path, kind: str
+) -> None:
+    """With these advantages at 0 in place of the choice, the plain update is the same one."""
+    updater, found = updated(folder, kind)
+    plain, batch = _plain(folder)
+    real = plain.objective.advantages
+
+    def without(*arguments: object):
+        estimate = real(*arguments)  # pyright: ignore[reportArgumentType]
+        return estimate._replace(advantages=estimate.advantages.masked_fill(chosen(found), 0.0))
+
+    plain.objective = plain.objective._replace(advantages=without, scored="policy", anchor=None)
+    plain.update(batch)
+    assert_same(updater, plain)
+
+
+def assert_same(one: Updater, other: Updater, *, atol: float = 0.0) -> None:
+    known = case.whole(other.policy)
+    for name, tensor in case.whole(one.policy).items():
+        torch.testing.assert_close(tensor, known[name], rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@ALONE
+def test_kl_cov_holds_its_tokens_nearer_to_the_proximal_policy(folder: Path) -> None:
+    def moved(kind: str) -> float:
+        updater, found = updated(folder, kind, "learner.epochs=3", "learner.lr=0.003")
+        with torch.no_grad():
+            now_BT = updater.policy(found.batch, "policy").logprobs_BT
+        return (now_BT - found.targets.scored.logprobs_BT)[chosen(found)].abs().mean().item()
+
+    assert moved(f"{KL_COV[:-1]}, coefficient = 20.0}}") < 0.7 * moved(f"{KL_COV[:-1]}, coefficient = 1e-9}}")
+
+
+@ALONE
+def test_clip_cov_draws_anew_in_every_update_and_the_same_again(folder: Path) -> None:
+    def drawn(version: int) -> torch.Tensor:
+        batch = pad(case.batch())._replace(version=version)
+        return chosen(updated(folder, CLIP_COV.replace("0.2", "0.05"), batch=batch)[1])
+
+    assert torch.equal(drawn(3), drawn(3))
+    assert any(not torch.equal(drawn(3), drawn(version)) for version in (4, 5))
+
+
+@ALONE
+@KINDS
+def test_micro_batches_change_nothing(folder: Path, kind: str) -> None:
+    whole, _ = updated(folder, kind, "learner.micro_batch_tokens=100000")
+    split, _ = updated(folder, kind, "learner.micro_batch_tokens=40")
+    assert_same(whole, split, atol=2e-6)
+
+
+def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    with case.group(rank, ranks, store):
+        made = []
+        for kind in (TOP, CLIP_COV, KL_COV, STEERED):
+            updater, found = updated(folder, kind, "algorithm.entropy=0.1", f"learner.ranks={ranks}")
+            updater.metrics(found)
+            made.append((case.whole(updater.policy), tuple(updater.bonus)))
+        if rank == 0:
+            torch.save(made, out)
+
+
+def test_ranks_change_nothing(folder: Path, tmp_path: Path) -> None:
+    context, results = multiprocessing.get_context("spawn"), {}
+    for ranks in (1, 2):
+        out, store = tmp_path / f"{ranks}.pt", tmp_path / f"store-{ranks}"
+        workers = [context.Process(target=_rank, args=(rank, ranks, store, folder, out)) for rank in range(ranks)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        results[ranks] = torch.load(out, weights_only=True)
+    for (one, one_bonus), (two, two_bonus) in zip(results[1], results[2], strict=True):
+        assert one_bonus == two_bonus
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, two[name], rtol=0, atol=2e-6)
+
+
+# --- the bonus -----------------------------------------------------------------------------------------------
+
+STEERED = "algorithm.entropy_control={target = 9.0, step = 0.05, range = [0.0, 0.5]}"
+
+
+@ALONE
+def test_the_bonus_is_steered_by_the_entropy_of_the_update_before(folder: Path) -> None:
+    updater = case.updater(case.config_of(*RLOO, "algorithm.entropy=0.1", STEERED), folder)
+    weights = [case.metrics(updater, pad(case.batch()))["entropy_weight"] for _ in range(3)]
+    assert weights == pytest.approx([0.1, 0.15, 0.2])
+    high = STEERED.replace("9.0", "1e-6")
+    updater = case.updater(case.config_of(*RLOO, "algorithm.entropy=0.1", high), folder)
+    weights = [case.metrics(updater, pad(case.batch()))["entropy_weight"] for _ in range(2)]
+    assert weights == [0.1, 0.0] and updater.bonus == pytest.approx((0.0, 0.0))
+
+
+@ALONE
+def test_a_weight_that_is_steered_weighs_as_the_same_weight_that_is_not(folder: Path) -> None:
+    steered, plain = (
+        case.updater(case.config_of(*RLOO, f"algorithm.entropy={first}", *more), folder)
+        for first, more in ((0.3, []), (0.1, [STEERED]))
+    )
+    plain.remember(0.0, 0, Bonus(0.3, 0.3))
+    for updater in (steered, plain):
+        updater.update(pad(case.batch()))
+    assert_same(steered, plain)
+
+
+@ALONE
+def test_a_policy_that_stands_still_steers_nothing(folder: Path) -> None:
+    warm_up = "algorithm.critic.warmup_updates=4"
+    updater = case.updater(case.config_of("algorithm.entropy=0.1", STEERED, warm_up), folder)
+    case.metrics(updater, pad(case.batch(version=3)))
+    assert updater.bonus == (0.1, 0.1)
+    case.metrics(updater, pad(case.batch(version=4)))
+    assert updater.bonus == pytest.approx((0.15, 0.15))
+
+
+@ALONE
+def test_only_a_bonus_that_is_and_was_steered_goes_on_from_where_it_was(folder: Path) -> None:
+    steered = case.updater(case.config_of(*RLOO, "algorithm.entropy=0.1", STEERED), folder)
+    assert steered.steered_bonus == (0.1, 0.1)
+    steered.remember(0.0, 0, Bonus(0.4, 0.0))
+    assert steered.bonus == (0.4, 0.0)
+    steered.remember(0.0, 0, None)
+    assert steered.bonus == (0.4, 0.0)
+    fixed = case.updater(case.config_of(*RLOO, "algorithm.entropy=0.1"), folder)
+    assert fixed.steered_bonus is None
+    fixed.remember(0.0, 0, Bonus(0.4, 0.0))
+    assert fixed.bonus == (0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        (["algorithm.exploration.kind=kl_cov"], "none where an update is one step"),
+        (["algorithm.exploration={kind = 'clip_cov', band = [2.0, 1.0]}"], "band must rise"),
+        (["algorithm.entropy=2", STEERED], r"entropy \(2\) must lie in entropy_control.range \(0 to 0.5\)"),
+        (["algorithm.entropy_control={target = 1.0, range = [0.2, 0.1]}"], "range must rise"),
+        (
+            [*RLOO, TOP, "algorithm.proximal=loglinear"],
+            "exploration 'top_entropy', whose tokens are found in the whole",
+        ),
+    ],
+    ids=["kl_cov", "band", "entropy", "range", "loglinear"],
+)
+def test_choices_that_say_nothing_are_refused(choices: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        case.config_of(*choices)
+
+
+def test_without_an_exploration_there_is_nothing_to_choose() -> None:
+    assert exploration.build(case.config_of().algorithm.exploration, 0) is None
