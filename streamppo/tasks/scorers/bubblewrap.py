@@ -109,7 +109,9 @@ def _as_nobody(bwrap: str) -> list[str]:
     """
     if os.geteuid() != 0:
         return []
-    outer = [bwrap, *_system(), "--bind", "/proc", "/proc", "--dev", "/dev", "--die-with-parent"]
+    # The inner bubblewrap builds the program's mounts in /tmp.
+    places = ["--bind", "/proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/tmp"]
+    outer = [bwrap, *_system(), *places, "--die-with-parent"]
     setpriv = shutil.which("setpriv") or "setpriv"
     return [*outer, "--", setpriv, "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"]
 

@@ -197,6 +197,19 @@ def test_nothing_is_gained_by_a_program_that(attack: str, host: Host) -> None:
     assert psutil.Process(host.victim).status() == psutil.STATUS_SLEEPING
 
 
+@walled
+def test_python_may_stand_anywhere_also_outside_of_tmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bubblewrap builds in /tmp, of which the mounts made for root had none but that of a Python below it."""
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))
+    bubblewrap.problem.cache_clear()
+    try:
+        assert bubblewrap.problem() == ""
+        assert ran_in(Bubblewrap(), "print(1)") == Ran(0, "1\n", "")
+    finally:
+        bubblewrap.problem.cache_clear()
+
+
 # --- too much of everything ----------------------------------------------------------------------------------
 
 
