@@ -132,9 +132,11 @@ class Mask(Leveled, frozen=True, tag="mask"):
     """The smallest and the largest ratio that are kept."""
 
     def contradictions(self) -> Iterator[str]:
-        """A band has two ends."""
+        """A band has two ends, and nothing that is new lies outside."""
         if not self.band[0] < self.band[1]:
             yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
+        elif not self.band[0] <= 1 <= self.band[1]:
+            yield f"band {self.band} must hold 1: it is the ratio of tokens of the learner's own version"
 
 
 class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
@@ -148,9 +150,11 @@ class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
     """The largest weight of a token."""
 
     def contradictions(self) -> Iterator[str]:
-        """A band has two ends."""
+        """A band has two ends, and nothing that is new lies outside."""
         if not self.band[0] < self.band[1]:
             yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
+        elif not self.band[0] <= 1 <= self.band[1]:
+            yield f"band {self.band} must hold 1: it is the ratio of tokens of the learner's own version"
 
 
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
@@ -236,6 +240,11 @@ class Kl(Section, frozen=True):
         """KL in two places, or a controller of nothing, are mistakes."""
         if self.reward_beta and self.loss_beta and not self.allow_both:
             yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
+        if self.loss_beta and self.loss_estimator == "k1" and not self.straight_through:
+            yield (
+                "loss_estimator 'k1' in the loss has a gradient that is 0 on average, so that it holds nothing: choose "
+                "'k2' or 'k3', or straight_through = true"
+            )
         if self.target and not self.reward_beta:
             yield f"target ({self.target}) steers reward_beta, which is 0"
 

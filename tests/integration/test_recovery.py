@@ -356,7 +356,7 @@ def test_old_batches_are_dropped_and_replay_begins_with_the_oldest_checkpoint_th
     assert early.returncode == 1 and "cannot be made again: their batches were not kept" in early.stderr
 
 
-# --- every estimator, and the mathematics of every shipped configuration --------------------------------------
+# --- every estimator and proximal policy, and the mathematics of every shipped configuration ------------------
 
 
 def inline(value: object) -> str:
@@ -379,15 +379,19 @@ ESTIMATORS = {
     kind: ("queue.samples_per_prompt=4", f"algorithm.advantage={{kind='{kind}'}}")
     for kind in (str(one.__struct_config__.tag) for one in get_args(Advantage))
 }
-ALWAYS = ("grpo", "vtrace")
-"""The estimators that are tried in every run of the tests; the others are slow."""
+PROXIMAL = {
+    "behavior": ("algorithm.proximal=behavior", "algorithm.correction={kind='off'}", "learner.minibatches=2"),
+    "loglinear": ("algorithm.proximal=loglinear", "algorithm.critic.model=policy", "learner.minibatches=2"),
+}
+ALWAYS = ("grpo", "vtrace", "behavior")
+"""Those that are tried in every run of the tests; the others are slow."""
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
-        for name, overrides in {**ESTIMATORS, **SHIPPED}.items()
+        for name, overrides in {**ESTIMATORS, **PROXIMAL, **SHIPPED}.items()
     ],
 )
 def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:

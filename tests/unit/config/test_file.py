@@ -174,6 +174,12 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_p \(0.9\) must be 1 and .* before top-p"),
         (["rollout.engine.kind=sglang", "rollout.top_k=5"], r"top_k \(5\) 0 with SGLang"),
         ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),
+        (
+            ["algorithm.kl.loss_beta=0.1", "algorithm.kl.loss_estimator=k1"],
+            "'k1' in the loss has a gradient that is 0 on average",
+        ),
+        (["algorithm.correction={kind='mask', band=[1.5, 5.0]}"], r"band \(1.5, 5.0\) must hold 1"),
+        (["algorithm.correction={kind='truncate_and_mask', band=[0.5, 0.9]}"], r"band \(0.5, 0.9\) must hold 1"),
         (["algorithm.proximal=behavior"], r"correction 'truncate' is of proximal / behavior, which is 1"),
         ([*BEHAVIOR, "algorithm.policy_loss.kind=reinforce"], "'reinforce' has no ratio"),
         ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(2\) that counts the age of the data"),

@@ -1,0 +1,56 @@
+"""The published recipes of docs/algorithms.md are configurations that train, with nothing to note about them."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+import two_updates
+from conftest import MATH, REPOSITORY
+
+from streamppo.commands.checks.notes import notes
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
+SECTION = PAGE.partition("\n## Published recipes\n")[2].partition("\n## ")[0]
+RECIPES = {
+    re.split(r",| \(", prose)[0]: tomllib.loads(code.replace("\n    ", "\n").strip())
+    for prose, code in re.findall(r"\n\n((?:\S.*\n)+)\n((?:    .+\n)+)", SECTION)
+}
+"""By the first words of its paragraph, every indented piece of the section."""
+PUBLISHED = {"PPO", "GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "VAPO", "Decoupled PPO"} | {
+    "prime-rl's default",
+    "IcePop",
+    "DeepSeek-V3.2",
+}
+
+
+def config_of(name: str, folder: Path) -> Config:
+    """A recipe over the task and the model of configs/math.toml, of whose mathematics nothing is left."""
+    tree = tomllib.loads(MATH.read_text()) | {"algorithm": {}, "learner": {"lr": 1e-5}}
+    tree["queue"] |= {"batch_size": 128, "samples_per_prompt": 1}
+    for table, values in RECIPES[name].items():
+        tree[table] |= values
+    path = folder / "recipe.toml"
+    path.write_text(tomli_w.dumps(tree))
+    return configfile.load(path)
+
+
+def test_every_recipe_is_read() -> None:
+    assert RECIPES.keys() == PUBLISHED
+    assert all("correction" in recipe["algorithm"] for recipe in RECIPES.values())
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_recipe_makes_two_updates(name: str, tmp_path: Path) -> None:
+    two_updates.make(config_of(name, tmp_path))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_nothing_is_noted_about_the_mathematics_of_a_recipe(name: str, tmp_path: Path) -> None:
+    found = [one.text for one in notes(config_of(name, tmp_path), None)]
+    assert [text for text in found if text.startswith("algorithm.") and "warmup" not in text] == []
