@@ -379,15 +379,16 @@ ESTIMATORS = {
     kind: ("queue.samples_per_prompt=4", f"algorithm.advantage={{kind='{kind}'}}")
     for kind in (str(one.__struct_config__.tag) for one in get_args(Advantage))
 }
-ALWAYS = ("grpo", "vtrace")
-"""The estimators that are tried in every run of the tests; the others are slow."""
+SAMPLING = {"top-p": ("rollout.top_p=0.9",)}
+ALWAYS = ("grpo", "vtrace", "top-p")
+"""Those that are tried in every run of the tests; the others are slow."""
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
-        for name, overrides in {**ESTIMATORS, **SHIPPED}.items()
+        for name, overrides in {**ESTIMATORS, **SHIPPED, **SAMPLING}.items()
     ],
 )
 def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:

@@ -11,8 +11,10 @@ import learner_case as case
 import msgspec
 import pytest
 import table_policy as tables
+import torch
 from conftest import trajectory
 
+from streamppo.algorithms.candidates import Candidates
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.telemetry.catalogue import SOMETIMES, UPDATE
 from streamppo.types import Batch
@@ -150,6 +152,7 @@ OWN_CRITIC = EXPECTED | {
     "critic_steps": 2,
     "critic_grad_norm": sum(VALUES_NORMS) / 2,
 }
+CUT = {"candidates": (2 + 1 + 4 + 3) / 4, "forced": 1 / 7}
 TIMES = {"score_s", "train_s", "wait_s", "fetch_s", "update_s", "push_ms"}
 
 
@@ -165,13 +168,21 @@ def test_a_critic_with_steps_of_its_own_adds_its_numbers_and_changes_no_other(
     assert found_with_own_critic[name] == pytest.approx(OWN_CRITIC[name], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.usefixtures("group")
+def test_top_p_adds_numbers_about_the_tokens_that_it_left() -> None:
+    counts = torch.tensor([[2, 1, 0], [0, 0, 0], [4, 9, 3], [0, 0, 0]])
+    cut = Candidates(torch.zeros(19, dtype=torch.int32), counts.flatten().cumsum(0).view(4, 3) - counts, counts)
+    found = metrics(batch=rows()._replace(candidates=cut))
+    assert {name: found[name] for name in CUT} == CUT
+
+
 def test_these_are_all_numbers_of_the_catalogue(
     found: dict[str, float], found_with_own_critic: dict[str, float]
 ) -> None:
     assert found.keys() == EXPECTED.keys() | {"score_s", "train_s"}
     assert found_with_own_critic.keys() == OWN_CRITIC.keys() | {"score_s", "train_s"}
     assert UPDATE.keys() - TIMES <= EXPECTED.keys()
-    assert [name for name in SOMETIMES if not any(one.startswith(name) for one in OWN_CRITIC)] == []
+    assert [name for name in SOMETIMES if not any(one.startswith(name) for one in OWN_CRITIC | CUT)] == []
 
 
 @pytest.mark.usefixtures("group")
