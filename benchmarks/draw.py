@@ -33,6 +33,8 @@ FIELDS: dict[str, tuple[object, ...]] = {
     "queue.max_lag": (0, 1, 2, 4),
     "queue.too_old": ("mask", "drop", "wait"),
     "rollout.actors": (1, 2),
+    "rollout.top_p": (1.0, 1.0, 0.9),
+    "rollout.top_k": (0, 0, 8),
 }
 """Fields that are drawn from these values."""
 REQUIRED = {

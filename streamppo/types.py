@@ -141,13 +141,17 @@ class Ticket(Crossing, frozen=True):
     slot: int
 
 
-class Trajectory(Crossing, frozen=True):
-    """One finished, scored completion. All columns but `prompt_tokens` have T entries, T >= 1.
+class Trajectory(Crossing, frozen=True, omit_defaults=True):
+    """One finished, scored completion. All columns but `prompt_tokens` and `candidates` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
     the distribution that was sampled from, and `versions` say which weights sampled each token; without
     `versions_known`, the engine did not say it, and they are the oldest that it can have been. `reward` is the sum
     of `token_rewards`; where those are empty, all of it stands on the last token that the policy sampled.
+
+    With top-p or top-k, `candidates` are the tokens that could have been sampled: those of token 0 in rising order,
+    then those of token 1, and so on. `candidate_counts` says how many each token has; 0 stands for the whole
+    vocabulary. Without either both are empty.
     """
 
     identity: Identity
@@ -160,6 +164,8 @@ class Trajectory(Crossing, frozen=True):
     finish: Literal["stop", "length"]
     reward: float
     token_rewards: bytes = b""
+    candidates: bytes = b""
+    candidate_counts: bytes = b""
     components: dict[str, float] = {}
     versions_known: bool = True
 

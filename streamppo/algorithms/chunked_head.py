@@ -5,11 +5,20 @@ N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass k
 few [C, V] float32 tensors, plus the weight's own gradient.
 """
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from streamppo.algorithms.candidates import Candidates
+
+
+class Extent(NamedTuple):
+    """Tokens whose logits exist at one time, and the candidates that these are cut to."""
+
+    chunk: int
+    candidates: Candidates | None
 
 
 class HeadContext(FunctionCtx):
@@ -17,7 +26,7 @@ class HeadContext(FunctionCtx):
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    chunk: int
+    extent: Extent
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -31,7 +40,8 @@ class ChunkedHead(torch.autograd.Function):
         d logprob / d z_k = (1 if k == target else 0) - p_k
         d entropy / d z_k = -p_k * (log_p_k + entropy)
 
-    Autocast stays outside: it would round the logits to bfloat16.
+    With candidates, z_k is -inf for every other token, so that p_k is 0 there, and so is its gradient. A token that had
+    no alternative has log-prob 0 and no gradient. Autocast stays outside: it would round the logits to bfloat16.
     """
 
     @staticmethod
@@ -41,20 +51,24 @@ class ChunkedHead(torch.autograd.Function):
         weight_VD: Tensor,
         targets_N: Tensor,
         inverse_temperature_N: Tensor,
-        chunk: int,
+        extent: Extent,
     ) -> tuple[Tensor, Tensor]:
         rows: list[tuple[Tensor, Tensor, Tensor]] = []
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for part in slices(hidden_ND.shape[0], chunk):
+            for part in slices(hidden_ND.shape[0], extent.chunk):
                 logits_CV = chunk_logits(hidden_ND[part], weight_VD, inverse_temperature_N[part])
+                outside_CV = mask_logits(logits_CV, extent.candidates, part)
                 normaliser_C = logits_CV.logsumexp(-1)
                 logprobs_C = logits_CV.gather(-1, targets_N[part, None]).squeeze(-1) - normaliser_C
                 logits_CV -= normaliser_C[:, None]
-                entropy_C = -torch.einsum("cv,cv->c", logits_CV.exp(), logits_CV)
+                p_CV = logits_CV.exp()
+                if outside_CV is not None:
+                    logits_CV.masked_fill_(outside_CV, 0.0)
+                entropy_C = -torch.einsum("cv,cv->c", p_CV, logits_CV)
                 rows.append((logprobs_C, entropy_C, normaliser_C))
         logprobs_N, entropy_N, normaliser_N = (torch.cat(column) for column in zip(*rows, strict=True))
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N)
-        ctx.chunk = chunk
+        ctx.extent = extent
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -67,10 +81,13 @@ class ChunkedHead(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype) if wants_weight else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for part in slices(hidden_ND.shape[0], ctx.chunk):
+            for part in slices(hidden_ND.shape[0], ctx.extent.chunk):
                 log_p_CV = chunk_logits(hidden_ND[part], weight_VD, inverse_temperature_N[part])
+                outside_CV = mask_logits(log_p_CV, ctx.extent.candidates, part)
                 log_p_CV -= normaliser_N[part, None]
                 p_CV = log_p_CV.exp()
+                if outside_CV is not None:
+                    log_p_CV.masked_fill_(outside_CV, 0.0)
                 grad_CV = log_p_CV.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None])
                 grad_CV = grad_CV.sub_(grad_logprobs_N[part, None]).mul_(p_CV)
                 grad_CV.scatter_add_(-1, targets_N[part, None], grad_logprobs_N[part, None])
@@ -81,6 +98,15 @@ class ChunkedHead(torch.autograd.Function):
                     add_product(grad_weight_VD, grad_CV.T, hidden_ND[part].to(weight_VD.dtype))
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight, None, None, None
+
+
+def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -> Tensor | None:
+    """Set the logits of the tokens `part` to -inf outside of their candidates, in place. Returns the places, [C, V]."""
+    if candidates is None:
+        return None
+    outside_CV = candidates.at(part).outside(logits_CV.shape[1])
+    logits_CV.masked_fill_(outside_CV, -torch.inf)
+    return outside_CV
 
 
 def add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
@@ -111,15 +137,17 @@ def chunked_logprobs_entropy(
     temperature: float | Tensor = 1.0,
     chunk: int = 1024,
     float32_matmul: bool = True,
+    candidates: Candidates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs_N, entropy_N) of a linear head, differentiable in hidden and weight.
 
         logprobs = log_softmax(hidden @ weight.T / temperature)[target]
 
-    Entropy is that of the full distribution. `temperature` is the one the tokens were sampled at, a number or
-    [N]. float32_matmul casts hidden and weight to float32 first (one copy of the weight, the closest
-    agreement with an engine); without it the product runs in the weight's type. Autocast does not reach
-    inside. Every target, masked or not, must be a token id in [0, V). Raises ValueError on shapes that do not
+    Entropy is that of the full distribution. With `candidates` [N], log-probs and entropy are of the distribution
+    over these alone, and every target must be one of its own. `temperature` is the one the tokens were sampled at, a
+    number or [N]. float32_matmul casts hidden and weight to float32 first (one copy of the weight, the closest
+    agreement with an engine); without it the product runs in the weight's type. Autocast does not reach inside. Every
+    target, masked or not, must be a token id in [0, V). Raises ValueError on shapes that do not
     fit. Memory as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With chunk >= N this is
     the plain formula.
     """
@@ -138,5 +166,5 @@ def chunked_logprobs_entropy(
         raise ValueError("temperature must be positive (greedy sampling has no log-probs to learn from)")
     temperature_ = torch.as_tensor(temperature, dtype=wide, device=hidden_ND.device)
     inverse_temperature_N = temperature_.reciprocal().expand(N)
-    arguments = (hidden_ND, weight_VD, targets_N, inverse_temperature_N, chunk)
+    arguments = (hidden_ND, weight_VD, targets_N, inverse_temperature_N, Extent(chunk, candidates))
     return cast(tuple[Tensor, Tensor], ChunkedHead.apply(*arguments))  # pyright: ignore[reportUnknownMemberType]

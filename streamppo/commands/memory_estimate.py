@@ -215,3 +215,8 @@ def object_store(model: Sizes) -> int:
 def host(config: Config, model: Sizes) -> int:
     """Bytes that all rollout actors hold of the weights in the memory of their machines, beside their engines."""
     return config.rollout.actors * COPIES * model.parameters * model.element
+
+
+def candidate_bytes(config: Config, model: Sizes) -> int:
+    """Bytes that a token's candidates take at most, in trajectory and journal: four for each, and for their count."""
+    return 4 + 4 * min(config.rollout.top_k or model.vocabulary, model.vocabulary)

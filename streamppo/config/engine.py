@@ -13,6 +13,8 @@ from streamppo.config.base import Count, Kind, Seconds
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of model_type that the embedded engine computes."""
+MOST_CANDIDATES = 4096
+"""Candidates of a token that SGLang names at most."""
 Fit = Callable[[float], int]
 """(share of a GPU's free memory) -> tokens of the cache that fit into it beside the weights."""
 
@@ -89,11 +91,11 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
 
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
         """Reason that it cannot sample so; empty if it can."""
-        if top_p == 1 and top_k == 0:
+        if top_k <= MOST_CANDIDATES and (top_k or top_p == 1):
             return ""
         return (
-            f"top_p ({top_p:g}) must be 1 and top_k ({top_k}) 0 with SGLang: its log-probs are those before top-p and "
-            "top-k, so that they would not be of the distribution that was sampled from"
+            f"top_k ({top_k}) must be 2 to {MOST_CANDIDATES} with top_p ({top_p:g}) and SGLang: it names the "
+            "candidates of a token, which the learner needs, only where top_k bounds their number"
         )
 
     def refuses_places(self, actors: int, gpus: float) -> str:

@@ -96,12 +96,19 @@ class Rollout(Machine, frozen=True):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the learner's log-probs are taken at the same one."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling in training; below 1 the learner cannot match the sampled distribution exactly."""
+    """Nucleus sampling in training; below 1, tokens carry their candidates, and log-probs are among these."""
     top_k: Count = 0
-    """Top-k sampling in training; above 0 the learner cannot match the sampled distribution exactly."""
+    """Top-k sampling in training; 0 is off; above 0, tokens carry their candidates as with top_p."""
+
+    @property
+    def cuts(self) -> bool:
+        """True if top-p or top-k leave tokens of the vocabulary out."""
+        return self.top_p < 1 or self.top_k > 0
 
     def contradictions(self) -> Iterator[str]:
-        """Sampling that the engine is not capable of."""
+        """Sampling that teaches nothing, or that the engine is not capable of."""
+        if self.top_k == 1:
+            yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
         if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
             yield refused
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.masked import on_last_token
 from streamppo.types import Batch, Trajectory, flags, floats, ints
 
@@ -25,7 +26,8 @@ class PaddedBatch(NamedTuple):
     `mask_BT` are the tokens that the policy sampled, `fresh_BT` those of them that max_lag still allows to train.
     `lag_BT` is version - the token's version. `rewards_BT` sums to `reward_B`; `components` are means over the
     trajectories that have them. `start_B` is P, the length of the prompt; `length_B` is the
-    completion's; `truncated_B` says that the completion was cut off.
+    completion's; `truncated_B` says that the completion was cut off. `candidates` [B, T] are there if some tokens were
+    sampled with top-p or top-k.
     """
 
     version: int
@@ -41,10 +43,13 @@ class PaddedBatch(NamedTuple):
     truncated_B: Tensor
     prompt_B: Tensor
     components: Mapping[str, float]
+    candidates: Candidates | None = None
 
     def to(self, device: torch.device) -> "PaddedBatch":
         """The same batch on `device`."""
-        return self._replace(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
+        candidates = None if self.candidates is None else self.candidates.to(device)
+        moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return self._replace(**moved, candidates=candidates)
 
     def select(self, rows: Tensor) -> "PaddedBatch":
         """The trajectories at `rows`, cut to the longest of them."""
@@ -54,7 +59,8 @@ class PaddedBatch(NamedTuple):
         for name, tensor in picked.items():
             if tensor.dim() == 2:
                 picked[name] = tensor[:, : width_L if name.endswith("L") else width_T]
-        return self._replace(**picked)
+        candidates = None if self.candidates is None else self.candidates.at((rows, slice(width_T)))
+        return self._replace(**picked, candidates=candidates)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
@@ -83,6 +89,21 @@ def pad(batch: Batch) -> PaddedBatch:
         truncated_B=torch.tensor([one.finish == "length" for one in trajectories]),
         prompt_B=torch.tensor([one.identity.prompt for one in trajectories]),
         components=_components(trajectories),
+        candidates=_candidates(trajectories),
+    )
+
+
+def _candidates(trajectories: Sequence[Trajectory]) -> Candidates | None:
+    """The candidates of all tokens; those of a trajectory without any are the whole vocabulary."""
+    if not any(one.candidate_counts for one in trajectories):
+        return None
+    counts = [ints(one.candidate_counts or bytes(4 * one.num_tokens)).astype(np.int64) for one in trajectories]
+    first = np.cumsum(np.concatenate(counts)) - np.concatenate(counts)
+    starts = np.split(first, np.cumsum([one.num_tokens for one in trajectories])[:-1])
+    return Candidates(
+        tokens_M=torch.from_numpy(np.concatenate([ints(one.candidates) for one in trajectories])),
+        starts=torch.from_numpy(_padded(starts, 0)),
+        counts=torch.from_numpy(_padded(counts, 0)),
     )
 
 

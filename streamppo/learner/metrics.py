@@ -204,5 +204,16 @@ def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
         "equal_groups": zero_variance(batch.reward_B, batch.prompt_B).float().mean().item(),
         "lag_mean": lag.mean().item(),
         "lag_max": lag.max().item(),
+        **_candidates(batch),
         **{f"reward_{name}": mean for name, mean in batch.components.items()},
     }
+
+
+def _candidates(batch: PaddedBatch) -> dict[str, float]:
+    """Describe the tokens that top-p and top-k left, of the sampled tokens from whose choice they took any."""
+    if batch.candidates is None:
+        return {}
+    count_BT = batch.candidates.counts
+    cut_N = count_BT[batch.mask_BT & (count_BT > 0)].float()
+    forced, sampled = int((cut_N == 1).sum()), int(batch.mask_BT.sum())
+    return {"candidates": cut_N.mean().item() if len(cut_N) else 0.0, "forced": forced / sampled}

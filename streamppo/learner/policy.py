@@ -39,7 +39,8 @@ SHARD_LAYERS_ABOVE = 16_000_000
 class Scored(NamedTuple):
     """The policy's scores of the tokens of some rows; entries beyond `length_B`, or not asked for, are 0.
 
-    `bootstrap_B` is the critic's value after the last token.
+    Log-probs and entropies are among the candidates of the rows, if there are any. `bootstrap_B` is the critic's value
+    after the last token.
     """
 
     logprobs_BT: Tensor
@@ -92,6 +93,7 @@ class Policy(nn.Module):
                 temperature=self.temperature,
                 chunk=HEAD_CHUNK,
                 float32_matmul=self.float32_head,
+                candidates=None if rows.candidates is None else rows.candidates.at(valid_BT),
             )
             scored = scored._replace(
                 logprobs_BT=scored.logprobs_BT.masked_scatter(valid_BT, logprobs_N),

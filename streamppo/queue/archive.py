@@ -6,7 +6,9 @@ runs/NAME/archive/00000042.zarr.zip       the batch of version 42, exactly
 
 B trajectories lie one after another in flat columns: those of trajectory i are `offsets[i] : offsets[i + 1]`, its
 prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on single tokens there is a flat column
-`token_rewards` with offsets of its own, and if they have components a table of them [B, components], NaN if a
+`token_rewards` with offsets of its own. If top-p or top-k cut the distribution, `candidates` are the tokens that were
+left of it, and `candidate_counts` says how many each token of a completion has (0: the whole vocabulary), both flat,
+with offsets of their own. If rewards have components a table of them [B, components], NaN if a
 trajectory has none of a name. If there is a critic, `values` has for each token the critic's expectation before it
 was sampled, as the update began. A file is complete when it has its name; it counts once the journal holds its SHA-256.
 
@@ -44,6 +46,8 @@ Column: TypeAlias = NDArray[np.generic]
 FINISH = ("stop", "length")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
+RAGGED = {"token_rewards": floats, "candidates": ints, "candidate_counts": ints}
+"""Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
 
 
 class Attributes(msgspec.Struct):
@@ -135,9 +139,9 @@ class Archive:
         names = [name for name in (*FLAT, "values") if name in columns]
         flat = {name: pyarrow.ListArray.from_arrays(at.astype(np.int32), columns.pop(name)) for name in names}
         flat["prompt_tokens"] = pyarrow.ListArray.from_arrays(prompt_at.astype(np.int32), columns.pop("prompt_tokens"))
-        if "token_rewards" in columns:
-            rewards_at = columns.pop("token_reward_offsets").astype(np.int32)
-            flat["token_rewards"] = pyarrow.ListArray.from_arrays(rewards_at, columns.pop("token_rewards"))
+        for name in [name for name in RAGGED if name in columns]:
+            ends = columns.pop(f"{name}_offsets").astype(np.int32)
+            flat[name] = pyarrow.ListArray.from_arrays(ends, columns.pop(name))
         if "components" in columns:
             columns |= dict(zip(attributes.component_names, columns.pop("components").T, strict=True))
         words = {name: _spelled(columns.pop(name), known) for name, known in attributes.words().items()}
@@ -200,9 +204,10 @@ def _write(path: Path, batch: Batch, values: bytes) -> None:
     }
     attributes: dict[str, object] = {"version": batch.version, "min_version": batch.min_version}
     attributes |= {f"{name}s": found for name, found in known.items()}
-    if any(one.token_rewards for one in trajectories):
-        columns["token_rewards"] = floats(b"".join(one.token_rewards for one in trajectories))
-        columns["token_reward_offsets"] = _offsets([len(one.token_rewards) // 4 for one in trajectories])
+    for name, read in RAGGED.items():
+        if any(parts := [getattr(one, name) for one in trajectories]):
+            columns[name] = read(b"".join(parts))
+            columns[f"{name}_offsets"] = _offsets([len(part) // 4 for part in parts])
     if values:
         columns["values"] = floats(values)
         assert len(columns["values"]) == len(columns["tokens"]), "one value for each token"
@@ -232,16 +237,14 @@ def _spelled(column: Column, known: Sequence[str]) -> list[str]:
 def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
     words = {name: _spelled(columns[name], known) for name, known in attributes.words().items()}
-    rewards_at = columns["token_reward_offsets"].tolist() if "token_rewards" in columns else None
+    ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}
     components = columns["components"].tolist() if "components" in columns else None
     known = columns.get("versions_known")
     trajectories: list[Trajectory] = []
     for row, reward in enumerate(columns["reward"].tolist()):
         tokens = slice(at[row], at[row + 1])
         number = {name: int(columns[name][row]) for name in ("prompt", "sample", "attempt")}
-        token_rewards = b""
-        if rewards_at is not None:
-            token_rewards = columns["token_rewards"][rewards_at[row] : rewards_at[row + 1]].tobytes()
+        ragged = {name: columns[name][ends[row] : ends[row + 1]].tobytes() for name, ends in ragged_at.items()}
         trajectories.append(
             Trajectory(
                 identity=Identity(task=words["task"][row], **number),
@@ -249,10 +252,10 @@ def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 prompt_tokens=columns["prompt_tokens"][prompt_at[row] : prompt_at[row + 1]].tobytes(),
                 finish=words["finish"][row],  # pyright: ignore[reportArgumentType]
                 reward=reward,
-                token_rewards=token_rewards,
                 components={} if components is None else _present(attributes.component_names, components[row]),
                 versions_known=known is None or bool(known[row]),
                 **{name: columns[name][tokens].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
+                **ragged,
             )
         )
     return Batch(version=attributes.version, min_version=attributes.min_version, trajectories=tuple(trajectories))

@@ -19,11 +19,15 @@ LOGPROB_SLACK = 1e-4
 
 
 class Limits(NamedTuple):
-    """Tokens that the model has, and the most tokens of a completion and of a prompt (None: any number)."""
+    """Tokens that the model has, and the most tokens of a completion and of a prompt (None: any number).
+
+    With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use.
+    """
 
     vocabulary: int
     completion: int
     prompt: int | None
+    candidates: bool = False
 
 
 def limits_of(config: Config, model_path: str) -> Limits:
@@ -37,7 +41,7 @@ def limits_of(config: Config, model_path: str) -> Limits:
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
-    return Limits(vocabulary, longest_completion(config), _prompt_limit(config))
+    return Limits(vocabulary, longest_completion(config), _prompt_limit(config), config.rollout.cuts)
 
 
 def _config_file(model_path: str) -> Path:
@@ -57,7 +61,8 @@ def _prompt_limit(config: Config) -> int | None:
 
 def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:
     """The reason why a trajectory cannot be trained on, or None."""
-    return _shape(trajectory) or _numbers(trajectory) or (limits and _beyond(trajectory, limits))
+    found = _shape(trajectory) or _numbers(trajectory) or _candidates(trajectory)
+    return found or (limits and _beyond(trajectory, limits))
 
 
 def _shape(trajectory: Trajectory) -> str | None:
@@ -91,13 +96,34 @@ def _numbers(trajectory: Trajectory) -> str | None:
     return None
 
 
+def _candidates(trajectory: Trajectory) -> str | None:
+    """Candidates of every token: in rising order, and a sampled token among its own."""
+    if not trajectory.candidate_counts and not trajectory.candidates:
+        return None
+    if len(trajectory.candidate_counts) != len(trajectory.tokens) or len(trajectory.candidates) % 4:
+        return f"candidates of {len(trajectory.candidates)} and counts of {len(trajectory.candidate_counts)} bytes"
+    counts, candidates = ints(trajectory.candidate_counts), ints(trajectory.candidates)
+    if (counts < 0).any() or counts.sum() != len(candidates):
+        return f"{len(candidates)} candidates, and counts that add up to {counts.sum()}"
+    token = np.repeat(np.arange(len(counts)), counts)
+    if ((np.diff(candidates) <= 0) & (np.diff(token) == 0)).any():
+        return "the candidates of a token are not in rising order"
+    is_found = np.bincount(token[candidates == ints(trajectory.tokens)[token]], minlength=len(counts)) > 0
+    if (lost := flags(trajectory.mask) & (counts > 0) & ~is_found).any():
+        return f"token {int(np.argmax(lost))} is none of its {counts[np.argmax(lost)]} candidates"
+    return None
+
+
 def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
+    if limits.candidates and not trajectory.candidate_counts:
+        return "sampled with top-p or top-k, and it does not say from which candidates"
     prompt, tokens = ints(trajectory.prompt_tokens), ints(trajectory.tokens)
     if limits.prompt is not None and len(prompt) > limits.prompt:
         return f"too long: a prompt of {len(prompt)} tokens, and {limits.prompt} are allowed"
     if len(tokens) > limits.completion:
         return f"too long: a completion of {len(tokens)} tokens, and {limits.completion} are allowed"
-    for what, column in (("prompt", prompt), ("completion", tokens)):
+    candidates = ints(trajectory.candidates)
+    for what, column in (("prompt", prompt), ("completion", tokens), ("candidates", candidates)):
         if (strange := column[(column < 0) | (column >= limits.vocabulary)]).size:
             return f"token {strange[0]} of the {what} is none of the model's {limits.vocabulary}"
     return None

@@ -16,13 +16,30 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     top_k: int = 0
 
+    @property
+    def cuts(self) -> bool:
+        """True if top-p or top-k leave tokens of the vocabulary out."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+class Candidates(NamedTuple):
+    """The tokens that each of T tokens could have been drawn from.
+
+    `tokens` are those of token 0 in rising order, then those of token 1, and so on; `counts` [T] says how many each
+    has. A count of 0 stands for the whole vocabulary.
+    """
+
+    tokens: Ints
+    counts: Ints
+
 
 class Completion(NamedTuple):
     """One completion of T >= 1 tokens, the end-of-sequence token included when `finish` is "stop".
 
     `logprobs[t]` is under the distribution that token t was sampled from (after temperature, top-k and top-p);
     greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t. If
-    the engine does not know it (`versions_known` is false), it is the oldest version that can have been.
+    the engine does not know it (`versions_known` is false), it is the oldest version that can have been. `candidates`
+    are there exactly if the sampling parameters cut the distribution.
     """
 
     tokens: Ints
@@ -30,6 +47,7 @@ class Completion(NamedTuple):
     versions: Ints
     finish: Literal["stop", "length"]
     versions_known: bool = True
+    candidates: Candidates | None = None
 
 
 class Usage(NamedTuple):

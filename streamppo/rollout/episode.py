@@ -14,7 +14,7 @@ import numpy as np
 
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
-from streamppo.rollout.engine import Completion, Engine, Sampling
+from streamppo.rollout.engine import Candidates, Completion, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
 from streamppo.tasks.stalls import Stalls
@@ -39,6 +39,7 @@ class Episode(NamedTuple):
     turns: tuple[str, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     end: Done = Done()
+    candidates: Candidates | None = None
 
     def text(self, prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
         """Decode the part of it that rewards see."""
@@ -80,6 +81,8 @@ class Episode(NamedTuple):
             versions_known=self.versions_known,
             reward=reward.total,
             token_rewards=place(reward, self.mask, self.turn_ends),
+            candidates=b"" if self.candidates is None else self.candidates.tokens.tobytes(),
+            candidate_counts=b"" if self.candidates is None else self.candidates.counts.tobytes(),
             components=reward.components,
         )
 
@@ -113,6 +116,7 @@ class Player:
                 completion.finish,
                 (count - 1,),
                 completion.versions_known,
+                candidates=completion.candidates,
             )
         async with environments.opened(self._make, self._stalls) as world:
             return await self._converse(prompt, sampling, self._environment, world)
@@ -150,6 +154,7 @@ class Columns:
         self._parts: list[tuple[Ints, Floats, Ints, Flags]] = []
         self._turn_ends: list[int] = []
         self._versions_known = True
+        self._candidates: list[Candidates | None] = []
 
     def context(self) -> Ints:
         """Join all tokens so far, the prompt's first."""
@@ -158,6 +163,7 @@ class Columns:
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add a turn of the policy, which reads `text`."""
         self._add(completion.tokens, completion.logprobs, completion.versions, sampled=True)
+        self._candidates.append(completion.candidates)
         self._versions_known &= completion.versions_known
         self.turns.append(text)
         self._turn_ends.append(self.length - 1)
@@ -165,6 +171,7 @@ class Columns:
     def add_observation(self, tokens: Ints) -> None:
         """Add an observation: it has no log-prob, the version of the token before it, and is never trained on."""
         version = self._parts[-1][2][-1]
+        self._candidates.append(None)
         self._add(tokens, np.zeros(len(tokens), np.float32), np.full(len(tokens), version, np.int32), sampled=False)
 
     def _add(self, tokens: Ints, logprobs: Floats, versions: Ints, *, sampled: bool) -> None:
@@ -187,7 +194,19 @@ class Columns:
             tuple(self.turns),
             rewards,
             end,
+            self._joined_candidates(),
         )
+
+    def _joined_candidates(self) -> Candidates | None:
+        """Join the candidates of all turns; an observation was drawn from nothing, and nothing is left out of it."""
+        if all(found is None for found in self._candidates):
+            return None
+        counts = [
+            np.zeros(len(part[0]), np.int32) if found is None else found.counts
+            for part, found in zip(self._parts, self._candidates, strict=True)
+        ]
+        tokens = [found.tokens for found in self._candidates if found is not None]
+        return Candidates(np.concatenate(tokens), np.concatenate(counts))
 
 
 def _opening(prompt: Prompt, worded: str | tuple[Message, ...]) -> Prompt:

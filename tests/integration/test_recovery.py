@@ -383,7 +383,8 @@ PROXIMAL = {
     "behavior": ("algorithm.proximal=behavior", "algorithm.correction={kind='off'}", "learner.minibatches=2"),
     "loglinear": ("algorithm.proximal=loglinear", "algorithm.critic.model=policy", "learner.minibatches=2"),
 }
-ALWAYS = ("grpo", "vtrace", "behavior")
+SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
+ALWAYS = ("grpo", "vtrace", "top-p")
 """Those that are tried in every run of the tests; the others are slow."""
 
 
@@ -391,7 +392,7 @@ ALWAYS = ("grpo", "vtrace", "behavior")
     "overrides",
     [
         pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
-        for name, overrides in {**ESTIMATORS, **PROXIMAL, **SHIPPED}.items()
+        for name, overrides in {**ESTIMATORS, **PROXIMAL, **SAMPLING, **SHIPPED}.items()
     ],
 )
 def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:

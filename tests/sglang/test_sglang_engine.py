@@ -47,6 +47,33 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(fresh: ca
         assert (len(completion.tokens), completion.finish) == (20, "length")
 
 
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 4), (0.8, 20)])
+def test_log_probs_are_among_the_candidates_that_top_p_and_top_k_left(
+    fresh: case.Setting, top_p: float, top_k: int
+) -> None:
+    given = case.prompts(24)
+
+    async def sample() -> Any:
+        cut = (fresh.engine.generate(prompt, Sampling(20, 1.3, top_p, top_k)) for prompt in given)
+        greedy = (fresh.engine.generate(prompt, Sampling(8, 0.0)) for prompt in given[:4])
+        return await asyncio.gather(*cut, *greedy)
+
+    done, sizes = fresh.run(sample()), set()
+    assert all(one.candidates is None for one in done[len(given) :])
+    for prompt, completion in zip(given, done, strict=False):
+        text = torch.from_numpy(np.concatenate([prompt, completion.tokens]).astype(np.int64))[None]
+        with torch.no_grad():
+            logits_TV = fresh.model(text).logits[0, len(prompt) - 1 : -1].float() / 1.3
+        sets = np.split(completion.candidates.tokens, completion.candidates.counts.cumsum()[:-1])
+        for t, (token, some) in enumerate(zip(completion.tokens.tolist(), sets, strict=True)):
+            among = logits_TV[t, torch.from_numpy(some).long()].log_softmax(-1)[some.tolist().index(token)].item()
+            assert completion.logprobs[t] == pytest.approx(among, abs=CLOSE)
+            assert sorted(some.tolist()) == some.tolist() and len(some) <= top_k
+            assert set(logits_TV[t].topk(len(some)).indices.tolist()) == set(some.tolist())
+            sizes.add(len(some))
+    assert len(sizes) > 1 or top_p == 1
+
+
 def test_greedy_tokens_are_those_of_transformers_beside_sampled_ones(fresh: case.Setting) -> None:
     given = case.prompts(6, seed=1)
 

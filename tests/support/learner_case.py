@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -16,7 +18,7 @@ from streamppo.learner import objective
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.update import Updater
-from streamppo.types import Batch, Identity, Trajectory
+from streamppo.types import Batch, Identity, Trajectory, flags, ints
 
 MATH = Path(__file__).parent.parent.parent / "configs" / "math.toml"
 BATCH = 12
@@ -69,6 +71,25 @@ def _trajectory(generator: np.random.Generator, number: int, version: int) -> Tr
         finish="length" if generator.random() < 0.3 else "stop",
         reward=float(generator.normal()),
     )
+
+
+def cut(batch: Batch, seed: int = 0) -> Batch:
+    """The same batch as if sampled with top-p: tokens of one candidate, of several, and of the whole vocabulary."""
+    generator = np.random.default_rng(seed)
+    return replace(batch, trajectories=tuple(_with_candidates(generator, one) for one in batch.trajectories))
+
+
+def _with_candidates(generator: np.random.Generator, one: Trajectory) -> Trajectory:
+    sets = [
+        sorted({int(token), *generator.choice(SMALL["vocab_size"], int(generator.integers(0, 6))).tolist()})
+        for token in ints(one.tokens)
+    ]
+    kept = [
+        some if sampled and generator.random() < 0.8 else []
+        for some, sampled in zip(sets, flags(one.mask), strict=True)
+    ]
+    counts = np.array([len(some) for some in kept], np.int32)
+    return replace(one, candidates=np.array(list(chain(*kept)), np.int32).tobytes(), candidate_counts=counts.tobytes())
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from streamppo.rollout.engine import Completion, Sampling, Usage
+from streamppo.rollout.engine import Candidates, Completion, Sampling, Usage
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Prompt
 
@@ -16,7 +16,10 @@ TEMPLATE = (
 
 
 class Scripted:
-    """An engine that says what it is told to, one line for each call; it notes what it was asked."""
+    """An engine that says what it is told to, one line for each call; it notes what it was asked.
+
+    With top-p or top-k every token had the next one as its alternative, and the last of a call had none.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
         self._tokenizer = tokenizer
@@ -35,6 +38,7 @@ class Scripted:
             np.full(len(cut), -0.5, np.float32),
             np.full(len(cut), self.version, np.int32),
             "stop" if len(cut) == len(tokens) else "length",
+            candidates=alternatives(cut) if sampling.cuts else None,
         )
 
     async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None: ...
@@ -43,3 +47,10 @@ class Scripted:
         return Usage(0, 0.0, 0.0, 0, 0.0)
 
     async def stop(self) -> None: ...
+
+
+def alternatives(tokens: Ints) -> Candidates:
+    """Each token and the next, but for the last."""
+    counts = np.full(len(tokens), 2, np.int32)
+    counts[-1] = 1
+    return Candidates(np.stack([tokens, tokens + 1], 1).ravel()[:-1], counts)

@@ -49,7 +49,18 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     yield Finding(
         "host memory", "ok", f"rollout actors hold {_gib(copies)} of weights: the served and the next version"
     )
+    yield from _candidates(config, model)
     yield from _object_store(config, model)
+
+
+def _candidates(config: Config, model: estimate.Sizes) -> Findings:
+    if not config.rollout.cuts:
+        return
+    most = estimate.candidate_bytes(config, model)
+    batch = most * config.queue.batch_size * longest_completion(config)
+    bound = "" if config.rollout.top_k else "; top_k would bound it"
+    text = f"at most {most:,} bytes a token beside its 13 others, {_gib(batch)} a batch{bound}"
+    yield Finding("candidates", "ok", text)
 
 
 def _rank_and_engine(config: Config, model: estimate.Sizes, longest: int, context: int, gpu: Gpu) -> Findings:

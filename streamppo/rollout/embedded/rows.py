@@ -6,14 +6,14 @@ place. `at` tokens of a row are in the cache; `fed` is the token that the next s
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.sampling import Draws, sample
-from streamppo.rollout.engine import Completion, Sampling
+from streamppo.rollout.engine import Candidates, Completion, Sampling
 from streamppo.types import Ints
 
 ROUND = 16
@@ -25,12 +25,16 @@ PLAIN = np.array([1, 1, 0], np.float32)
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion under way. `limit` is the number of tokens at which it is cut off."""
+    """One completion under way. `limit` is the number of tokens at which it is cut off.
+
+    With top-p or top-k, `candidates` holds for every token those that it was drawn from; none stands for all.
+    """
 
     prompt: Ints
     sampling: Sampling
     limit: int
     done: asyncio.Future[Completion]
+    candidates: list[Ints] = field(default_factory=list)
     completion: Completion | None = None
 
     def resolve(self) -> None:
@@ -121,16 +125,28 @@ class Rows:
     @torch.inference_mode()
     def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:
         """Sample a token for each of `rows`, note it, and end the rows that are complete."""
-        tokens_B, logprobs_B = sample(logits_BV, self._draws(rows), self._generator)
-        tokens, length = tokens_B.cpu().numpy(), self._length[rows]
+        drawn = sample(logits_BV, self._draws(rows), self._generator)
+        tokens, length = drawn.tokens_B.cpu().numpy(), self._length[rows]
         self._out[rows, length] = tokens
-        self._logprobs[rows, length] = logprobs_B.cpu().numpy()
+        self._logprobs[rows, length] = drawn.logprobs_B.cpu().numpy()
         self._versions[rows, length] = version
+        if drawn.inside_BV is not None:
+            self._note_candidates(rows, drawn.inside_BV)
         self._length[rows] += 1
         self.tokens += len(rows)
         stopped = self._ends[tokens]
         ended = stopped | (self._length[rows] >= self._limit[rows])
         return [self._end(int(rows[n]), bool(stopped[n])) for n in np.flatnonzero(ended)[::-1]]
+
+    def _note_candidates(self, rows: np.ndarray, inside_BV: torch.Tensor) -> None:
+        """Note the tokens that a token was drawn from, in the rows that top-p or top-k cut."""
+        cut = [n for n, row in enumerate(rows) if self.requests[row].sampling.cuts]
+        inside_CV = inside_BV[cut]
+        counts = inside_CV.sum(-1).cpu().numpy()
+        tokens = inside_CV.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+        for n, found in zip(cut, np.split(tokens, counts.cumsum()[:-1]), strict=True):
+            is_whole = len(found) == inside_CV.shape[1]
+            self.requests[rows[n]].candidates.append(found[:0] if is_whole else found)
 
     def _draws(self, rows: np.ndarray) -> Draws | None:
         """Sampling parameters of `rows`; None if all of them sample at temperature 1 from everything."""
@@ -148,6 +164,7 @@ class Rows:
             logprobs=self._logprobs[row, :length].copy(),
             versions=self._versions[row, :length].copy(),
             finish="stop" if stopped else "length",
+            candidates=_joined(request.candidates) if request.sampling.cuts else None,
         )
         self._remove(row)
         return request
@@ -163,3 +180,7 @@ class Rows:
                 column[row, :length] = column[last, :length]
             self.requests[row] = self.requests[last]
         self.requests.pop()
+
+
+def _joined(sets: Sequence[Ints]) -> Candidates:
+    return Candidates(np.concatenate(sets), np.array([len(one) for one in sets], np.int32))

@@ -19,15 +19,27 @@ class Draws(NamedTuple):
     top_k_B: Tensor
 
 
-def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row: (tokens_B, logprobs_B). Without `draws`, from the model's own distribution.
+class Drawn(NamedTuple):
+    """One token for each row, and its log-prob. `inside_BV`: the tokens that top-p and top-k left, if they are on."""
+
+    tokens_B: Tensor
+    logprobs_B: Tensor
+    inside_BV: Tensor | None
+
+
+def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -> Drawn:
+    """Draw one token for each row. Without `draws`, from the model's own distribution.
 
     Greedy rows carry their log-prob at temperature 1. Raises `ModelError` if logits are not finite: a token drawn from
     them would be garbage.
     """
     greedy_B = None if draws is None else draws.temperature_B == 0
+    inside_BV = None
     if draws is not None and greedy_B is not None:
-        logits_BV = _filter(logits_BV / draws.temperature_B.masked_fill(greedy_B, 1.0)[:, None], draws)
+        logits_BV = logits_BV / draws.temperature_B.masked_fill(greedy_B, 1.0)[:, None]
+        inside_BV = _inside(logits_BV, draws)
+    if inside_BV is not None:
+        logits_BV = logits_BV.masked_fill(~inside_BV, -torch.inf)
     logp_BV = logits_BV.log_softmax(-1)
     # argmax(p / e) with e ~ Exp(1) draws from p, without the host synchronisation of multinomial.
     race_BV = torch.empty_like(logp_BV).exponential_(generator=generator)
@@ -37,14 +49,17 @@ def sample(logits_BV: Tensor, draws: Draws | None, generator: torch.Generator) -
     logprobs_B = logp_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
     if not bool(logprobs_B.isfinite().all()):
         raise ModelError("the logits are not finite: the weights have diverged")
-    return tokens_B, logprobs_B
+    return Drawn(tokens_B, logprobs_B, inside_BV)
 
 
-def _filter(logits_BV: Tensor, draws: Draws) -> Tensor:
-    """Set logits to -inf outside the top k, then outside the smallest set of probability top_p. The best one stays."""
+def _inside(logits_BV: Tensor, draws: Draws) -> Tensor | None:
+    """[B, V] tokens of the top k, and of these the smallest set of probability top_p. The best one stays.
+
+    None if both are off in every row.
+    """
     V = logits_BV.shape[-1]
     if bool(((draws.top_k_B == 0) & (draws.top_p_B == 1)).all()):
-        return logits_BV
+        return None
     sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
     rank_V = torch.arange(V, device=logits_BV.device)
     k_B = torch.where(draws.top_k_B > 0, draws.top_k_B, V)
@@ -54,4 +69,4 @@ def _filter(logits_BV: Tensor, draws: Draws) -> Tensor:
     # Without top-p nothing may fall out: rounding can carry a cumulative sum above 1.
     outside_BV |= (before_BV >= draws.top_p_B[:, None]) & (draws.top_p_B < 1)[:, None]
     outside_BV[:, 0] = False
-    return logits_BV.masked_fill(torch.empty_like(outside_BV).scatter_(-1, order_BV, outside_BV), -torch.inf)
+    return torch.empty_like(outside_BV).scatter_(-1, order_BV, ~outside_BV)

@@ -19,13 +19,17 @@ from streamppo.rollout.sglang.push import Carrier, Connect
 
 
 class Setup(NamedTuple):
-    """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions."""
+    """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions.
+
+    With `cuts`, completions are sampled with top-p or top-k.
+    """
 
     start: Start
     connect: Connect
     kv: Literal["keep", "recompute"]
     vocabulary: int
     start_s: float
+    cuts: bool = False
 
 
 class Life:
@@ -54,6 +58,8 @@ async def begin(setup: Setup, number: int, version: int, tensors: Mapping[str, T
     link = await setup.start(number)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(link.stop)
+        if setup.cuts:
+            wire.check_candidates(link.version)
         try:
             async with asyncio.timeout(setup.start_s):
                 life = await _in_life(link, _fill(setup, link, version, tensors))

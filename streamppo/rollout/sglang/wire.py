@@ -12,14 +12,17 @@ import numpy as np
 from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
-from streamppo.rollout.engine import Completion, Sampling
+from streamppo.rollout.engine import Candidates, Completion, Sampling
 from streamppo.rollout.sglang.link import Answer
-from streamppo.types import Ints
+from streamppo.types import Floats, Ints
 
 OLDEST = (0, 5, 17)
 """The oldest version that is used: earlier ones run the code of everybody who reaches their ports."""
 FLUSHES_PAUSED = (0, 5, 21)
 """The first version whose paused engine can empty its cache of prefixes while requests wait; earlier ones die."""
+
+NAMES_CANDIDATES = (0, 5, 21)
+"""The first version known to return the tokens that top-p and top-k left."""
 
 
 def installed() -> tuple[int, ...]:
@@ -91,7 +94,9 @@ def request(
     prompt: Ints, sampling: Sampling, *, room: int, eos_ids: Sequence[int], rid: str, key: str
 ) -> dict[str, object]:
     """Write the fields of a `generate` call. Prompts of one `key` share a cache of prefixes."""
+    candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.cuts else {}
     return {
+        **candidates,
         "rid": rid,
         "input_ids": prompt.tolist(),
         "return_logprob": True,
@@ -107,10 +112,11 @@ def request(
     }
 
 
-def completion(answer: Mapping[str, Answer], oldest: int) -> Completion:
+def completion(answer: Mapping[str, Answer], oldest: int, *, cuts: bool = False) -> Completion:
     """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
-    If SGLang does not say which version sampled a token, `oldest` is taken for all of them: a lag is never understated.
+    With `cuts`, top-p or top-k are on, and log-probs are among the candidates that it names. If SGLang does not say
+    which version sampled a token, `oldest` is taken for all of them: a lag is never understated.
     Raises `ModelError` if the answer is no completion.
     """
     meta = answer["meta_info"]
@@ -122,6 +128,9 @@ def completion(answer: Mapping[str, Answer], oldest: int) -> Completion:
     if not drawn:
         raise ModelError("SGLang gave a completion without tokens")
     logprobs = np.array([entry[0] for entry in drawn], np.float32)
+    candidates = None
+    if cuts:
+        logprobs, candidates = _among_candidates(meta, len(drawn))
     if not np.isfinite(logprobs).all():
         raise ModelError("the log-probs are not finite: the weights have diverged")
     spans = meta.get("weight_versions")
@@ -131,7 +140,27 @@ def completion(answer: Mapping[str, Answer], oldest: int) -> Completion:
         versions=np.full(len(drawn), oldest, np.int32) if spans is None else versions(spans, len(drawn)),
         finish=finish,
         versions_known=spans is not None,
+        candidates=candidates,
     )
+
+
+def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, Candidates]:
+    """Read the log-probs of `count` tokens among their candidates, and these."""
+    sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    if not sets or not logprobs or not len(sets) == len(logprobs) == count:
+        raise ModelError("SGLang does not name the tokens that top-p and top-k left for each token of a completion")
+    tokens = np.concatenate([np.sort(np.array(one, np.int32)) for one in sets])
+    return np.array(logprobs, np.float32), Candidates(tokens, np.array([len(one) for one in sets], np.int32))
+
+
+def check_candidates(version: tuple[int, ...]) -> None:
+    """Refuse an SGLang that does not name the candidates of a token. Raises `ModelError`."""
+    if version < NAMES_CANDIDATES:
+        wanted = ".".join(map(str, NAMES_CANDIDATES))
+        raise ModelError(
+            f"with rollout.top_p or top_k, SGLang must be {wanted} or newer, and is {'.'.join(map(str, version))}: "
+            "before, it does not say which tokens they left, and the learner would compare another distribution"
+        )
 
 
 def versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:

@@ -1,12 +1,14 @@
 """Chunked log-probs and entropy against math on plain floats, against naive torch, and what they keep in memory."""
 
 import math
+from itertools import chain
 
 import pytest
 import torch
 from torch import Tensor
 
-from streamppo.algorithms.chunked_head import ChunkedHead, chunked_logprobs_entropy
+from streamppo.algorithms.candidates import Candidates
+from streamppo.algorithms.chunked_head import ChunkedHead, Extent, chunked_logprobs_entropy
 
 N, D, V = 7, 5, 11
 
@@ -119,11 +121,76 @@ def test_an_empty_batch_gives_empty_results_and_zero_gradients() -> None:
     assert weight.grad.abs().sum() == 0
 
 
-def test_gradcheck_agrees() -> None:
-    hidden, weight, targets = tensors()
-    inverse = torch.linspace(0.5, 1.5, N).double()
+# --- candidates ----------------------------------------------------------------------------------------------
+
+SETS = [[4], [0, 2, 10], [], [3, 5], [1, 6, 7, 8, 9], [0], []]
+"""The candidates of each of the N tokens; none are all."""
+
+
+def cut(sets: list[list[int]] = SETS) -> Candidates:
+    """The sets one after another, each at a place of its own behind tokens of somebody else."""
+    counts = torch.tensor([len(some) for some in sets])
+    return Candidates(torch.tensor([9, 9, *chain(*sets)], dtype=torch.int32), counts.cumsum(0) - counts + 2, counts)
+
+
+def targets_of(sets: list[list[int]] = SETS) -> Tensor:
+    return torch.tensor([some[-1] if some else 3 for some in sets])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_with_candidates_values_are_those_of_a_softmax_over_them_in_plain_floats(chunk: int) -> None:
+    hidden, weight, _ = tensors()
+    got = chunked_logprobs_entropy(hidden, weight, targets_of(), temperature=0.7, chunk=chunk, candidates=cut())
+    for n, some in enumerate(SETS):
+        z = [sum(h * w for h, w in zip(hidden[n].tolist(), row, strict=True)) / 0.7 for row in weight.tolist()]
+        among = {token: math.exp(z[token]) for token in some or range(V)}
+        p = {token: weight / sum(among.values()) for token, weight in among.items()}
+        assert got[0][n].item() == pytest.approx(math.log(p[int(targets_of()[n])]))
+        assert got[1][n].item() == pytest.approx(-sum(share * math.log(share) for share in p.values()))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_with_candidates_gradients_are_those_of_the_renormalised_softmax(chunk: int) -> None:
+    hidden, weight, _ = tensors()
+    up = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    rows = []
+    for n, some in enumerate(SETS):
+        kept = torch.tensor(some or list(range(V)))
+        log_p = (leaves[0][n] @ leaves[1].T / 0.7)[kept].log_softmax(-1)
+        rows.append(torch.stack([log_p[kept == targets_of()[n]][0], -(log_p.exp() * log_p).sum()]))
+    expected = torch.autograd.grad((torch.stack(rows, 1) * up).sum(), leaves)
+    got = chunked_logprobs_entropy(*leaves, targets_of(), temperature=0.7, chunk=chunk, candidates=cut())
+    for actual, wanted in zip(torch.autograd.grad((torch.stack(got) * up).sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_token_without_an_alternative_has_log_prob_zero_and_no_gradient_at_all() -> None:
+    hidden, weight, _ = tensors(torch.float32)
+    hidden.requires_grad_()
+    logprobs, entropy = chunked_logprobs_entropy(hidden, weight, targets_of(), chunk=3, candidates=cut())
+    (gradient,) = torch.autograd.grad((logprobs + entropy).sum(), hidden)
+    for n, some in enumerate(SETS):
+        assert (len(some) == 1) is (logprobs[n].item() == 0.0) is (not gradient[n].any())
+        assert entropy[n].item() == 0.0 or len(some) != 1
+
+
+def test_sets_of_all_tokens_change_no_bit() -> None:
+    hidden, weight, targets = tensors(torch.float32)
+    whole = cut([[] for _ in range(N)])
+    spelled = cut([list(range(V)) for _ in range(N)])
+    plain = chunked_logprobs_entropy(hidden, weight, targets, chunk=3)
+    for candidates in (whole, spelled):
+        got = chunked_logprobs_entropy(hidden, weight, targets, chunk=3, candidates=candidates)
+        assert all(torch.equal(one, other) for one, other in zip(plain, got, strict=True))
+
+
+@pytest.mark.parametrize("candidates", [None, cut()], ids=["whole", "cut"])
+def test_gradcheck_agrees(candidates: Candidates | None) -> None:
+    hidden, weight, _ = tensors()
+    targets, inverse = targets_of(), torch.linspace(0.5, 1.5, N).double()
     assert torch.autograd.gradcheck(
-        lambda h, w: ChunkedHead.apply(h, w, targets, inverse, 3),
+        lambda h, w: ChunkedHead.apply(h, w, targets, inverse, Extent(3, candidates)),
         (hidden.requires_grad_(), weight.requires_grad_()),
     )
 

@@ -11,8 +11,10 @@ import learner_case as case
 import msgspec
 import pytest
 import table_policy as tables
+import torch
 from conftest import trajectory
 
+from streamppo.algorithms.candidates import Candidates
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.telemetry.catalogue import SOMETIMES, UPDATE
 from streamppo.types import Batch
@@ -152,6 +154,7 @@ OWN_CRITIC = EXPECTED | {
 }
 EXPLORING = {"singled_out": 1 / 6, "entropy_weight": 0.125}
 """One of six tokens pays. The bonus begins with this weight, and is steered by the entropy from then on."""
+CUT = {"candidates": (2 + 1 + 4 + 3) / 4, "forced": 1 / 7}
 TIMES = {"score_s", "train_s", "wait_s", "fetch_s", "update_s", "push_ms"}
 
 
@@ -174,13 +177,21 @@ def test_exploration_adds_its_numbers() -> None:
     assert {name: found[name] for name in found.keys() - OWN_CRITIC.keys() - TIMES} == pytest.approx(EXPLORING)
 
 
+@pytest.mark.usefixtures("group")
+def test_top_p_adds_numbers_about_the_tokens_that_it_left() -> None:
+    counts = torch.tensor([[2, 1, 0], [0, 0, 0], [4, 9, 3], [0, 0, 0]])
+    cut = Candidates(torch.zeros(19, dtype=torch.int32), counts.flatten().cumsum(0).view(4, 3) - counts, counts)
+    found = metrics(batch=rows()._replace(candidates=cut))
+    assert {name: found[name] for name in CUT} == CUT
+
+
 def test_these_are_all_numbers_of_the_catalogue(
     found: dict[str, float], found_with_own_critic: dict[str, float]
 ) -> None:
     assert found.keys() == EXPECTED.keys() | {"score_s", "train_s"}
     assert found_with_own_critic.keys() == OWN_CRITIC.keys() | {"score_s", "train_s"}
     assert UPDATE.keys() - TIMES <= EXPECTED.keys()
-    known = OWN_CRITIC.keys() | EXPLORING.keys()
+    known = OWN_CRITIC.keys() | EXPLORING.keys() | CUT.keys()
     assert [name for name in SOMETIMES if not any(one.startswith(name) for one in known)] == []
 
 

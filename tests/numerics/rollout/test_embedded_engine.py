@@ -1,6 +1,7 @@
 """The embedded engine against transformers: the same log-probs, whatever is admitted, moved, refilled or swapped."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.sampling import Draws, sample
+from streamppo.rollout.embedded.sampling import Drawn, Draws, sample
 from streamppo.rollout.engine import Completion, Sampling
 
 SMALL: dict[str, Any] = {
@@ -333,7 +334,38 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(change: dict[str, Any
 # --- sampling ------------------------------------------------------------------------------------------------
 
 
-def drawn(logits_V: torch.Tensor, count: int, **knobs: float) -> tuple[torch.Tensor, torch.Tensor]:
+def nucleus(logp_V: torch.Tensor, top_p: float, top_k: int) -> list[int]:
+    """The tokens that are left, in plain Python: the best top_k, and of these the best until top_p is reached."""
+    order = sorted(range(len(logp_V)), key=lambda token: -logp_V[token].item())[: top_k or len(logp_V)]
+    share = [math.exp(logp_V[token].item()) for token in order]
+    left = [token for n, token in enumerate(order) if sum(share[:n]) / sum(share) < top_p]
+    return sorted(left)
+
+
+def test_every_token_names_its_candidates_beside_rows_that_are_not_cut() -> None:
+    model, requests = make(), prompts(16)
+    knobs = [(0.8, 0), (1.0, 0), (0.7, 6), (1.0, 3), (1e-6, 0), (1.0, 37)]
+    samplings = [Sampling(9 + n % 7, 0.0 if n == 1 else 1.3, *knobs[n % 6]) for n in range(len(requests))]
+    sizes: set[int] = set()
+    for prompt, sampling, done in zip(requests, samplings, completions_of(model, requests, samplings), strict=True):
+        assert (done.candidates is not None) is sampling.cuts
+        if done.candidates is None:
+            continue
+        ids = torch.from_numpy(np.concatenate([prompt, done.tokens])).long()[None]
+        with torch.no_grad():
+            logp_TV = (model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / 1.3).log_softmax(-1)
+        sets = np.split(done.candidates.tokens, done.candidates.counts.cumsum()[:-1])
+        assert len(sets) == len(done.tokens)
+        for t, (token, some) in enumerate(zip(done.tokens.tolist(), sets, strict=True)):
+            expected = nucleus(logp_TV[t], sampling.top_p, sampling.top_k)
+            assert some.tolist() == ([] if len(expected) == 37 else expected)
+            among = logp_TV[t, expected].log_softmax(-1)[expected.index(token)].item()
+            assert done.logprobs[t] == pytest.approx(among, abs=1e-5)
+            sizes.add(len(some))
+    assert {0, 1, 3} < sizes
+
+
+def drawn(logits_V: torch.Tensor, count: int, **knobs: float) -> Drawn:
     logits_BV = logits_V.expand(count, -1)
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **knobs}
     draws = Draws(*(torch.full((count,), value) for value in values.values()))
@@ -352,7 +384,8 @@ def test_tokens_are_drawn_from_the_distribution_that_their_log_probs_are_of(
     kept = p_V.topk(allowed).indices
     expected_V = torch.zeros(5).index_add_(0, kept, p_V[kept] ** (1 / knobs.get("temperature", 1.0)))
     expected_V /= expected_V.sum()
-    tokens_B, logprobs_B = drawn(p_V.log() + 3.0, 40_000, **knobs)
+    tokens_B, logprobs_B, inside_BV = drawn(p_V.log() + 3.0, 40_000, **knobs)
+    assert inside_BV is None or inside_BV.sum(-1).tolist() == [allowed] * 40_000
     frequency_V = tokens_B.bincount(minlength=5) / len(tokens_B)
     torch.testing.assert_close(frequency_V, expected_V, atol=0.01, rtol=0)
     torch.testing.assert_close(logprobs_B.exp(), expected_V[tokens_B], atol=1e-5, rtol=0)

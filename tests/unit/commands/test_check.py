@@ -107,6 +107,23 @@ def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
     assert parameters in comment
 
 
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ([], None),
+        (["rollout.top_k=8"], "candidates ok at most 36 bytes a token beside its 13 others, 36.0 MiB a batch"),
+        (["rollout.top_p=0.9"], "candidates ok at most 644 bytes a token .*; top_k would bound it"),
+    ],
+)
+def test_the_bytes_that_candidates_take_at_most_are_said(
+    checked: Callable[..., tuple[int, str]], tmp_path: Path, sampling: list[str], said: str | None
+) -> None:
+    folder = model_folder(tmp_path / "model", vocab_size=160, max_position_embeddings=4096)
+    sizes = ("queue.batch_size=1024", "rollout.max_tokens=1024")
+    _, output = checked(MATH, f"model.path={folder}", *sizes, *sampling)
+    assert "candidates ok" not in output if said is None else re.search(said, output), output
+
+
 def test_neither_ray_nor_a_gpu_is_touched() -> None:
     code = (
         "import sys, torch; from streamppo.cli import main; code = main(['check', sys.argv[1]]);"

@@ -171,8 +171,9 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([*SERVER, "rollout.actors=2"], r"rollout.actors \(2\) must be 1"),
         (["rollout.engine.kind=sglang", TWO_SERVERS], r"rollout.actors \(1\) must be 2: one for each"),
         ([*SERVER, "rollout.engine.urls=['http://localhost:1', 'http://localhost:1']"], "urls must differ"),
-        (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_p \(0.9\) must be 1 and .* before top-p"),
-        (["rollout.engine.kind=sglang", "rollout.top_k=5"], r"top_k \(5\) 0 with SGLang"),
+        (["rollout.engine.kind=sglang", "rollout.top_p=0.9"], r"top_k \(0\) must be 2 to 4096 with top_p \(0.9\)"),
+        (["rollout.engine.kind=sglang", "rollout.top_k=5000"], r"top_k \(5000\) must be 2 to 4096"),
+        (["rollout.top_k=1"], r"top_k \(1\) leaves every token without an alternative"),
         ([LOGLINEAR[0], RLOO], r"learner.epochs \(1\) times learner.minibatches \(1\)"),
         (
             ["algorithm.kl.loss_beta=0.1", "algorithm.kl.loss_estimator=k1"],

@@ -54,6 +54,18 @@ def rewarded(version: int = 3) -> Batch:
     )
 
 
+def cut(version: int = 3) -> Batch:
+    """Candidates of every kind: of some trajectories, of some tokens, one or several."""
+    plain, one, two = batch(version).trajectories
+    columns = {"candidates": np.int32([5, 6, 1, 7, 9]).tobytes(), "candidate_counts": np.int32([2, 0, 3]).tobytes()}
+    whole = {"candidate_counts": np.int32([0]).tobytes()}
+    return Batch(
+        version=version,
+        min_version=version,
+        trajectories=(msgspec.structs.replace(plain, **columns), msgspec.structs.replace(one, **whole), two),
+    )
+
+
 def written(made: Archive, one: Batch, values: bytes = b"") -> Made:
     return Made(version=one.version + 1, digest="", archived=made.write(one, values))
 
@@ -68,9 +80,12 @@ def recorded(run: Path, *batches: Batch, values: Mapping[int, bytes] = MappingPr
 
 
 def test_the_very_batch_comes_back(tmp_path: Path) -> None:
-    found = recorded(tmp_path, batch(3), rewarded(4))
-    assert found.versions() == [3, 4]
-    assert (found.batch(3), found.batch(4)) == (batch(3), rewarded(4))
+    found = recorded(tmp_path, batch(3), rewarded(4), cut(5))
+    assert found.versions() == [3, 4, 5]
+    assert (found.batch(3), found.batch(4), found.batch(5)) == (batch(3), rewarded(4), cut(5))
+    assert not {"candidates", "candidate_counts"} & found.columns(4).keys()
+    assert [row["candidates"] for row in found.table(5).to_pylist()] == [[5, 6, 1, 7, 9], [], []]
+    assert [row["candidate_counts"] for row in found.table(5).to_pylist()] == [[2, 0, 3], [0], []]
     rows = found.table(4).to_pylist()
     assert [row["token_rewards"] for row in rows] == [[], [0.25], np.float32([0.0, -1e-30]).tolist()]
     assert [row["a"] for row in rows][:2] == [1e-300, 2.0]

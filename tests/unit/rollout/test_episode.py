@@ -18,7 +18,7 @@ from streamppo.tasks import task
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.library import verifiers
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.types import Message, Prompt, Reward, decode, encode, floats
+from streamppo.types import Identity, Message, Prompt, Reward, decode, encode, floats, ints
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=?![] "
 HERE = str(Path(__file__))
@@ -106,6 +106,24 @@ def test_rewards_of_turns_stand_on_their_last_tokens_and_scorers_add_to_them(tok
     placed = floats(place(reward, episode.mask, episode.turn_ends))
     first, last = episode.turn_ends
     assert (placed[first], placed[last], placed.sum()) == (1.0, 12.5, 13.5)
+
+
+def test_candidates_stand_beside_what_was_sampled_and_observations_have_none(tokenizer: Tokenizer) -> None:
+    player = Player(Scripted(tokenizer, "ab", "bye"), tokenizer, Environment(name=f"{HERE}:Echo"))
+    episode = asyncio.run(player.play(Prompt(text="hi", columns={}), Sampling(16, top_p=0.5)))
+    made = episode.trajectory(Identity(task="t", prompt=0, sample=0), "a", Reward())
+    counts, candidates = ints(made.candidate_counts), ints(made.candidates)
+    assert counts[episode.mask].tolist() == [2, 2, 1, 2, 2, 2, 1]
+    assert not counts[~episode.mask].any()
+    first = (counts.cumsum() - counts)[episode.mask]
+    assert candidates[first].tolist() == episode.tokens[episode.mask].tolist()
+    assert len(candidates) == counts.sum()
+    single = asyncio.run(
+        Player(Scripted(tokenizer, "ab"), tokenizer, None).play(Prompt(text="hi", columns={}), Sampling(16, top_k=2))
+    )
+    assert single.candidates is not None and single.candidates.counts.tolist() == [2, 2, 1]
+    plain = play(tokenizer, Scripted(tokenizer, "ab", "bye"))
+    assert (plain.candidates, plain.trajectory(made.identity, "a", Reward()).candidate_counts) == (None, b"")
 
 
 def test_scorers_see_turns_and_the_whole(tokenizer: Tokenizer) -> None:

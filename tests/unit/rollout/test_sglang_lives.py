@@ -273,6 +273,20 @@ def test_an_sglang_that_dies_over_its_first_weights_is_told_and_not_waited_for()
     run(case())
 
 
+def test_a_version_that_names_no_candidates_is_refused_where_top_p_or_top_k_are_on() -> None:
+    async def case() -> None:
+        fake = Fake()
+        fake.version = (0, 5, 20)
+        setup = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)
+        life = {"version": 5, "tensors": pushed(1.0), "eos_ids": {1}, "max_total_tokens": 32}
+        with pytest.raises(ModelError, match=r"SGLang must be 0.5.21 or newer, and is 0.5.20"):
+            await start(setup._replace(cuts=True), CONFIG, **life)
+        assert fake.stopped == 1
+        await (await start(setup, CONFIG, **life)).stop()
+
+    run(case())
+
+
 def test_a_first_load_that_never_ends_is_given_up_after_the_start_time_and_named() -> None:
     class Hangs(Fake):
         async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:

@@ -71,6 +71,38 @@ def test_a_request_holds_token_ids_and_how_to_sample() -> None:
     assert knobs["stop_token_ids"] == [1, 2]
 
 
+def test_candidates_are_asked_for_only_where_top_p_or_top_k_cut() -> None:
+    def asked(sampling: Sampling) -> object:
+        return wire.request(PROMPT, sampling, room=5, eos_ids=[], rid="r", key="k").get("return_sampling_mask")
+
+    assert [asked(one) for one in (Sampling(9), Sampling(9, 0.0), Sampling(9, top_p=0.9), Sampling(9, top_k=7))] == [
+        None,
+        None,
+        True,
+        True,
+    ]
+
+
+def test_log_probs_are_those_among_the_candidates_that_sglang_names() -> None:
+    named = {
+        "output_token_sampling_mask": [[12, 10], [11], [3, 12, 5]],
+        "output_token_sampling_logprobs": [-0.1, 0, -2],
+    }
+    done = wire.completion(answer(**named), oldest=1, cuts=True)
+    assert done.logprobs.tolist() == np.array([-0.1, 0, -2], np.float32).tolist()
+    assert done.candidates is not None
+    assert done.candidates.tokens.tolist() == [10, 12, 11, 3, 5, 12]
+    assert done.candidates.counts.tolist() == [2, 1, 3]
+    assert wire.completion(answer(), oldest=1).candidates is None
+
+
+@pytest.mark.parametrize("named", [0, 2])
+def test_a_completion_whose_candidates_sglang_does_not_name_is_refused(named: int) -> None:
+    sets = {"output_token_sampling_mask": [[1]] * named, "output_token_sampling_logprobs": [0.0] * named}
+    with pytest.raises(ModelError, match="does not name the tokens that top-p and top-k left"):
+        wire.completion(answer(**sets if named else {}), oldest=1, cuts=True)
+
+
 @pytest.mark.parametrize("version", ["0.5.16", "0.4.9.post1"])
 def test_a_version_that_is_not_safe_is_refused(version: str) -> None:
     with pytest.raises(ModelError, match=r"0.5.17 or newer"):

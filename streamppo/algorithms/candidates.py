@@ -1,0 +1,42 @@
+"""The tokens that top-p and top-k had left to sample from: log-probs are of the distribution over them alone.
+
+N tokens, V vocabulary, M candidates of all tokens together.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Candidates(NamedTuple):
+    """The candidates of tokens in any shape; `starts` and `counts` have one entry for each token.
+
+        candidates of token n = tokens_M[starts[n] : starts[n] + counts[n]]
+
+    A count of 0 stands for the whole vocabulary. They are the ones that the engine sampled from, recorded and never
+    computed again: of the learner's own logits, top-p would leave another set ("Keep Sampling Mask", DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556). A selection shares `tokens_M` with the whole.
+    """
+
+    tokens_M: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    def at(self, places: Tensor | slice | tuple[Tensor, slice]) -> "Candidates":
+        """The candidates of the tokens at `places`, which index `starts` and `counts`."""
+        return self._replace(starts=self.starts[places], counts=self.counts[places])
+
+    def to(self, device: torch.device) -> "Candidates":
+        """The same on `device`."""
+        return Candidates(*(column.to(device) for column in self))
+
+    def outside(self, vocabulary: int) -> Tensor:
+        """[N, V]: True for the tokens that could not be sampled. `starts` and `counts` must be [N]."""
+        rows_M = torch.repeat_interleave(self.counts)
+        first_N = self.counts.cumsum(0) - self.counts
+        number_M = torch.arange(len(rows_M), device=rows_M.device) - first_N[rows_M]
+        tokens_M = self.tokens_M[self.starts[rows_M] + number_M].long()
+        outside_NV = (self.counts > 0)[:, None].repeat(1, vocabulary)
+        outside_NV[rows_M, tokens_M] = False
+        return outside_NV

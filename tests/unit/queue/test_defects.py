@@ -1,0 +1,49 @@
+"""Candidates that cannot be trained under make a dead letter."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from conftest import trajectory
+
+from streamppo.queue.defects import Limits, defect
+
+CUT = np.array([5, 7, 5, 6, 7], np.int32), np.array([2, 0, 3], np.int32)
+"""Candidates of three tokens, 5, 6 and 7."""
+
+
+@pytest.mark.parametrize(
+    ("candidates", "counts", "reason"),
+    [
+        (*CUT, None),
+        ([5], [1, 0, 0], None),
+        ([], [0, 0, 0], None),
+        ([5, 7], [2, 0], "counts of 8 bytes"),
+        ([5, 7], [], "counts of 0 bytes"),
+        ([5, 7], [2, 1, 0], "2 candidates, and counts that add up to 3"),
+        ([5, 7], [3, 0, -1], "2 candidates, and counts that add up to 2"),
+        ([7, 5], [2, 0, 0], "not in rising order"),
+        ([5, 5], [2, 0, 0], "not in rising order"),
+        ([6, 7], [2, 0, 0], "token 0 is none of its 2 candidates"),
+        ([5, 5, 6], [1, 0, 2], "token 2 is none of its 2 candidates"),
+    ],
+)
+def test_candidates_that_no_token_can_have_been_drawn_from_are_a_defect(
+    candidates: Sequence[int], counts: Sequence[int], reason: str | None
+) -> None:
+    columns = {"candidates": np.int32(candidates).tobytes(), "candidate_counts": np.int32(counts).tobytes()}
+    found = defect(msgspec.structs.replace(trajectory([5, 6, 7]), **columns), Limits(17, 5, None, candidates=True))
+    assert (found is None) if reason is None else (reason in str(found))
+
+
+def test_a_trajectory_that_was_cut_says_from_which_candidates_and_these_are_the_models() -> None:
+    cut = Limits(17, 5, None, candidates=True)
+    assert "does not say from which candidates" in str(defect(trajectory([5]), cut))
+    assert defect(trajectory([5]), cut._replace(candidates=False)) is None
+    strange = {"candidates": np.int32([5, 17]).tobytes(), "candidate_counts": np.int32([2]).tobytes()}
+    assert defect(msgspec.structs.replace(trajectory([5]), **strange), cut) == (
+        "token 17 of the candidates is none of the model's 17"
+    )
+    masked = msgspec.structs.replace(trajectory([5, 6], mask=[False, True]), **strange)
+    assert "counts of 4 bytes" in str(defect(masked, cut))
