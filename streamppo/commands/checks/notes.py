@@ -58,8 +58,8 @@ def _loss(config: Config) -> Findings:
     plain = isinstance(loss, Reinforce | ImportanceWeighted | OwnLoss | Cispo) or loss == Clip()
     if steps == 1 and algorithm.proximal == "recompute" and not plain:
         yield _note(
-            f"algorithm.policy_loss {kind!r} bounds current / proximal, which is 1 where an update is one step: raise "
-            "learner.epochs or learner.minibatches, or bound current / behavior with proximal = 'behavior'"
+            f"algorithm.policy_loss {kind!r} is about current / proximal, which is 1 where an update is one step: "
+            "raise learner.epochs or learner.minibatches, or take current / behavior by proximal = 'behavior'"
         )
     if steps > 1 and isinstance(loss, Reinforce):
         yield _note(

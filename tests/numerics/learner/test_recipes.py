@@ -19,7 +19,7 @@ PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()
 SECTION = PAGE.partition("\n## Published recipes\n")[2].partition("\n## ")[0]
 RECIPES = {
     re.split(r",| \(", prose)[0]: tomllib.loads(code.replace("\n    ", "\n").strip())
-    for prose, code in re.findall(r"\n\n((?:\S.*\n)+)\n((?:    .+\n)+)", SECTION)
+    for prose, code in re.findall(r"(?<=\n\n)((?:\S.*\n)+)\n((?:    .+\n)+)", SECTION)
 }
 """By the first words of its paragraph, every indented piece of the section."""
 PUBLISHED = {"PPO", "GRPO", "Dr. GRPO", "DAPO", "GSPO", "CISPO", "VAPO", "Decoupled PPO"} | {

@@ -70,7 +70,7 @@ NOTES = {
         "algorithm.kl.loss_beta=0.1",
     ],
     "algorithm.correction.cap (0.5) is below 1": ["algorithm.correction.cap=0.5"],
-    "algorithm.policy_loss 'gspo' bounds current / proximal, which is 1 where an update is one step": [
+    "algorithm.policy_loss 'gspo' is about current / proximal, which is 1 where an update is one step": [
         "algorithm.policy_loss.kind=gspo",
         "algorithm.aggregation=sequence-mean-token-mean",
     ],
