@@ -102,6 +102,10 @@ def test_a_run_chooses_it_by_name_and_refuses_a_wrong_one_by_name(math_config: C
     for b, t in mask_BT.nonzero().tolist():
         ratio = (proximal_BT[b, t] - behavior_BT[b, t]).exp().item()
         assert found.weights[b, t].item() == pytest.approx(min(ratio, 2.0) * 0.9 ** int(lag_BT[b, t]), rel=1e-6)
+    without_critic = math_config(
+        "algorithm.advantage.kind=rloo", f"algorithm.correction={{kind='function', function='{EXAMPLE}:weights'}}"
+    )
+    assert objective.build(without_critic).anchor is None, "it is given the whole batch, and not a micro-batch"
     with pytest.raises(TaskError, match=r"correction\.function 'no\.module:weights'"):
         objective.build(configured("no.module:weights"))
     with pytest.raises(TaskError, match="is not a function"):
