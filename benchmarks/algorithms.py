@@ -46,8 +46,16 @@ CHOICES: dict[str, list[str]] = {
     "loss function": ["algorithm.policy_loss={kind='function', function='examples/own_loss.py:loss'}", MINIBATCHES],
     "correction off": ["algorithm.correction.kind=off"],
     "correction mask": ["algorithm.correction.kind=mask"],
-    "correction truncate_and_mask": ["algorithm.correction={kind='truncate_and_mask', band=[0.5, 2.0]}"],
+    "correction truncate, reject": [
+        "algorithm.correction={kind='truncate', reject=[{kind='geometric', band=[0.5, 2.0]}]}"
+    ],
+    "correction reject": [
+        "algorithm.correction={kind='reject', reject=[{kind='geometric', band=[0.9, 1.1]}, {kind='k3', at_most=0.05}]}"
+    ],
     "correction second_moment": ["algorithm.correction.kind=second_moment"],
+    "correction function": ["algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"],
+    "filter truncated": ["algorithm.filters=[{kind='truncated'}]"],
+    "filter off_policy_negative": ["algorithm.filters=[{kind='off_policy_negative', delta=0.05}]"],
     **{
         f"advantage {kind}": [f"algorithm.advantage.kind={kind}"]
         for kind in (

@@ -39,8 +39,15 @@ FIELDS: dict[str, tuple[object, ...]] = {
 """Fields that are drawn from these values."""
 REQUIRED = {
     "advantage.function": "function='examples/own_advantage.py:advantage'",
-    "correction.truncate_and_mask": "band=[0.5, 2.0]",
+    "correction.function": "function='examples/own_correction.py:weights'",
+    "correction.reject": "reject=[{kind='geometric', band=[0.9, 1.1]}]",
+    "filters.off_policy_negative": "delta=0.05",
     "policy_loss.function": "function='examples/own_loss.py:loss'",
+    "reject.geometric": "band=[0.9, 1.1]",
+    "reject.k3": "at_most=0.05",
+    "reject.outlier": "band=[0.01, 100.0]",
+    "reject.sequence": "band=[0.1, 10.0]",
+    "reject.token": "band=[0.2, 5.0]",
 }
 """Kinds of the mathematics that need more than their name, by field and kind."""
 ADDITION = "streamppo.tasks.library.arithmetic:score"
@@ -108,8 +115,21 @@ def _values(kind: inspect.Type, field: str) -> Iterator[str]:
             for one in types:
                 yield from _values(one, field)
         case inspect.StructType(tag=tag) if tag is not None:
-            yield "{" + ", ".join(filter(None, [f"kind='{tag}'", REQUIRED.get(f"{field}.{tag}")])) + "}"
+            parts = ", ".join(filter(None, [f"kind='{tag}'", REQUIRED.get(f"{field}.{tag}")]))
+            yield f"{{{parts}}}"
+            yield from (f"{{{parts}, {more}}}" for more in _lists(kind))
+        case inspect.VarTupleType(item_type=item):
+            each = list(_values(item, field))
+            yield from (f"[{some}]" for some in ["", *each, ", ".join(each)])
         case inspect.LiteralType(values=values):
             yield from map(str, values)
         case _:
             return
+
+
+def _lists(kind: inspect.StructType) -> Iterator[str]:
+    """Every list of kinds that a kind may have beside its name, with all of them in it."""
+    for field in kind.fields:
+        if isinstance(field.type, inspect.VarTupleType) and not field.required:
+            *_, everything = _values(field.type, field.encode_name)
+            yield f"{field.encode_name}={everything}"

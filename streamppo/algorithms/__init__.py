@@ -6,7 +6,9 @@ scan          the backward recurrence behind every multi-step estimate
 advantages    GAE, its length-adaptive lambda, the sequence-level form, whitening
 vtrace        off-policy returns
 groups        GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL: advantages without a critic
-corrections   proximal / behavior: truncate, mask, both, second moment
+corrections   proximal / behavior: truncate, mask, second moment
+rejections    rules that drop tokens or responses by proximal / behavior
+filters       responses that leave the loss: cut off, or negative and drifted
 proximal      proximal log-probs without a second forward pass
 policy_losses current / proximal: PPO, CISPO, GSPO, sequence PPO, REINFORCE, DPPO, SAPO
 value_losses  the critic's loss and its explained variance

@@ -1,11 +1,15 @@
 """The data is older than the proximal policy: weights = proximal / behavior, truncated, masked or off.
 
+Rules that reject tokens or responses beside a weight are in `rejections`.
+
 B sequences, T response tokens (padded), M unmasked tokens. Every function returns a `Correction` whose detached
 `weights` multiply the per-token loss. A dropped token has weight 0 and still counts in the denominators
 (`aggregate`), so dropping shrinks the step and never inflates the other tokens.
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,13 +21,19 @@ from streamppo.algorithms.scan import running_sum
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask", "off"]
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+"""No rule has dropped a token."""
 
 
 class Correction(NamedTuple):
-    """[B, T] each: `weights` multiply the loss; `keep` is True where an unmasked token is kept."""
+    """[B, T] each: `weights` multiply the loss; `keep` is True where an unmasked token is kept.
+
+    `dropped` has the unmasked tokens that each rule by itself does not keep, by the rule's name.
+    """
 
     weights: Tensor
     keep: Tensor
+    dropped: Mapping[str, Tensor] = NOTHING
 
 
 def log_weights(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, level: Level) -> Tensor:
@@ -55,66 +65,46 @@ def importance_weights(
     level: Level,
     mode: Mode,
     cap: float = 2.0,
+    floor: float = 0.0,
     lo: float = 0.5,
     hi: float = 5.0,
 ) -> Correction:
     """Reweighting old data by w = proximal / behavior makes its gradient that of the proximal policy.
 
-        truncate   weights = min(w, cap)                       bounded variance, some bias
+        truncate   weights = max(floor, min(w, cap))           bounded variance, some bias
         mask       weights = w if lo <= w <= hi else 0         outliers are noise: drop them
         off        weights = 1                                 biased by as much as the policies differ
 
     Truncation: Ionides 2008 (https://doi.org/10.1198/106186008X320456), for engine mismatch in LLM training
-    TIS (https://fengyao.notion.site/off-policy-rl). Masking: IcePop, https://arxiv.org/abs/2510.18855.
-    Decoupled from the clipped ratio as in https://arxiv.org/abs/2110.00641. With proximal == behavior all
-    modes give 1. Raises ValueError on shapes that do not fit, unknown modes, an empty band, a cap that is not positive.
+    TIS (https://fengyao.notion.site/off-policy-rl), with a floor in TRL, slime and NeMo-RL; floor = 0 is without.
+    Masking: IcePop, https://arxiv.org/abs/2510.18855.
+    Decoupled from the clipped ratio as in https://arxiv.org/abs/2110.00641. With proximal == behavior all modes give 1
+    if the floor is at most 1. Raises ValueError on shapes that do not fit, unknown modes, an empty band, and a cap that
+    is not above a floor of at least 0.
     """
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level=level)
     if mode == "off":
         return Correction(mask_BT.to(log_w_BT.dtype), mask_BT)
     weights_BT = bounded_exp(log_w_BT)
     if mode == "truncate":
-        if not cap > 0:
-            raise ValueError(f"cap must be positive, got {cap}")
-        return Correction(weights_BT.clamp(max=cap).masked_fill(~mask_BT, 0.0), mask_BT)
+        if not 0 <= floor < cap:
+            raise ValueError(f"weights need 0 <= floor < cap, got floor={floor}, cap={cap}")
+        return Correction(weights_BT.clamp(floor, cap).masked_fill(~mask_BT, 0.0), mask_BT)
     if mode == "mask":
         keep_BT = mask_BT & in_band(log_w_BT, lo, hi)
-        return Correction(weights_BT.masked_fill(~keep_BT, 0.0), keep_BT)
+        return Correction(weights_BT.masked_fill(~keep_BT, 0.0), keep_BT, {"mask": mask_BT & ~keep_BT})
     raise ValueError(f"unknown mode {mode!r}: truncate, mask or off")
 
 
 def in_band(log_w_BT: Tensor, lo: float, hi: float) -> Tensor:
-    """[B, T] bool: lo <= exp(log_w) <= hi, compared in log space so that nothing overflows."""
+    """[B, T] bool: lo <= exp(log_w) <= hi, compared in log space so that nothing overflows.
+
+    NaN is in every band: a log-prob that is no number makes a bad step, and is not dropped in silence.
+    """
     if not 0 <= lo < hi:
         raise ValueError(f"the band needs 0 <= lo < hi, got lo={lo}, hi={hi}")
     log_lo = math.log(lo) if lo > 0 else -math.inf
-    return (log_w_BT >= log_lo) & (log_w_BT <= math.log(hi))
-
-
-def truncate_and_mask(
-    proximal_logprobs_BT: Tensor,
-    behavior_logprobs_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    cap: float = 2.0,
-    mask_level: Literal["sequence", "geometric"] = "geometric",
-    lo: float,
-    hi: float,
-) -> Correction:
-    """MIS: the token's weight is truncated, and a response that is an outlier as a whole is dropped.
-
-        weights_bt = min(w_bt, cap) if lo <= W_b <= hi else 0
-
-    W_b is the product (sequence) or the geometric mean (geometric) of the response's w_bt.
-    Liu, Li et al. 2025, https://richardli.xyz/rl-collapse. The geometric mean does not grow with length, so
-    it does not drop responses for being long; the product does. With lo = 0, hi = inf this is truncation alone.
-    """
-    tokens = importance_weights(
-        proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token", mode="truncate", cap=cap
-    )
-    log_W_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level=mask_level)
-    keep_BT = mask_BT & in_band(log_W_BT, lo, hi)
-    return Correction(tokens.weights.masked_fill(~keep_BT, 0.0), keep_BT)
+    return ~((log_w_BT < log_lo) | (log_w_BT > math.log(hi)))
 
 
 def second_moment_mask(
@@ -139,4 +129,5 @@ def second_moment_mask(
     kept_M = torch.zeros_like(order_M, dtype=torch.bool)
     kept_M[order_M[: int((means_M <= threshold).sum())]] = True
     keep_BT = torch.zeros_like(mask_BT).masked_scatter(mask_BT, kept_M)
-    return Correction(bounded_exp(log_w_BT).masked_fill(~keep_BT, 0.0), keep_BT)
+    weights_BT = bounded_exp(log_w_BT).masked_fill(~keep_BT, 0.0)
+    return Correction(weights_BT, keep_BT, {"second_moment": mask_BT & ~keep_BT})

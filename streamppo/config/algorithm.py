@@ -4,6 +4,14 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
+from streamppo.config.correction import (
+    Correction,
+    Filter,
+    NoCorrection,
+    OwnCorrection,
+    SecondMoment,
+    repeated_filters,
+)
 from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
 from streamppo.config.policy_loss import Clip, PolicyLoss, Reinforce
 
@@ -107,63 +115,6 @@ GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, ReinforcePlusPlusBaseline)
 """Estimators that need the whole group of a prompt in one batch."""
 
 
-class NoCorrection(Kind, frozen=True, tag="off"):
-    """No weight for off-policy data: a biased gradient when lag > 0."""
-
-
-class Leveled(Kind, frozen=True):
-    """Corrections of one ratio for each token, each response, or its geometric mean."""
-
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """The ratio is that of a token, of the whole response, or the geometric mean over it."""
-
-
-class Truncate(Leveled, frozen=True, tag="truncate"):
-    """min(proximal / behavior, cap): decoupled PPO (arXiv:2505.24298), TIS."""
-
-    cap: PositiveFloat = 2.0
-    """The largest weight."""
-
-
-class Mask(Leveled, frozen=True, tag="mask"):
-    """proximal / behavior where it lies in the band, 0 elsewhere (IcePop, arXiv:2510.18855)."""
-
-    band: tuple[NonNegative, PositiveFloat] = (0.5, 5.0)
-    """The smallest and the largest ratio that are kept."""
-
-    def contradictions(self) -> Iterator[str]:
-        """A band has two ends, and nothing that is new lies outside."""
-        if not self.band[0] < self.band[1]:
-            yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
-        elif not self.band[0] <= 1 <= self.band[1]:
-            yield f"band {self.band} must hold 1: it is the ratio of tokens of the learner's own version"
-
-
-class TruncateAndMask(Kind, frozen=True, tag="truncate_and_mask"):
-    """MIS: token weights truncated, and responses that are outliers as a whole dropped."""
-
-    band: tuple[NonNegative, PositiveFloat]
-    """The smallest and the largest ratio of a response that are kept."""
-    level: Literal["sequence", "geometric"] = "geometric"
-    """The product over the response, or its geometric mean."""
-    cap: PositiveFloat = 2.0
-    """The largest weight of a token."""
-
-    def contradictions(self) -> Iterator[str]:
-        """A band has two ends, and nothing that is new lies outside."""
-        if not self.band[0] < self.band[1]:
-            yield f"band must rise: {self.band[0]} is not below {self.band[1]}"
-        elif not self.band[0] <= 1 <= self.band[1]:
-            yield f"band {self.band} must hold 1: it is the ratio of tokens of the learner's own version"
-
-
-class SecondMoment(Kind, frozen=True, tag="second_moment"):
-    """M2PO (arXiv:2510.01161): drop the largest log-ratios until their second moment is small."""
-
-    threshold: PositiveFloat = 0.04
-    """The second moment that is left."""
-
-
 class Whiten(Section, frozen=True):
     """Advantages get mean 0 and variance 1."""
 
@@ -262,12 +213,14 @@ Aggregation: TypeAlias = Literal[
 class Algorithm(Section, frozen=True):
     """The mathematics of one update."""
 
-    correction: NoCorrection | Truncate | Mask | TruncateAndMask | SecondMoment
+    correction: Correction
     """Correction for the age of the data; it has no default, so that leaving it off is a decision."""
     advantage: Advantage = Gae()
     """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
+    filters: tuple[Filter, ...] = ()
+    """Responses that leave the loss, each kind at most once; their rewards and tokens are counted all the same."""
     whiten: Whiten = Whiten()
     """Scale of the advantages."""
     policy_loss: PolicyLoss = Clip()
@@ -303,6 +256,8 @@ class Algorithm(Section, frozen=True):
             return "V-trace, which weighs TD errors by them"
         if isinstance(self.correction, SecondMoment):
             return "the second-moment correction, whose threshold is over the whole batch"
+        if isinstance(self.correction, OwnCorrection):
+            return "the correction of your own, which is given the whole batch"
         if not isinstance(self.exploration, NoExploration):
             return f"exploration {self.exploration.__struct_config__.tag!r}, whose tokens are found in the whole batch"
         return "the KL in the reward, which is theirs" if self.kl.reward_beta else None
@@ -322,6 +277,7 @@ class Algorithm(Section, frozen=True):
     def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""
         kind = self.advantage.__struct_config__.tag
+        yield from repeated_filters(self.filters)
         if self.zero_variance != "keep" and not self._advantage_compares:
             yield "zero_variance is about groups: it needs an advantage that compares them"
         if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):

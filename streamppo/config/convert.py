@@ -57,6 +57,8 @@ class _Reader:
                 return self._dict(node, value, name)
             case inspect.TupleType():
                 return self._items(node, node.item_types, value, name)
+            case inspect.VarTupleType(item_type=inspect.StructType() | inspect.UnionType() as item):
+                return self._tables(node, item, value, name)
             case inspect.VarTupleType():
                 return self._items(node, [node.item_type] * len(_items(value) or ()), value, name)
             case _:
@@ -137,6 +139,15 @@ class _Reader:
             return self._unlike(node, value, name)
         made = tuple(_scalar(inner, item) for inner, item in zip(types, items, strict=True))
         return self._unlike(node, value, name) if WRONG in made else made
+
+    def _tables(self, node: inspect.Type, item: inspect.Type, value: object, name: str) -> object:
+        """A list of tables. A mistake in one of them stands where the list does."""
+        tables, before = _items(value), len(self.mistakes)
+        if tables is None:
+            return self._unlike(node, value, name)
+        made = tuple(self.value(item, table, f"{name}[{place}]") for place, table in enumerate(tables))
+        self.mistakes[before:] = [mistake._replace(at=name) for mistake in self.mistakes[before:]]
+        return WRONG if len(self.mistakes) > before else made
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -25,7 +25,8 @@ def expected(node: inspect.Type) -> str:
         case inspect.VarTupleType(item_type=item):
             return f"a list, each of it {expected(item)}"
         case inspect.UnionType(types=types):
-            return listed([expected(option) for option in types if not isinstance(option, inspect.NoneType)], "or")
+            words = [expected(option) for option in types if not isinstance(option, inspect.NoneType)]
+            return listed(list(dict.fromkeys(words)), "or")
         case _:
             return "a table"
 

@@ -55,7 +55,7 @@ def _set(text: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every table that is opened and every value that is set."""
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line):
+        if header := re.match(r"\s*\[+\s*([\w.\-]+)\s*\]", line):
             table = header[1]
             yield number, table
         elif key := re.match(r"\s*([\w.\-]+)\s*=", line):

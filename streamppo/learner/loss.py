@@ -3,8 +3,11 @@
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded).
 """
 
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from streamppo.algorithms.advantages import Estimate
@@ -15,6 +18,7 @@ from streamppo.algorithms.kl import kl_loss, policy_weights
 from streamppo.algorithms.value_losses import value_loss
 from streamppo.config.algorithm import Algorithm
 from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.correction import filtered, rejected
 from streamppo.learner.metrics import PolicyPass, Sums
 from streamppo.learner.objective import Objective
 from streamppo.learner.policy import Part, Scored
@@ -23,7 +27,7 @@ from streamppo.learner.policy import Part, Scored
 class Targets(NamedTuple):
     """Everything that stays fixed while one batch is trained on, all [B, T] on every rank.
 
-    `trained_BT` are the tokens that enter the loss: sampled by the policy, young enough, of a group that teaches.
+    `trained_BT` are the tokens that are for the loss (`Objective.trained`).
     Without a `correction`, proximal log-probs and weights are made in passing, by `Objective.anchor`.
     `chosen_BT` are those that `Objective.exploration`, if there is one, treats otherwise.
     """
@@ -85,11 +89,15 @@ class _Piece(NamedTuple):
     def policy(self) -> Share:
         """The policy's loss, its entropy bonus and the penalty for leaving the reference."""
         config, trained_bT, logprobs_bT = self.whole.algorithm, self.trained_bT, self.current.logprobs_BT
-        proximal_bT, weights_bT = self.anchored()
-        advantages_bT = self.cut(self.whole.targets.estimate.advantages)
+        proximal_bT, correction = self.anchored()
+        advantages_bT, weights_bT = self.cut(self.whole.targets.estimate.advantages), correction.weights
         tokens = self.whole.objective.policy_loss(logprobs_bT, proximal_bT, advantages_bT, trained_bT)
         loss_bT = self.explored(tokens.loss, logprobs_bT - proximal_bT)
-        loss, entropy_bT = self.average(loss_bT * weights_bT), self.current.entropy_BT
+        out = self.filtered(advantages_bT)
+        kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, out.values(), torch.zeros_like(trained_bT))
+        # A token that is left out has no part in the loss, whatever its value.
+        loss = self.average((loss_bT * weights_bT).masked_fill(~kept_bT, 0.0))
+        entropy_bT = self.current.entropy_BT
         total = loss - self.whole.entropy_weight * self.average(entropy_bT)
         if self.whole.targets.reference_BT is not None and config.kl.loss_beta:
             # The proximal policy's weight of a token, times the current one's: the KL is of the current policy.
@@ -99,7 +107,8 @@ class _Piece(NamedTuple):
         logprobs_bT = logprobs_bT.detach()
         token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, tokens.clipped)
         sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())
-        return Share(total, sums, PolicyPass(self.rows, logprobs_bT.float(), tokens.ratio.float()))
+        out = {rejected(name): dropped_bT for name, dropped_bT in correction.dropped.items()} | out
+        return Share(total, sums, PolicyPass(self.rows, logprobs_bT.float(), tokens.ratio.float(), kept_bT.sum(), out))
 
     def critic(self) -> Share:
         """The critic's loss, times its coefficient."""
@@ -131,15 +140,26 @@ class _Piece(NamedTuple):
         lengths_b = batch.mask_BT[self.rows].sum(-1)
         return aggregate(loss_bT, self.trained_bT, kind, self.counts, lengths_b, batch.prompt_B[self.rows])
 
-    def anchored(self) -> tuple[Tensor, Tensor]:
-        """Proximal log-probs and importance weights: known before the first step, or made of the current ones."""
+    def filtered(self, advantages_bT: Tensor) -> dict[str, Tensor]:
+        """[b, T] tokens that each filter leaves out of the policy's loss, by the name of its metric."""
+        batch, logprobs_bT = self.whole.batch, self.current.logprobs_BT.detach()
+        behavior_bT, mask_bT = self.cut(batch.behavior_logprobs_BT), self.cut(batch.mask_BT)
+        columns = batch.truncated_B[self.rows], logprobs_bT, behavior_bT, advantages_bT, mask_bT
+        return {filtered(name): leaves_out(*columns) for name, leaves_out in self.whole.objective.filters.items()}
+
+    def anchored(self) -> tuple[Tensor, Correction]:
+        """Proximal log-probs and their correction: known before the first step, or made of the current ones."""
         objective, targets, batch = self.whole.objective, self.whole.targets, self.whole.batch
         if targets.correction is not None:
-            return self.cut(targets.scored.logprobs_BT), self.cut(targets.correction.weights)
+            weights_BT, keep_BT, dropped = targets.correction
+            dropped = {name: self.cut(dropped_BT) for name, dropped_BT in dropped.items()}
+            correction = Correction(self.cut(weights_BT), self.cut(keep_BT), dropped)
+            return self.cut(targets.scored.logprobs_BT), correction
         assert objective.anchor is not None
         behavior_bT, mask_bT = self.cut(batch.behavior_logprobs_BT), self.cut(batch.mask_BT)
-        proximal_bT = objective.anchor(behavior_bT, self.current.logprobs_BT, self.cut(batch.lag_BT), mask_bT)
-        return proximal_bT, objective.correct(proximal_bT, behavior_bT, mask_bT, self.trained_bT).weights
+        lag_bT = self.cut(batch.lag_BT)
+        proximal_bT = objective.anchor(behavior_bT, self.current.logprobs_BT, lag_bT, mask_bT)
+        return proximal_bT, objective.correct(proximal_bT, behavior_bT, lag_bT, mask_bT, self.trained_bT)
 
     def explored(self, loss_bT: Tensor, log_ratio_bT: Tensor) -> Tensor:
         """The per-token losses after those of the tokens that were singled out are treated."""

@@ -4,7 +4,7 @@ B trajectories, b rows of a micro-batch, T completion tokens (padded).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,18 +54,24 @@ class Sums(NamedTuple):
 
 
 class PolicyPass(NamedTuple):
-    """A pass of the policy over the rows of a micro-batch: log-probs, and ratios to the proximal policy, as float32."""
+    """A pass of the policy over the rows of a micro-batch: log-probs, and ratios to the proximal policy, as float32.
+
+    `kept` counts the tokens that have a weight in its loss; `left_out` has those that each rule leaves out, [b, T].
+    """
 
     rows: Tensor
     logprobs_bT: Tensor
     ratio_bT: Tensor
+    kept: Tensor
+    left_out: Mapping[str, Tensor]
 
 
 class Minibatch(NamedTuple):
     """A minibatch that was passed over; `sums` and `passes` are this rank's part.
 
     `rows`, on the CPU, are those of all ranks. `grad_norm` is None where no step was due, and not finite where the step
-    was left out. `stopped_early`: the policy had moved too far, so that its steps end before this one.
+    was left out. `stopped_early`: the policy had moved too far, so that its steps end before this one. `is_empty`: no
+    token was left to learn from, so that no step was made.
     """
 
     part: Part
@@ -74,6 +80,7 @@ class Minibatch(NamedTuple):
     passes: Sequence[PolicyPass]
     grad_norm: float | None
     stopped_early: bool
+    is_empty: bool = False
 
 
 def first_logprobs(
@@ -83,7 +90,7 @@ def first_logprobs(
     first_BT = torch.zeros(like_BT.shape, device=like_BT.device)
     passed_B = torch.zeros(len(like_BT), dtype=torch.bool, device=like_BT.device)
     for minibatch in _of_policy(minibatches):
-        for rows, logprobs_bT, _ in minibatch.passes:
+        for rows, logprobs_bT, *_ in minibatch.passes:
             # Rows are dealt out on the CPU: such indices read a GPU's tensors, and are not read by them.
             new_b = ~passed_B[rows.to(passed_B.device)]
             first_BT[rows.to(passed_B.device)[new_b], : logprobs_bT.shape[1]] = logprobs_bT[new_b]
@@ -120,6 +127,7 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
         "grad_norm": sum(policy) / max(1, len(policy)),
         "steps": float(len(policy)),
         "bad_steps": float(sum(_is_bad(minibatch) for minibatch in minibatches)),
+        "empty_steps": float(sum(minibatch.is_empty for minibatch in minibatches)),
         "stopped_early": float(any(minibatch.stopped_early for minibatch in minibatches)),
         **own,
     }
@@ -134,7 +142,7 @@ def _last_ratios(
     for minibatch in _of_policy(minibatches):
         everyones = minibatch.rows.to(passed_B.device)
         passed_B[everyones], ratio_BT[everyones] = True, 0.0
-        for rows, _, ratio_bT in minibatch.passes:
+        for rows, _, ratio_bT, *_ in minibatch.passes:
             ratio_BT[rows.to(passed_B.device), : ratio_bT.shape[1]] = ratio_bT
     dist.all_reduce(ratio_BT, group=group)
     return ratio_BT, trained_BT & passed_B[:, None]

@@ -3,7 +3,7 @@
 B trajectories, T completion tokens (padded). The learner calls what these builders return and never asks for a kind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from streamppo.algorithms import (
     advantages,
-    corrections,
+    filters,
     groups,
     own_advantage,
     own_loss,
@@ -23,22 +23,21 @@ from streamppo.algorithms import (
     vtrace,
 )
 from streamppo.algorithms.advantages import Estimate
-from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.config import algorithm as choices
 from streamppo.config import policy_loss as losses
+from streamppo.config.correction import FilterTruncated
 from streamppo.config.sections import Config
-from streamppo.errors import TaskError
-from streamppo.learner import exploration
+from streamppo.learner import correction, exploration, own
 from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.correction import Correct, Filter
 from streamppo.learner.exploration import Exploration
 from streamppo.learner.policy import Part, Scored
-from streamppo.tasks import plugins
 
 Advantages: TypeAlias = Callable[[PaddedBatch, Scored, Tensor], Estimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
-Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Correction]
-"""(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, trained_BT) -> weights and kept tokens."""
+Trained: TypeAlias = Callable[[PaddedBatch], Tensor]
+"""batch -> [B, T] tokens that are for the loss: young enough, of a group that teaches, of no filtered completion."""
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
 
@@ -61,10 +60,14 @@ class Objective(NamedTuple):
     `scored` is the part that must be known of the whole batch before its first step. `anchor` makes the proximal
     log-probs of a micro-batch in passing; without it they are those of `scored`. If that leaves the policy out, the
     policy passes over the batch only to learn from it. `one_step` says that it makes a single step of a batch.
+    `rules` are the metrics of all that leaves tokens out of its loss: the correction's, and those of `filters`.
     """
 
     advantages: Advantages
+    trained: Trained
     correct: Correct
+    filters: Mapping[str, Filter]
+    rules: Sequence[str]
     policy_loss: PolicyLoss
     exploration: Exploration | None
     anchor: Anchor | None
@@ -103,7 +106,10 @@ def build(config: Config) -> Objective:
         scored = "both" if choice.has_critic else "policy"
     return Objective(
         advantages=partial(_whitened, _advantages(choice.advantage), choice.whiten, choice.has_critic),
-        correct=_correct(choice),
+        trained=partial(_trained, choice),
+        correct=correction.build(choice.correction),
+        filters=correction.filters_of(choice.filters),
+        rules=correction.metrics(choice.correction, choice.filters),
         policy_loss=_policy_loss(choice),
         exploration=exploration.build(choice.exploration, config.seed),
         anchor=anchor,
@@ -181,7 +187,9 @@ def _advantages(choice: choices.Advantage) -> Advantages:
                 groups.reinforce_plus_plus_baseline(_scores(batch, rewards_BT), batch.prompt_B, batch.mask_BT)
             )
         case choices.OwnAdvantage(function=name):
-            return partial(_own_advantage, _own(name, "algorithm.advantage.function", own_advantage.try_own_advantage))
+            return partial(
+                _own_advantage, own.tried(name, "algorithm.advantage.function", own_advantage.try_own_advantage)
+            )
 
 
 def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
@@ -239,31 +247,16 @@ def _scores(batch: PaddedBatch, rewards_BT: Tensor) -> Tensor:
     return rewards_BT.masked_fill(~batch.mask_BT, 0.0).sum(-1)
 
 
-# --- corrections and losses ----------------------------------------------------------------------------------
+# --- tokens and losses ---------------------------------------------------------------------------------------
 
 
-def _correct(config: choices.Algorithm) -> Correct:
-    weights = corrections.importance_weights
-    match config.correction:
-        case choices.NoCorrection():
-            return _of_responses(partial(weights, level="token", mode="off"))
-        case choices.Truncate(level=level, cap=cap):
-            return _of_responses(partial(weights, level=level, mode="truncate", cap=cap))
-        case choices.Mask(level=level, band=(lo, hi)):
-            return _of_responses(partial(weights, level=level, mode="mask", lo=lo, hi=hi))
-        case choices.TruncateAndMask(level=level, cap=cap, band=(lo, hi)):
-            return _of_responses(partial(corrections.truncate_and_mask, mask_level=level, cap=cap, lo=lo, hi=hi))
-        case choices.SecondMoment(threshold=threshold):
-            # A bound on the tokens of the loss: any others, of small log-ratios, would loosen it.
-            mask = corrections.second_moment_mask
-            return lambda proximal_BT, behavior_BT, _, trained_BT: mask(
-                proximal_BT, behavior_BT, trained_BT, threshold=threshold
-            )
-
-
-def _of_responses(correct: Callable[[Tensor, Tensor, Tensor], Correction]) -> Correct:
-    """A correction whose ratio of a response is over all of its tokens, too old ones as well."""
-    return lambda proximal_BT, behavior_BT, mask_BT, _: correct(proximal_BT, behavior_BT, mask_BT)
+def _trained(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
+    trained_BT = batch.fresh_BT
+    if config.zero_variance == "mask":
+        trained_BT = trained_BT & ~groups.zero_variance(batch.reward_B, batch.prompt_B)[:, None]
+    if any(isinstance(choice, FilterTruncated) for choice in config.filters):
+        trained_BT = trained_BT & ~filters.truncated(batch.truncated_B, batch.mask_BT)
+    return trained_BT
 
 
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
@@ -287,7 +280,7 @@ def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
         case losses.Sapo(tau=(positive, negative)):
             return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)
         case losses.OwnLoss(function=name):
-            function = _own(name, "algorithm.policy_loss.function", own_loss.try_own_loss)
+            function = own.tried(name, "algorithm.policy_loss.function", own_loss.try_own_loss)
             return partial(own_loss.own_loss, function=function)
 
 
@@ -302,16 +295,3 @@ def _sequence_loss(choice: losses.SequenceLoss) -> PolicyLoss:
             return partial(sequence_losses.vespo, positive=positive, negative=negative)
         case losses.SequenceClip(range=(low, high)):
             return partial(policy_losses.sequence_clipped, clip_low=low, clip_high=high)
-
-
-def _own(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
-    """Import a user's function and try it. Raises `TaskError` for one that cannot teach."""
-    function = plugins.load(name, field)
-    if not callable(function):
-        raise TaskError(f"{field} {name!r} is not a function")
-    try:
-        try_it(function)
-    # Other people's code raises anything.
-    except Exception as error:
-        raise TaskError(f"{field} {name!r}: {type(error).__name__}: {error}") from error
-    return function

@@ -5,6 +5,7 @@ split over ranks and micro-batches; everything between them (advantages, whiteni
 computed on every rank from the whole gathered [B, T] batch, so no function of `algorithms` knows that there are ranks.
 """
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -18,18 +19,20 @@ from streamppo.algorithms.aggregate import Denominators, denominators
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.diagnostics import update_statistics_of
 from streamppo.algorithms.exploration import Bonus, next_bonus
-from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, kl_reward, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import attention
 from streamppo.learner.batch import PaddedBatch, micro_batches, row_order
+from streamppo.learner.left_out import left_out_shares
 from streamppo.learner.loss import Loss, Share, Targets
-from streamppo.learner.metrics import Minibatch, Sums, batch_metrics, first_logprobs, step_metrics
+from streamppo.learner.metrics import Minibatch, PolicyPass, Sums, batch_metrics, first_logprobs, step_metrics
 from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
+
+log = logging.getLogger(__name__)
 
 
 class Updated(NamedTuple):
@@ -120,6 +123,7 @@ class Updater:
                     (share.loss * self.ranks).backward()
                     shares.append(share._replace(loss=share.loss.detach()))
                 minibatches.append(self._step(epoch, batch.version, rows, shares))
+        self._tell_of_empty_steps(batch.version, minibatches)
         return Updated(objective, batch, targets, minibatches, start, scored)
 
     def metrics(self, updated: Updated) -> dict[str, float]:
@@ -140,6 +144,7 @@ class Updater:
         return {
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT),
             **steps,
+            **left_out_shares(self.objective.rules, minibatches, batch.mask_BT, self.group),
             **self._kl_metrics(batch, targets, scored, passed_B),
             **self._exploration_metrics(batch.version, targets, steps["entropy"]),
             "lr": self.optimizer.param_groups[0]["lr"],
@@ -208,18 +213,17 @@ class Updater:
     def _targets(
         self, objective: Objective, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None
     ) -> Targets:
-        config, mask_BT = self.config.algorithm, batch.mask_BT
+        mask_BT = batch.mask_BT
         check_any(mask_BT)
         check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
         check_finite(mask_BT, rewards=batch.rewards_BT, values=scored.values_BT)
         check_finite(torch.ones_like(batch.truncated_B), bootstrap=scored.bootstrap_B)
-        trained_BT = batch.fresh_BT
-        if config.zero_variance == "mask":
-            trained_BT = trained_BT & ~zero_variance(batch.reward_B, batch.prompt_B)[:, None]
+        trained_BT = objective.trained(batch)
         estimate = objective.advantages(batch, scored, self._rewards(batch, scored, reference_BT))
         correction = None
         if objective.anchor is None:
-            correction = objective.correct(scored.logprobs_BT, batch.behavior_logprobs_BT, mask_BT, trained_BT)
+            columns = scored.logprobs_BT, batch.behavior_logprobs_BT, batch.lag_BT, mask_BT, trained_BT
+            correction = objective.correct(*columns)
         chosen_BT = None
         if objective.exploration is not None:
             chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
@@ -272,6 +276,8 @@ class Updater:
         for share in shares[1:]:
             sums = sums.plus(share.sums)
         passes = [share.policy_pass for share in shares if share.policy_pass is not None]
+        if not self._has_tokens(sums, passes):
+            return Minibatch(epoch.part, rows, sums, passes, None, stopped_early=False, is_empty=True)
         target_kl = self.config.algorithm.target_kl
         moved = self._moved(sums) if target_kl and epoch.part != "critic" else 0.0
         if not math.isfinite(moved):
@@ -279,6 +285,22 @@ class Updater:
         too_far = stop_early(moved, target_kl or None)
         norm = None if too_far else self._optimize(epoch, version)
         return Minibatch(epoch.part, rows, sums, passes, norm, too_far)
+
+    def _has_tokens(self, sums: Sums, passes: Sequence[PolicyPass]) -> bool:
+        """True if a token of a minibatch has a weight in the policy's loss, or is for the critic's. A collective."""
+        tokens = sums.values_2[:1] + sum(one.kept for one in passes)
+        dist.all_reduce(tokens, group=self.group)
+        return bool(tokens.item())
+
+    def _tell_of_empty_steps(self, version: int, minibatches: Sequence[Minibatch]) -> None:
+        if self.rank == 0 and (empty := sum(minibatch.is_empty for minibatch in minibatches)):
+            log.warning(
+                "batch %d: %d of %d optimizer steps were left out: no token of theirs was left to learn from "
+                "(tokens_too_old, equal_groups, filtered_* and rejected_* in metrics.jsonl say why)",
+                version,
+                empty,
+                len(minibatches),
+            )
 
     def _moved(self, sums: Sums) -> float:
         """KL(proximal || current) of a minibatch, k3 per trained token over all ranks. A collective."""

@@ -87,6 +87,18 @@ def test_an_advantage_of_the_user_trains_a_run(tmp_path: Path) -> None:
     assert all(line["value_loss"] == 0.0 for line in found), "it has no critic"
 
 
+def test_a_correction_of_the_user_trains_a_run_and_is_replayed(tmp_path: Path) -> None:
+    own = "algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"
+    filters = "algorithm.filters=[{kind='truncated'}, {kind='off_policy_negative', delta=0.01}]"
+    sizes = (*SHORT, "queue.batch_size=64", "learner.minibatches=4", "rollout.max_tokens=3")
+    python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, filters, *sizes)
+    found = updates(tmp_path / "math")
+    assert [line["steps"] + line["empty_steps"] for line in found] == [4.0, 4.0, 4.0]
+    assert all(line["rejected_function"] == 0.0 for line in found), "none of its weights is 0"
+    assert all(line["filtered_truncated_responses"] == line["truncated"] > 0.0 for line in found)
+    assert "bit for bit" in python("-m", "streamppo", "replay", str(tmp_path / "math"))
+
+
 def test_a_run_from_python_shows_its_metrics_and_its_archive(tmp_path: Path) -> None:
     shown = python("examples/first_run.py", "2", str(tmp_path))
     assert "'update': 2," in shown

@@ -3,7 +3,7 @@
 import os
 
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.algorithm import NoCorrection, Truncate
+from streamppo.config.correction import NoCorrection, Truncate
 from streamppo.config.policy_loss import Cispo, Clip, Gmpo, Gspo, ImportanceWeighted, OwnLoss, Reinforce, SequenceClip
 from streamppo.config.sections import LOCAL, Config
 from streamppo.tasks.task import Task

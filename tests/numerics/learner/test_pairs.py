@@ -28,15 +28,23 @@ Choices = Mapping[str, str]
 """By its field, the word that is chosen for it."""
 
 
+def word_of(override: str) -> str:
+    """The kind or the word that an override chooses; of a list of kinds all of them, or "none"."""
+    value = override.partition("=")[2]
+    kinds = re.findall(r"kind='(\w+)'", value)
+    if value.startswith("["):
+        return "_and_".join(kinds) or "none"
+    return kinds[0] if kinds else value
+
+
 def fields() -> dict[str, dict[str, list[str]]]:
     """By the words that can be chosen for each field, the overrides that choose them."""
     kinds = {
-        field: {re.findall(r"kind='(\w+)'|=([\w-]+)$", override)[0]: [override] for override in overrides}
-        for field, overrides in draw.choices().items()
+        field: {word_of(override): [override] for override in overrides} for field, overrides in draw.choices().items()
     }
     loss, reward = "algorithm.kl.loss_beta=0.1", "algorithm.kl.reward_beta=0.1"
     return {
-        **{field: {"".join(word): override for word, override in words.items()} for field, words in kinds.items()},
+        **kinds,
         "kl": {
             "none": [],
             "loss": [loss],
@@ -53,7 +61,13 @@ def fields() -> dict[str, dict[str, list[str]]]:
 
 
 FIELDS = fields()
-PLAIN = {"zero_variance": "keep", "proximal": "recompute", "aggregation": "token-mean", "policy_loss": "clip"} | {
+PLAIN = {
+    "zero_variance": "keep",
+    "filters": "none",
+    "proximal": "recompute",
+    "aggregation": "token-mean",
+    "policy_loss": "clip",
+} | {
     "kl": "none",
     "whiten": "auto",
     "target_kl": "off",

@@ -44,6 +44,7 @@ def test_the_micro_batch_budget_changes_nothing(folder: Path, aggregation: str) 
 
 
 ADVANTAGES = ["vtrace", "sequence", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+FILTERS = "algorithm.filters=[{kind='truncated'}, {kind='off_policy_negative', delta=0.1}]"
 LOSSES = [
     "cispo",
     "gspo",
@@ -63,7 +64,14 @@ CHOICES = [
     [f"algorithm.advantage={{kind='function', function='{REPOSITORY}/examples/own_advantage.py:advantage'}}"],
     ["algorithm.correction.kind=off"],
     ["algorithm.correction.kind=mask", "algorithm.correction.band=[0.1, 5.0]"],
-    ["algorithm.correction={kind='truncate_and_mask', band=[0.1, 9.0]}"],
+    ["algorithm.correction={kind='truncate', floor=0.5, reject=[{kind='geometric', band=[0.1, 9.0]}]}"],
+    [
+        "algorithm.correction={kind='reject', reject=[{kind='token', band=[0.1, 9.0]}, "
+        "{kind='sequence', band=[0.001, 99.0]}, {kind='outlier', band=[0.001, 99.0]}, {kind='k3', at_most=5.0}]}"
+    ],
+    ["algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"],
+    [FILTERS],
+    [FILTERS, "algorithm.advantage.kind=rloo", "algorithm.proximal=loglinear"],
     ["algorithm.correction.kind=second_moment", "algorithm.correction.threshold=0.5"],
     ["algorithm.correction.level=sequence"],
     ["algorithm.aggregation=constant"],
@@ -326,6 +334,7 @@ def test_without_a_critic_an_update_tells_of_none(folder: Path) -> None:
 
 LOGLINEAR = ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"]
 BEHAVIOR = ["algorithm.proximal=behavior", "algorithm.correction.kind=off", "algorithm.advantage.kind=rloo"]
+REJECT = "algorithm.correction={kind='reject', reject=[{kind='geometric', band=[0.3, 3.0]}, {kind='k3', at_most=2.0}]}"
 RANKED = [
     [],
     # Two trajectories in a minibatch: one rank has none.
@@ -335,6 +344,9 @@ RANKED = [
     ["learner.epochs=2", "learner.minibatches=2", "learner.lr=1e-5"],
     [*LOGLINEAR, "learner.epochs=2", "learner.minibatches=2", "learner.lr=1e-5", "algorithm.kl.loss_beta=0.1"],
     [*BEHAVIOR, "learner.minibatches=6", "algorithm.kl.loss_beta=0.1"],
+    # Both ranks count what the filters and the rules leave out, and agree on steps of which nothing is left.
+    [FILTERS, REJECT, "algorithm.advantage.kind=rloo", "learner.epochs=2", "learner.minibatches=6", "learner.lr=1e-5"],
+    ["algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"],
 ]
 
 

@@ -25,6 +25,8 @@ def paths(node: inspect.Type, at: str) -> Iterator[str]:
                 yield from paths(option, at)
         case inspect.DictType(value_type=inspect.StructType() | inspect.UnionType() as value):
             yield from paths(value, f"{at}.NAME")
+        case inspect.VarTupleType(item_type=inspect.StructType() | inspect.UnionType() as item):
+            yield from paths(item, f"{at}[]")
         case inspect.NoneType():
             return
         case _:

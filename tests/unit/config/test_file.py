@@ -13,7 +13,8 @@ import pytest
 from conftest import MATH, REPOSITORY
 
 from streamppo.config import file as configfile
-from streamppo.config.algorithm import Algorithm, Clip, NoCorrection, Truncate
+from streamppo.config.algorithm import Algorithm, Clip
+from streamppo.config.correction import FilterOffPolicyNegative, FilterTruncated, NoCorrection, RejectK3, Truncate
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
@@ -25,6 +26,7 @@ TWO_SERVERS = "rollout.engine.urls=['http://localhost:1', 'http://localhost:2']"
 SERVER = ("rollout.engine.kind=sglang", "rollout.engine.urls=['http://localhost:1']")
 LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
 BEHAVIOR = ("algorithm.proximal=behavior", "algorithm.correction.kind=off")
+REJECT = "algorithm.correction={kind='truncate', reject=["
 
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
@@ -149,7 +151,11 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
             ["algorithm.correction.kind=mask", "algorithm.correction.band=[6, 5]"],
             "band must rise: 6.0 is not below 5.0",
         ),
-        (["algorithm.correction={kind='truncate_and_mask', band=[2.0, 1.0]}"], "band must rise: 2.0 is not below 1.0"),
+        ([f"{REJECT}{{kind='geometric', band=[2.0, 1.0]}}]}}"], r"reject\[0\]: band must rise: 2.0 is not below 1.0"),
+        ([f"{REJECT}{{kind='k3', at_most=1}}, {{kind='k3', at_most=2}}]}}"], "reject has the kind 'k3' 2 times"),
+        (["algorithm.correction={kind='reject', reject=[]}"], "reject names no rule: choose kind = 'off'"),
+        (["algorithm.correction={kind='truncate', cap=1, floor=1}"], r"floor \(1\) must be below cap \(1\)"),
+        (["algorithm.filters=[{kind='truncated'}, {kind='truncated'}]"], "filters has the kind 'truncated' 2 times"),
         (["algorithm.policy_loss.dual=0.5"], r"dual \(0.5\) must be above 1"),
         (
             ["algorithm.advantage.kind=vtrace", "algorithm.advantage.clip=[1, 0.5]"],
@@ -158,6 +164,10 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([*LOGLINEAR], "by the value head"),
         ([*LOGLINEAR, OWN_CRITIC, "algorithm.advantage.kind=vtrace"], "by V-trace"),
         ([*LOGLINEAR, RLOO, "algorithm.correction.kind=second_moment"], "by the second-moment correction"),
+        (
+            [*LOGLINEAR, RLOO, "algorithm.correction={kind='function', function='a:b'}"],
+            "by the correction of your own",
+        ),
         ([*LOGLINEAR, RLOO, "algorithm.kl.reward_beta=0.1"], "by the KL in the reward"),
         ([*LOGLINEAR, RLOO, "algorithm.target_kl=0.01"], r"target_kl \(0.01\).* bound the lag, and not the movement"),
         (
@@ -180,7 +190,7 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
             "'k1' in the loss has a gradient that is 0 on average",
         ),
         (["algorithm.correction={kind='mask', band=[1.5, 5.0]}"], r"band \(1.5, 5.0\) must hold 1"),
-        (["algorithm.correction={kind='truncate_and_mask', band=[0.5, 0.9]}"], r"band \(0.5, 0.9\) must hold 1"),
+        ([f"{REJECT}{{kind='outlier', band=[0.5, 0.9]}}]}}"], r"band \(0.5, 0.9\) must hold 1"),
         (["algorithm.proximal=behavior"], r"correction 'truncate' is of proximal / behavior, which is 1"),
         ([*BEHAVIOR, "algorithm.policy_loss.kind=reinforce"], "'reinforce' has no ratio"),
         ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(2\) that counts the age of the data"),
@@ -216,6 +226,8 @@ def test_the_benchmark_of_the_algorithms_leaves_no_kind_out(monkeypatch: pytest.
     for field in ("policy_loss", "correction", "advantage", "exploration"):
         assert {type(getattr(run, field)) for run in runs} == set(get_args(kinds[field])), field
     assert {run.proximal for run in runs} == set(get_args(kinds["proximal"]))
+    (filters, _) = get_args(kinds["filters"])
+    assert {type(one) for run in runs for one in run.filters} == set(get_args(filters))
 
 
 def test_every_snippet_of_the_documentation_is_taken() -> None:
@@ -225,18 +237,64 @@ def test_every_snippet_of_the_documentation_is_taken() -> None:
     for line in (REPOSITORY / "docs" / "algorithms.md").read_text().splitlines():
         head = re.match(r"\| `(algorithm\.\w+) =` \|", line)
         field = head[1] if head else field if line.startswith("|") else None
-        row = re.match(r"\| `(?:(learner|model) = )?([{\"][^`]+)`", line)
+        row = re.match(r"\| `(?:(learner|model) = )?([\[{\"][^`]+)`", line)
         if head or not row or not (where := row[1] or field):
             continue
         written = row[2].replace("...", 'kind = "truncate"')
         value = tomllib.loads(f"x = {written}")["x"]
-        overrides = [f"{where}={value}"]
+        overrides = [f"{where}={written}"]
         if isinstance(value, dict):
-            overrides = [f"{where}.{name}={str(part).lower()}" for name, part in value.items()]
+            overrides = [f"{where}.{name}={_toml(part)}" for name, part in value.items()]
         without = ["algorithm.correction.kind=off"] * (value == "behavior")
         configfile.load(MATH, overrides + without + several_steps * ("loglinear" in line or '"kl_cov"' in row[2]))
         taken += 1
     assert taken > 40
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+LISTS = """
+[algorithm.correction]
+kind = "truncate"
+reject = [
+  { kind = "outlier", band = [0.01, 100.0] },
+  { kind = "k3", at_mosst = 0.01 },
+]
+[[algorithm.filters]]
+kind = "truncated"
+[[algorithm.filters]]
+kind = "off_policy_negative"
+delta = 0.1
+"""
+
+
+def test_a_list_of_kinds_is_read_and_a_mistake_in_it_stands_at_the_list(tmp_path: Path) -> None:
+    correction = next(text for text in MATH.read_text().splitlines() if text.startswith("correction ="))
+    path = edited(tmp_path, correction, "")
+    path.write_text(path.read_text() + LISTS.replace("at_mosst", "at_most"))
+    read = configfile.load(path).algorithm
+    assert isinstance(read.correction, Truncate) and read.correction.reject[1] == RejectK3(at_most=0.01)
+    assert read.filters == (FilterTruncated(), FilterOffPolicyNegative(delta=0.1))
+    path.write_text(path.read_text().replace("at_most", "at_mosst").replace("delta = 0.1", "delta = -1"))
+    lines = path.read_text().splitlines()
+    reject, filters = lines.index("reject = [") + 1, lines.index("[[algorithm.filters]]") + 1
+    with pytest.raises(ConfigError) as refused:
+        configfile.load(path)
+    assert str(refused.value).splitlines() == [
+        f"{path}:{reject}: algorithm.correction.reject[1].at_mosst: unknown field 'at_mosst': did you mean 'at_most'?",
+        f"{path}:{reject}: algorithm.correction.reject[1]: missing required field `at_most`",
+        f"{path}:{filters}: algorithm.filters[1].delta: must be a number above 0, not -1",
+    ]
+    with pytest.raises(ConfigError, match=r"override algorithm\.filters: must be a list, each of it a table, not 3"):
+        configfile.load(MATH, ["algorithm.filters=3"])
+    with pytest.raises(ConfigError, match=r"override algorithm.filters\[0\].kind: unknown kind \"truncatd\""):
+        configfile.load(MATH, ["algorithm.filters=[{kind='truncatd'}]"])
 
 
 def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import pytest
 from conftest import MATH
 
 from streamppo.config import file as configfile
+from streamppo.config.algorithm import OwnLoss
+from streamppo.config.correction import OwnCorrection
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 
@@ -53,6 +55,16 @@ def test_a_path_of_the_file_is_beside_it_and_one_of_an_override_here(project: Pa
     for of, name in ((config.reward, "score"), (config.algorithm, "advantage"), (config.algorithm, "loss")):
         assert f"'{project / 'mine.py'}:{name}'" in str(of)
     assert data(configfile.load(project / "own.toml", ["task.data=rows.jsonl"])) == str(Path("rows.jsonl").absolute())
+
+
+def test_functions_of_the_mathematics_are_found_beside_the_file_too(project: Path) -> None:
+    text = (project / "own.toml").read_text()
+    correction = next(line for line in text.splitlines() if line.startswith("correction ="))
+    own = 'correction = { kind = "function", function = "mine.py:weights" }'
+    (project / "own.toml").write_text(text.replace(correction, own))
+    found = configfile.load(project / "own.toml", ["algorithm.policy_loss={kind='function', function='no.such:loss'}"])
+    assert found.algorithm.correction == OwnCorrection(function=f"{project / 'mine.py'}:weights")
+    assert found.algorithm.policy_loss == OwnLoss(function="no.such:loss")
 
 
 def test_a_run_keeps_its_paths_wherever_it_is_resumed_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from streamppo.config.task import Task
 
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))
 REQUIRED = {
-    "truncate_and_mask": "band=[0.5, 2.0]",
+    "reject": "reject=[{kind='geometric', band=[0.5, 2.0]}, {kind='k3', at_most=0.1}]",
     "data": "data='x.jsonl'",
     "reasoning_gym": "dataset='chain_sum'",
     "verifiers": "environment='wordle'",

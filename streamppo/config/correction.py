@@ -1,0 +1,153 @@
+"""The choices of `[algorithm]` about tokens that weigh less, or leave the loss: corrections, rejections, filters.
+
+Equations are in docs/algorithms.md.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
+
+from streamppo.config.base import Kind, NonNegative, PositiveFloat
+
+
+class Banded(Kind, frozen=True):
+    """Rules that keep what has a ratio proximal / behavior in a band."""
+
+    band: tuple[NonNegative, PositiveFloat]
+    """The smallest and the largest ratio that are kept."""
+
+    def contradictions(self) -> Iterator[str]:
+        """A band has two ends, and nothing that is new lies outside."""
+        yield from _band_mistakes(self.band)
+
+
+class RejectToken(Banded, frozen=True, tag="token"):
+    """Leave out tokens whose ratio is outside of the band."""
+
+
+class RejectSequence(Banded, frozen=True, tag="sequence"):
+    """Leave out responses whose product of ratios is outside of the band."""
+
+
+class RejectGeometric(Banded, frozen=True, tag="geometric"):
+    """Leave out responses whose geometric mean of ratios is outside of the band."""
+
+
+class RejectOutlier(Banded, frozen=True, tag="outlier"):
+    """Leave out responses with a token whose ratio is outside of the band."""
+
+
+class RejectK3(Kind, frozen=True, tag="k3"):
+    """Leave out responses whose mean k3 estimate of KL(behavior || proximal) is large."""
+
+    at_most: PositiveFloat
+    """The largest mean, in nats per token, that is kept."""
+
+
+Rejection: TypeAlias = RejectToken | RejectSequence | RejectGeometric | RejectOutlier | RejectK3
+
+
+class NoCorrection(Kind, frozen=True, tag="off"):
+    """No weight for off-policy data: a biased gradient when lag > 0."""
+
+
+class Reject(Kind, frozen=True, tag="reject"):
+    """Weight 1 for all that the rules keep, 0 for the rest."""
+
+    reject: tuple[Rejection, ...]
+    """Rules, each of a kind of its own: tokens and responses that one of them rejects are left out."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Without a rule it would be "off"."""
+        yield from _repeated(self.reject, "reject")
+        if not self.reject:
+            yield "reject names no rule: choose kind = 'off' for a weight of 1 everywhere"
+
+
+class Weighted(Kind, frozen=True):
+    """Corrections by one ratio for each token, each response, or its geometric mean."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """The ratio is that of a token, of the whole response, or the geometric mean over it."""
+    reject: tuple[Rejection, ...] = ()
+    """Rules beside the weight, each of a kind of its own: what one of them rejects is left out."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Two rules of one kind are one rule."""
+        yield from _repeated(self.reject, "reject")
+
+
+class Truncate(Weighted, frozen=True, tag="truncate"):
+    """min(proximal / behavior, cap): decoupled PPO (arXiv:2505.24298), TIS; with `reject` MIS."""
+
+    cap: PositiveFloat = 2.0
+    """The largest weight."""
+    floor: NonNegative = 0.0
+    """The smallest weight."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Weights lie between two bounds."""
+        yield from super().contradictions()
+        if not self.floor < self.cap:
+            yield f"floor ({self.floor:g}) must be below cap ({self.cap:g})"
+
+
+class Mask(Weighted, frozen=True, tag="mask"):
+    """proximal / behavior where it lies in the band, 0 elsewhere (IcePop, arXiv:2510.18855)."""
+
+    band: tuple[NonNegative, PositiveFloat] = (0.5, 5.0)
+    """The smallest and the largest ratio that are kept."""
+
+    def contradictions(self) -> Iterator[str]:
+        """A band has two ends, and nothing that is new lies outside."""
+        yield from super().contradictions()
+        yield from _band_mistakes(self.band)
+
+
+class SecondMoment(Kind, frozen=True, tag="second_moment"):
+    """M2PO (arXiv:2510.01161): drop the largest log-ratios until their second moment is small."""
+
+    threshold: PositiveFloat = 0.04
+    """The second moment that is left."""
+
+
+class OwnCorrection(Kind, frozen=True, tag="function"):
+    """A correction of your own, tried on a made-up batch before the first update."""
+
+    function: str
+    """`package.module:name` or `path/file.py:name` of a function: `CorrectionInputs` -> one weight for each token."""
+
+
+Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | SecondMoment | OwnCorrection
+
+
+class FilterTruncated(Kind, frozen=True, tag="truncated"):
+    """Completions that were cut off teach neither policy nor critic: overlong filtering (DAPO, arXiv:2503.14476)."""
+
+
+class FilterOffPolicyNegative(Kind, frozen=True, tag="off_policy_negative"):
+    """Responses of negative advantage that have drifted: off-policy sequence masking (arXiv:2512.02556)."""
+
+    delta: PositiveFloat
+    """The largest mean log(behavior / current) of a response, in nats per token, that is kept."""
+
+
+Filter: TypeAlias = FilterTruncated | FilterOffPolicyNegative
+
+
+def repeated_filters(filters: Sequence[Filter]) -> Iterator[str]:
+    """A sentence for every kind of filter that is there twice."""
+    yield from _repeated(filters, "filters")
+
+
+def _repeated(kinds: Sequence[Kind], field: str) -> Iterator[str]:
+    tags = [str(kind.__struct_config__.tag) for kind in kinds]
+    for tag in dict.fromkeys(tags):
+        if tags.count(tag) > 1:
+            yield f"{field} has the kind {tag!r} {tags.count(tag)} times: one is all it takes"
+
+
+def _band_mistakes(band: tuple[float, float]) -> Iterator[str]:
+    if not band[0] < band[1]:
+        yield f"band must rise: {band[0]} is not below {band[1]}"
+    elif not band[0] <= 1 <= band[1]:
+        yield f"band {band} must hold 1: it is the ratio of tokens of the learner's own version"

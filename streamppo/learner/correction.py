@@ -1,0 +1,107 @@
+"""From the configuration's correction and filters to the functions of `algorithms`, and to the names of their metrics.
+
+B trajectories, T completion tokens (padded).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from torch import Tensor
+
+from streamppo.algorithms import corrections, filters, own_correction, rejections
+from streamppo.algorithms.corrections import Correction
+from streamppo.config import correction as drops
+from streamppo.learner import own
+
+Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Correction]
+"""(proximal_logprobs_BT, behavior_logprobs_BT, lag_BT, mask_BT, trained_BT) -> weights, kept and dropped tokens."""
+Filter: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(truncated_B, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> [B, T] tokens that leave the loss."""
+
+
+def rejected(name: str) -> str:
+    """The metric of a rule of the correction."""
+    return f"rejected_{name}"
+
+
+def filtered(name: str) -> str:
+    """The metric of a filter."""
+    return f"filtered_{name}"
+
+
+def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[str]:
+    """The metrics of all that leaves tokens out of the policy's loss."""
+    beside = choice.reject if isinstance(choice, drops.Reject | drops.Weighted) else ()
+    itself = isinstance(choice, drops.Mask | drops.SecondMoment | drops.OwnCorrection)
+    dropping = [rejected(str(one.__struct_config__.tag)) for one in (choice,) * itself + beside]
+    return dropping + [filtered(str(one.__struct_config__.tag)) for one in chosen]
+
+
+def build(choice: drops.Correction) -> Correct:
+    """The function that `choice` stands for."""
+    weights = corrections.importance_weights
+    match choice:
+        case drops.NoCorrection():
+            return _of_responses(partial(weights, level="token", mode="off"))
+        case drops.Reject(reject=rules):
+            return _of_responses(partial(weights, level="token", mode="off"), rules)
+        case drops.Truncate(level=level, cap=cap, floor=floor, reject=rules):
+            return _of_responses(partial(weights, level=level, mode="truncate", cap=cap, floor=floor), rules)
+        case drops.Mask(level=level, band=(lo, hi), reject=rules):
+            return _of_responses(partial(weights, level=level, mode="mask", lo=lo, hi=hi), rules)
+        case drops.SecondMoment(threshold=threshold):
+            # A bound on the tokens of the loss: any others, of small log-ratios, would loosen it.
+            mask = corrections.second_moment_mask
+            return lambda proximal_BT, behavior_BT, _lag, _mask, trained_BT: mask(
+                proximal_BT, behavior_BT, trained_BT, threshold=threshold
+            )
+        case drops.OwnCorrection(function=name):
+            function = own.tried(name, "algorithm.correction.function", own_correction.try_own_correction)
+            return partial(own_correction.own_correction, function=function)
+
+
+def _of_responses(
+    weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[drops.Rejection] = ()
+) -> Correct:
+    """A correction whose ratio of a response is over all of its tokens, too old ones as well; and rules beside it."""
+    rules_N = [_rule(rule) for rule in rules]
+
+    def correct(
+        proximal_BT: Tensor, behavior_BT: Tensor, _lag: Tensor, mask_BT: Tensor, _trained: Tensor
+    ) -> Correction:
+        columns = proximal_BT, behavior_BT, mask_BT
+        return rejections.rejecting(weigh(*columns), *columns, rules_N)
+
+    return correct
+
+
+def _rule(choice: drops.Rejection) -> rejections.Rule:
+    name = str(choice.__struct_config__.tag)
+    match choice:
+        case drops.RejectToken(band=(lo, hi)):
+            return rejections.Rule(name, partial(rejections.token_in_band, lo=lo, hi=hi))
+        case drops.RejectSequence(band=(lo, hi)):
+            return rejections.Rule(name, partial(rejections.sequence_in_band, lo=lo, hi=hi))
+        case drops.RejectGeometric(band=(lo, hi)):
+            return rejections.Rule(name, partial(rejections.geometric_in_band, lo=lo, hi=hi))
+        case drops.RejectOutlier(band=(lo, hi)):
+            return rejections.Rule(name, partial(rejections.outlier_free, lo=lo, hi=hi))
+        case drops.RejectK3(at_most=at_most):
+            return rejections.Rule(name, partial(rejections.mean_k3, at_most=at_most))
+
+
+def filters_of(choices: Sequence[drops.Filter]) -> dict[str, Filter]:
+    """The filters by their kinds."""
+    return {str(choice.__struct_config__.tag): _filter(choice) for choice in choices}
+
+
+def _filter(choice: drops.Filter) -> Filter:
+    match choice:
+        case drops.FilterTruncated():
+            return lambda truncated_B, _logprobs, _behavior, _advantages, mask_BT: filters.truncated(
+                truncated_B, mask_BT
+            )
+        case drops.FilterOffPolicyNegative(delta=delta):
+            negative = partial(filters.off_policy_negative, delta=delta)
+            return lambda _truncated, *columns: negative(*columns)

@@ -1,0 +1,19 @@
+"""Functions that users bring to the mathematics of an update, by name."""
+
+from collections.abc import Callable
+
+from streamppo.errors import TaskError
+from streamppo.tasks import plugins
+
+
+def tried(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
+    """Import a user's function and try it. Raises `TaskError` for one that cannot teach."""
+    function = plugins.load(name, field)
+    if not callable(function):
+        raise TaskError(f"{field} {name!r} is not a function")
+    try:
+        try_it(function)
+    # Other people's code raises anything.
+    except Exception as error:
+        raise TaskError(f"{field} {name!r}: {type(error).__name__}: {error}") from error
+    return function
