@@ -218,6 +218,12 @@ def test_the_benchmark_of_the_algorithms_leaves_no_kind_out(monkeypatch: pytest.
     assert {run.proximal for run in runs} == set(get_args(kinds["proximal"]))
 
 
+def _written(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_written(part)}" for name, part in value.items()) + "}"
+    return str(value).lower()
+
+
 def test_every_snippet_of_the_documentation_is_taken() -> None:
     """The first column of the tables in docs/algorithms.md: a value under its field, or a whole assignment."""
     several_steps = ["learner.minibatches=2", OWN_CRITIC]
@@ -232,7 +238,7 @@ def test_every_snippet_of_the_documentation_is_taken() -> None:
         value = tomllib.loads(f"x = {written}")["x"]
         overrides = [f"{where}={value}"]
         if isinstance(value, dict):
-            overrides = [f"{where}.{name}={str(part).lower()}" for name, part in value.items()]
+            overrides = [f"{where}.{name}={_written(part)}" for name, part in value.items()]
         without = ["algorithm.correction.kind=off"] * (value == "behavior")
         configfile.load(MATH, overrides + without + several_steps * ("loglinear" in line or '"kl_cov"' in row[2]))
         taken += 1

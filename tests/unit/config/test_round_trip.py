@@ -16,6 +16,7 @@ from streamppo.config.task import Task
 
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))
 REQUIRED = {
+    "gdpo": "weights={right=1.0}",
     "truncate_and_mask": "band=[0.5, 2.0]",
     "data": "data='x.jsonl'",
     "reasoning_gym": "dataset='chain_sum'",
