@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.draw import SEVERAL
 from benchmarks.runs import Run, machine, run
 
 CONFIG = Path("configs/math.toml")
@@ -69,6 +70,7 @@ CHOICES: dict[str, list[str]] = {
             "reinforce_plus_plus_baseline",
         )
     },
+    "advantage gdpo": ["algorithm.advantage={kind='gdpo', weights={right=1.0, again=0.5}}", SEVERAL],
     "advantage function": ["algorithm.advantage={kind='function', function='examples/own_advantage.py:advantage'}"],
     **{f"exploration {kind}": [f"algorithm.exploration.kind={kind}", MINIBATCHES] for kind in EXPLORATIONS},
     "entropy control": ["algorithm.entropy_control.target=0.5"],

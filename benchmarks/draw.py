@@ -39,6 +39,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
 """Fields that are drawn from these values."""
 REQUIRED = {
     "advantage.function": "function='examples/own_advantage.py:advantage'",
+    "advantage.gdpo": "weights={right=1.0, again=0.5}",
     "correction.function": "function='examples/own_correction.py:weights'",
     "correction.reject": "reject=[{kind='geometric', band=[0.9, 1.1]}]",
     "filters.off_policy_negative": "delta=0.05",
@@ -64,9 +65,12 @@ TASKS = {
 """Overrides of each task that needs no extra; `DATA` becomes a file of additions."""
 LEFT_OUT = {"reasoning_gym", "verifiers"}
 """Tasks that need packages of their own."""
+SCORER = f"kind='function', function='{ADDITION}'"
+SEVERAL = f"reward={{scorers={{right={{{SCORER}}}, again={{{SCORER}, weight=0.5}}}}}}"
+"""A reward with the components that gdpo is drawn with."""
 REWARDS = (
     *(f"reward={{function='{ADDITION}', where='{where}'}}" for where in ("auto", "actor", "process")),
-    f"reward={{scorers={{right={{function='{ADDITION}'}}, again={{function='{ADDITION}', weight=0.5}}}}}}",
+    SEVERAL,
 )
 TRIES = 10_000
 
@@ -94,6 +98,8 @@ def draw(generator: random.Random, config: Path, fixed: Sequence[str], data: Pat
         drawn += [f"{name}={generator.choice(values)}" for name, values in FIELDS.items()]
         drawn += [text.replace("DATA", str(data)) for text in TASKS[kind]]
         drawn.append("reward={}" if kind == "calculator" else generator.choice(REWARDS))
+        if any("'gdpo'" in one for one in drawn) and drawn[-1] != SEVERAL:
+            continue
         try:
             configfile.load(config, [*fixed, *drawn])
         except ConfigError:

@@ -8,6 +8,7 @@ must not be cut: compute these before the batch is divided over ranks.
 In the formulas, of each trajectory's group: mean and std are those of its scores, n is its size.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,32 @@ def grpo(scores_B: Tensor, group_ids_B: Tensor, *, unbiased: bool = True) -> Ten
     divisor_B = (size_B - 1).clamp(min=1) if unbiased else size_B
     std_B = (group_sums(centred_B.square()[None], group_ids_B)[0] / divisor_B).sqrt()
     return (centred_B / (std_B + STD_FLOOR)).to(at_least_float32(scores_B).dtype)
+
+
+def gdpo(
+    components_B: Mapping[str, Tensor], group_ids_B: Tensor, *, weights: Mapping[str, float], unbiased: bool = True
+) -> Tensor:
+    """[B], GDPO: every component of the reward is normalised within its group before they are added.
+
+        sum        = sum_k(weights_k * grpo(components_k))
+        advantages = (sum - mean(sum)) / (std(sum) + STD_FLOOR)        mean and std over the batch
+
+    https://arxiv.org/abs/2601.05242: normalised together, answers whose components differ can have one and the same
+    sum, and the component of the largest spread rules. With one component this is GRPO, normalised over the batch.
+    `unbiased` as in `grpo`. Raises ValueError for a component that a trajectory, or the whole batch, does not have.
+    """
+    total_B = torch.zeros(group_ids_B.shape, dtype=torch.float64, device=group_ids_B.device)
+    for name, weight in weights.items():
+        if name not in components_B:
+            raise ValueError(
+                f"no trajectory has the component {name!r} (there are {', '.join(components_B) or 'none'})"
+            )
+        if bool(components_B[name].isnan().any()):
+            raise ValueError(f"trajectory {int(components_B[name].isnan().nonzero()[0])} lacks the component {name!r}")
+        total_B += weight * grpo(components_B[name].double(), group_ids_B, unbiased=unbiased)
+    centred_B = total_B - total_B.mean()
+    divisor = max(1, len(total_B) - 1) if unbiased else len(total_B)
+    return (centred_B / ((centred_B.square().sum() / divisor).sqrt() + STD_FLOOR)).float()
 
 
 def dr_grpo(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:

@@ -80,6 +80,20 @@ class MaxRl(Kind, frozen=True, tag="maxrl"):
     """(score - mean) / mean of the group, for scores that are not negative."""
 
 
+class Gdpo(Kind, frozen=True, tag="gdpo"):
+    """Several rewards, each normalised within its group before they are added (arXiv:2601.05242)."""
+
+    weights: dict[str, float]
+    """Weight of each component of the reward, by its name in the metrics without `reward_`."""
+    unbiased: bool = True
+    """Divide the variances by n - 1, else by n."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Nothing to add up is no advantage."""
+        if not any(self.weights.values()):
+            yield "weights must name a component of the reward, with a weight that is not 0"
+
+
 class ReinforcePlusPlus(Discounted, frozen=True, tag="reinforce_plus_plus"):
     """Return-to-go, whitened over the batch (arXiv:2501.03262)."""
 
@@ -105,13 +119,14 @@ Advantage: TypeAlias = (
     | DrGrpo
     | Rloo
     | MaxRl
+    | Gdpo
     | ReinforcePlusPlus
     | ReinforcePlusPlusBaseline
     | OwnAdvantage
 )
 CRITIC_BASED = (Gae, VTrace, SequenceLevel)
 """Estimators that need a critic; with the others it is not trained."""
-GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, ReinforcePlusPlusBaseline)
+GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, Gdpo, ReinforcePlusPlusBaseline)
 """Estimators that need the whole group of a prompt in one batch."""
 
 
@@ -287,6 +302,10 @@ class Algorithm(Section, frozen=True):
         low, high = self.entropy_control.range
         if self.entropy_control.target and not low <= self.entropy <= high:
             yield f"entropy ({self.entropy:g}) must lie in entropy_control.range ({low:g} to {high:g})"
+        if isinstance(self.advantage, Gdpo) and self.zero_variance != "keep":
+            yield "zero_variance is of the whole score, and gdpo compares its components: equal scores teach there too"
+        if isinstance(self.advantage, Gdpo) and self.kl.reward_beta:
+            yield f"advantage {kind!r} knows no KL in the reward: use kl.loss_beta ({self.kl.reward_beta:g} is lost)"
         if isinstance(self.advantage, MaxRl) and self.kl.reward_beta:
             yield (
                 f"advantage {kind!r} needs scores that are not negative, and a KL in the reward can make them so: "

@@ -5,8 +5,8 @@ causal attention no real token ever sees padding, so no attention mask is needed
 """
 
 import hashlib
+import math
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,8 +24,8 @@ class PaddedBatch(NamedTuple):
     """One batch as tensors, each row padded on the right to the longest.
 
     `mask_BT` are the tokens that the policy sampled, `fresh_BT` those of them that max_lag still allows to train.
-    `lag_BT` is version - the token's version. `rewards_BT` sums to `reward_B`; `components` are means over the
-    trajectories that have them. `start_B` is P, the length of the prompt; `length_B` is the
+    `lag_BT` is version - the token's version. `rewards_BT` sums to `reward_B`; `components_B` are its components by
+    name, float64, NaN for a trajectory that lacks one. `start_B` is P, the length of the prompt; `length_B` is the
     completion's; `truncated_B` says that the completion was cut off. `candidates` [B, T] are there if some tokens were
     sampled with top-p or top-k.
     """
@@ -42,14 +42,15 @@ class PaddedBatch(NamedTuple):
     rewards_BT: Tensor
     truncated_B: Tensor
     prompt_B: Tensor
-    components: Mapping[str, float]
+    components_B: Mapping[str, Tensor]
     candidates: Candidates | None = None
 
     def to(self, device: torch.device) -> "PaddedBatch":
         """The same batch on `device`."""
         candidates = None if self.candidates is None else self.candidates.to(device)
+        components_B = {name: tensor.to(device) for name, tensor in self.components_B.items()}
         moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
-        return self._replace(**moved, candidates=candidates)
+        return self._replace(**moved, components_B=components_B, candidates=candidates)
 
     def select(self, rows: Tensor) -> "PaddedBatch":
         """The trajectories at `rows`, cut to the longest of them."""
@@ -88,7 +89,7 @@ def pad(batch: Batch) -> PaddedBatch:
         rewards_BT=_rewards(trajectories, reward_B, mask_BT),
         truncated_B=torch.tensor([one.finish == "length" for one in trajectories]),
         prompt_B=torch.tensor([one.identity.prompt for one in trajectories]),
-        components=_components(trajectories),
+        components_B=_components(trajectories),
         candidates=_candidates(trajectories),
     )
 
@@ -116,12 +117,10 @@ def _rewards(trajectories: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tens
     return rewards_BT
 
 
-def _components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    totals: defaultdict[str, list[float]] = defaultdict(list)
-    for trajectory in trajectories:
-        for name, value in trajectory.components.items():
-            totals[name].append(value)
-    return {name: sum(values) / len(values) for name, values in totals.items()}
+def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
+    rows = {name: [trajectory.components.get(name, math.nan) for trajectory in trajectories] for name in names}
+    return {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
 
 
 def _padded(columns: Sequence[np.ndarray], value: float) -> np.ndarray:

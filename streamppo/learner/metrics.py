@@ -213,7 +213,7 @@ def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
         "lag_mean": lag.mean().item(),
         "lag_max": lag.max().item(),
         **_candidates(batch),
-        **{f"reward_{name}": mean for name, mean in batch.components.items()},
+        **{f"reward_{name}": value_B.nanmean().item() for name, value_B in batch.components_B.items()},
     }
 
 

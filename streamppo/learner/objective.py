@@ -23,6 +23,7 @@ from streamppo.algorithms import (
     vtrace,
 )
 from streamppo.algorithms.advantages import Estimate
+from streamppo.algorithms.masked import spread
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.config import algorithm as choices
 from streamppo.config import policy_loss as losses
@@ -186,6 +187,8 @@ def _advantages(choice: choices.Advantage) -> Advantages:
             return lambda batch, _, rewards_BT: _no_critic(
                 groups.reinforce_plus_plus_baseline(_scores(batch, rewards_BT), batch.prompt_B, batch.mask_BT)
             )
+        case choices.Gdpo(weights=weights, unbiased=unbiased):
+            return partial(_gdpo, partial(groups.gdpo, weights=weights, unbiased=unbiased))
         case choices.OwnAdvantage(function=name):
             return partial(
                 _own_advantage, own.tried(name, "algorithm.advantage.function", own_advantage.try_own_advantage)
@@ -230,6 +233,12 @@ def _grouped(
 ) -> Estimate:
     advantages_B = compare(_scores(batch, rewards_BT), batch.prompt_B)
     return _no_critic(torch.where(batch.mask_BT, advantages_B[:, None], 0.0))
+
+
+def _gdpo(
+    compare: Callable[[Mapping[str, Tensor], Tensor], Tensor], batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
+) -> Estimate:
+    return _no_critic(spread(compare(batch.components_B, batch.prompt_B), batch.mask_BT))
 
 
 def _own_advantage(

@@ -47,6 +47,54 @@ def test_dr_grpo_subtracts_the_mean_and_rloo_the_mean_of_the_others() -> None:
     assert groups.rloo(*tensors()).tolist() == approx(by_group(others))
 
 
+OTHER = [0.0, 0.2, 5.0, 1.0, 3.0, 3.0, 0.2, 9.0, 9.0, 8.0]
+"""A second component, of another scale."""
+
+
+def normalised(component: list[float]) -> list[float]:
+    """(c - mean) / std within each group, in plain floats."""
+    result: dict[int, list[float]] = {}
+    for group in set(GROUPS):
+        own = [c for c, g in zip(component, GROUPS, strict=True) if g == group]
+        std = statistics.stdev(own) if len(own) > 1 else 0.0
+        result[group] = [(c - statistics.fmean(own)) / (std + 1e-6) for c in own]
+    return by_group(result)
+
+
+def test_gdpo_adds_components_that_are_normalised_by_group_and_normalises_over_the_batch() -> None:
+    scores, ids = tensors()
+    components = {"right": scores, "other": torch.tensor(OTHER, dtype=torch.float64)}
+    added = [a + 0.5 * b for a, b in zip(normalised(SCORES), normalised(OTHER), strict=True)]
+    mean, std = statistics.fmean(added), statistics.stdev(added)
+    found = groups.gdpo(components, ids, weights={"right": 1.0, "other": 0.5})
+    assert found.tolist() == pytest.approx([(a - mean) / (std + 1e-6) for a in added], rel=1e-5, abs=1e-6)
+
+
+def test_gdpo_of_one_component_is_grpo_normalised_over_the_batch() -> None:
+    scores, ids = tensors()
+    grpo = groups.grpo(scores, ids, unbiased=False)
+    found = groups.gdpo({"right": scores}, ids, weights={"right": 3.0}, unbiased=False)
+    expected = (grpo - grpo.mean()) / grpo.std(unbiased=False)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_gdpo_tells_answers_apart_whose_components_differ_and_whose_sums_do_not() -> None:
+    ids = torch.zeros(4, dtype=torch.long)
+    right, form = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    assert (right + form).tolist() == [1.0, 1.0, 1.0, 0.0]
+    found = groups.gdpo({"right": right, "form": form}, ids, weights={"right": 1.0, "form": 1.0})
+    assert found[0] > found[1] == found[2] > found[3]
+
+
+def test_gdpo_names_a_component_that_is_not_there() -> None:
+    scores, ids = tensors()
+    with pytest.raises(ValueError, match=r"no trajectory has the component 'form' \(there are right\)"):
+        groups.gdpo({"right": scores}, ids, weights={"form": 1.0})
+    scores[3] = torch.nan
+    with pytest.raises(ValueError, match="trajectory 3 lacks the component 'right'"):
+        groups.gdpo({"right": scores}, ids, weights={"right": 1.0})
+
+
 def test_maxrl_weighs_a_prompt_by_one_over_its_success_rate() -> None:
     expected = {}
     for g, x in members().items():

@@ -50,7 +50,7 @@ TOLD = """
 18: reward.weight: must be a number, not "heavy"
 22: queue.max_lag: must be a whole number of at least 0, not true
 26: algorithm.advantage.kind: unknown kind "grppo": kinds are gae, vtrace, sequence, grpo, dr_grpo, rloo, maxrl, \
-reinforce_plus_plus, reinforce_plus_plus_baseline, function
+gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, function
 27: algorithm.correction: band must rise: 3.0 is not below 2.0
 31: rollout.engine.mem_fraction_static: must be a number above 0 and below 1, not 1.0
 """

@@ -18,7 +18,10 @@ ESTIMATORS = [kind.__struct_config__.tag for kind in get_args(Advantage)]
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_can_be_compared(path: Path, estimator: str) -> None:
     grouped = ["queue.samples_per_prompt=4", "algorithm.zero_variance=keep", f"algorithm.advantage.kind={estimator}"]
-    grouped += ["algorithm.advantage.function=a.b:c"] if estimator == "function" else []
+    grouped += {
+        "function": ["algorithm.advantage.function=a.b:c"],
+        "gdpo": ["algorithm.advantage.weights={right = 1.0}"],
+    }.get(estimator, [])
     config = configfile.load(path, grouped)
     again = configfile.change(config, ["updates=7", "queue.samples_per_prompt=8"])
     assert kept(config) == kept(again)

@@ -6,8 +6,8 @@ import pytest
 from conftest import MATH
 
 from streamppo.config import file as configfile
-from streamppo.config.algorithm import OwnLoss
 from streamppo.config.correction import OwnCorrection
+from streamppo.config.policy_loss import OwnLoss
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 

@@ -16,6 +16,7 @@ from streamppo.config.task import Task
 
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))
 REQUIRED = {
+    "gdpo": "weights={right=1.0}",
     "reject": "reject=[{kind='geometric', band=[0.5, 2.0]}, {kind='k3', at_most=0.1}]",
     "data": "data='x.jsonl'",
     "reasoning_gym": "dataset='chain_sum'",
