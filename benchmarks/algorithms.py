@@ -75,6 +75,7 @@ CHOICES: dict[str, list[str]] = {
     **{f"exploration {kind}": [f"algorithm.exploration.kind={kind}", MINIBATCHES] for kind in EXPLORATIONS},
     "entropy control": ["algorithm.entropy_control.target=0.5"],
     "aggregation prompt-mean": ["algorithm.aggregation=prompt-mean"],
+    "positive_nll 0.1": ["algorithm.positive_nll=0.1"],
     "top_p 0.9": ["rollout.top_p=0.9"],
     "top_k 8": ["rollout.top_k=8"],
     "critic scratch": ["algorithm.critic.model=scratch"],

@@ -32,12 +32,16 @@ class Prompts(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """The counts that a minibatch's losses are divided by; `constant` is a fixed length, not a count."""
+    """The counts that a minibatch's losses are divided by; `constant` is a fixed length, not a count.
+
+    `right` are the tokens of right answers, for `distillation.positive_nll`.
+    """
 
     tokens: float
     sequences: float
     constant: float = 1.0
     prompts: Prompts | None = None
+    right: float = 0.0
 
 
 def denominators(mask_BT: Tensor, *, constant: float = 1.0, prompt_B: Tensor | None = None) -> Denominators:

@@ -155,15 +155,17 @@ def _kept(body: torch.nn.Module) -> int:
 
 
 def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
-    """One learner rank, where `longest` is the longest row in tokens. A critic of its own is taken to be as large.
+    """One learner rank, where `longest` is the longest row in tokens.
+
+    A critic of its own and a teacher are taken to be as large.
 
     state        float32 weights, gradients and moments, over all ranks
     gathered     weights in the compute type of two layers and of all that is in no layer (a small model: all of it);
                  their gradients, and those in float32 on their way to the ranks
     activations  of the micro-batch in every layer, or with checkpointing its input to each and one layer's
     head         logits of a chunk, the head's float32 copy and its gradient
-    reference    the shards of a second, frozen policy; the weights that its pass gathers are freed before there are
-                 gradients
+    reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
+                 before there are gradients
     batch        all rows of the batch, which every rank holds whole between its passes
     """
     learner, critic = config.learner, config.algorithm.critic.model
@@ -176,14 +178,14 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     layers = tokens * model.activations_per_layer * model.layers
     if config.model.gradient_checkpointing:
         layers = tokens * (model.hidden * model.element * model.layers + model.activations_per_layer)
-    kl = config.algorithm.kl
+    frozen = [one.on and not one.offload for one in (config.algorithm.kl, config.algorithm.teacher)]
     return RankMemory(
         state=trained * (MASTER + GRADIENT + MOMENTS) // learner.ranks,
         gathered=gathered,
         activations=layers * (1 + own),
         head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
         + model.vocabulary * model.hidden * 4 * 2 * config.model.float32_head,
-        reference=model.parameters * MASTER // learner.ranks if kl.on and not kl.offload else 0,
+        reference=sum(frozen) * model.parameters * MASTER // learner.ranks,
         batch=config.queue.batch_size * longest * BATCH,
     )
 

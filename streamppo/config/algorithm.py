@@ -220,6 +220,34 @@ class Kl(Section, frozen=True):
         return self.reward_beta > 0 or self.loss_beta > 0
 
 
+class Teacher(Section, frozen=True):
+    """On-policy distillation: a second, frozen model scores the tokens that the policy sampled."""
+
+    model: str = ""
+    """A local folder or hub name of a causal LM with the policy's tokenizer; empty is none."""
+    weight: PositiveFloat = 1.0
+    """Weight of log teacher - log proximal of each token."""
+    signal: Literal["advantage", "reward"] = "advantage"
+    """It is added to the token's own advantage, with discount 0, or to its reward, for the estimator to discount."""
+    others: NonNegative = 1.0
+    """Weight of the rewards' advantages beside signal = "advantage"; at 0 the policy learns from the teacher alone."""
+    offload: bool = False
+    """The teacher waits in CPU memory and visits the GPU for its pass, layer by layer."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Settings of no teacher, and two weights for one sum."""
+        chosen = (self.weight, self.signal, self.others, self.offload)
+        if not self.model and chosen != (1.0, "advantage", 1.0, False):
+            yield "a teacher needs a model: set algorithm.teacher.model"
+        if self.signal == "reward" and self.others != 1:
+            yield f'others ({self.others:g}) is for signal = "advantage": beside "reward" the scorers have weights'
+
+    @property
+    def on(self) -> bool:
+        """True if there is a teacher."""
+        return bool(self.model)
+
+
 Aggregation: TypeAlias = Literal[
     "token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "prompt-mean", "constant"
 ]
@@ -254,6 +282,10 @@ class Algorithm(Section, frozen=True):
     """Tokens that are treated otherwise, so that the policy's entropy does not collapse."""
     kl: Kl = Kl()
     """Distance from the first model."""
+    teacher: Teacher = Teacher()
+    """A model to learn from, beside or in place of the rewards."""
+    positive_nll: NonNegative = 0.0
+    """Weight of the negative log-likelihood of right answers beside the loss (VAPO, arXiv:2504.05118); 0 is off."""
     target_kl: NonNegative = 0.0
     """Above 0, the rest of an update is skipped when KL(proximal || current) exceeds 1.5 times this."""
 
@@ -275,6 +307,8 @@ class Algorithm(Section, frozen=True):
             return "the correction of your own, which is given the whole batch"
         if not isinstance(self.exploration, NoExploration):
             return f"exploration {self.exploration.__struct_config__.tag!r}, whose tokens are found in the whole batch"
+        if self.teacher.on:
+            return "the teacher, whose log-probs are compared with them"
         return "the KL in the reward, which is theirs" if self.kl.reward_beta else None
 
     @property
@@ -310,6 +344,16 @@ class Algorithm(Section, frozen=True):
             yield (
                 f"advantage {kind!r} needs scores that are not negative, and a KL in the reward can make them so: "
                 f"use kl.loss_beta instead of kl.reward_beta ({self.kl.reward_beta:g})"
+            )
+        if isinstance(self.advantage, MaxRl) and self.teacher.on and self.teacher.signal == "reward":
+            yield (
+                f"advantage {kind!r} needs scores that are not negative, and a teacher's can be: "
+                'use teacher.signal = "advantage"'
+            )
+        if self.zero_variance != "keep" and self.teacher.on:
+            yield (
+                f"zero_variance = {self.zero_variance!r} gives up groups whose scores are equal, and the teacher "
+                "teaches there too: leave it at 'keep'"
             )
         if self.proximal == "loglinear" and self.target_kl:
             yield (

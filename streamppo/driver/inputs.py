@@ -88,6 +88,8 @@ def _named(config: Config, folder: Path) -> Iterator[Named]:
     yield Named("model.path", model_path(config, folder), kept=True)
     if config.algorithm.critic.model not in CRITICS:
         yield Named("algorithm.critic.model", config.algorithm.critic.model, kept=True)
+    if config.algorithm.teacher.on:
+        yield Named("algorithm.teacher.model", config.algorithm.teacher.model, kept=True)
     for field, choice in (("advantage", config.algorithm.advantage), ("policy_loss", config.algorithm.policy_loss)):
         if isinstance(choice, OwnAdvantage | OwnLoss):
             yield Named(f"algorithm.{field}.function", _source(choice.function), kept=False)

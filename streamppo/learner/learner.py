@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.algorithms.exploration import Bonus
 from streamppo.config.sections import Config
-from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained
+from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, teacher
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
@@ -46,8 +46,10 @@ class Learner:
         self.policy.temperature = config.rollout.temperature
         self.policy.float32_head = config.model.float32_head
         reference = _reference(config, self.model_path, self.mesh, self.updater.reference)
+        same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
+        taught_by = teacher.load(config, self.model_path, self.mesh, self.updater.teacher if same else None)
         beta, bad_steps, bonus = self.updater.beta, self.updater.bad_steps, self.updater.steered_bonus
-        self.updater = _updater(config, self.policy, self.optimizer, self.mesh, reference)
+        self.updater = _updater(config, self.policy, self.optimizer, self.mesh, (reference, taught_by))
         self.updater.remember(beta, bad_steps, bonus)
         self.config = config
 
@@ -104,7 +106,7 @@ def build(
     loaded = policy.load(config.model, model_path, temperature, mesh, critic)
     reference = _reference(config, model_path, mesh, None)
     adamw = optimizer.adamw(loaded, config)
-    updater = _updater(config, loaded, adamw, mesh, reference)
+    updater = _updater(config, loaded, adamw, mesh, (reference, teacher.load(config, model_path, mesh, None)))
     version = 0
     if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), loaded, adamw)):
         version = state.version
@@ -126,7 +128,12 @@ def _reference(config: Config, model_path: str, mesh: DeviceMesh, known: Policy 
 
 
 def _updater(
-    config: Config, trained: Policy, adamw: torch.optim.Optimizer, mesh: DeviceMesh, reference: Policy | None
+    config: Config,
+    trained: Policy,
+    adamw: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    frozen: tuple[Policy | None, Policy | None],
 ) -> Updater:
-    chosen = objective.build(config)
-    return Updater(trained, adamw, chosen, config, group=mesh.get_group(), reference=reference)
+    """The updater of `trained` beside the `frozen` reference and teacher."""
+    chosen, (reference, taught_by) = objective.build(config), frozen
+    return Updater(trained, adamw, chosen, config, group=mesh.get_group(), reference=reference, teacher=taught_by)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from streamppo.algorithms import distillation
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.aggregate import Denominators, aggregate
 from streamppo.algorithms.corrections import Correction
@@ -29,7 +30,8 @@ class Targets(NamedTuple):
 
     `trained_BT` are the tokens that are for the loss (`Objective.trained`).
     Without a `correction`, proximal log-probs and weights are made in passing, by `Objective.anchor`.
-    `chosen_BT` are those that `Objective.exploration`, if there is one, treats otherwise.
+    `chosen_BT` are those that `Objective.exploration`, if there is one, treats otherwise, and `right_BT` those in right
+    answers, if these are learned as they are.
     """
 
     scored: Scored
@@ -38,6 +40,8 @@ class Targets(NamedTuple):
     trained_BT: Tensor
     reference_BT: Tensor | None
     chosen_BT: Tensor | None
+    teacher_BT: Tensor | None
+    right_BT: Tensor | None
 
 
 class Share(NamedTuple):
@@ -87,7 +91,7 @@ class _Piece(NamedTuple):
     counts: Denominators
 
     def policy(self) -> Share:
-        """The policy's loss, its entropy bonus and the penalty for leaving the reference."""
+        """The policy's loss, its entropy bonus, the penalty for leaving the reference, and the NLL of right answers."""
         config, trained_bT, logprobs_bT = self.whole.algorithm, self.trained_bT, self.current.logprobs_BT
         proximal_bT, correction = self.anchored()
         advantages_bT, weights_bT = self.cut(self.whole.targets.estimate.advantages), correction.weights
@@ -104,6 +108,9 @@ class _Piece(NamedTuple):
             current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
             divergence_bT = self.divergence(self.whole.targets.reference_BT)
             total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
+        if self.whole.targets.right_BT is not None:
+            right_bT = self.cut(self.whole.targets.right_BT)
+            total = total + config.positive_nll * distillation.positive_nll(logprobs_bT, right_bT, self.counts.right)
         logprobs_bT = logprobs_bT.detach()
         token_sums_6 = update_sums(logprobs_bT, proximal_bT, trained_bT, tokens.clipped)
         sums = Sums.of_policy(loss, token_sums_6, entropy_bT.masked_fill(~trained_bT, 0.0).double().sum())

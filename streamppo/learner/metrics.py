@@ -14,6 +14,7 @@ from torch import Tensor
 from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.diagnostics import off_policy, ratio_quantiles, update_statistics_of
 from streamppo.algorithms.groups import zero_variance
+from streamppo.algorithms.kl import kl, policy_weights
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.policy import Part, Scored
@@ -225,3 +226,19 @@ def _candidates(batch: PaddedBatch) -> dict[str, float]:
     cut_N = count_BT[batch.mask_BT & (count_BT > 0)].float()
     forced, sampled = int((cut_N == 1).sum()), int(batch.mask_BT.sum())
     return {"candidates": cut_N.mean().item() if len(cut_N) else 0.0, "forced": forced / sampled}
+
+
+def distances(
+    batch: PaddedBatch, teacher_BT: Tensor | None, right_BT: Tensor | None, learner: Scored, passed_B: Tensor
+) -> dict[str, float]:
+    """Measure how far the policy, as in `batch_metrics`, is from the teacher and from right answers for certain."""
+    found: dict[str, float] = {}
+    mask_BT = batch.mask_BT & passed_B[:, None]
+    if teacher_BT is not None:
+        weights_BT = policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
+        distance_BT = kl(learner.logprobs_BT, teacher_BT, mask_BT, kind="k3") * weights_BT
+        found["teacher_kl"] = distance_BT.sum().item() / max(1, int(mask_BT.sum()))
+    if right_BT is not None:
+        right_BT = right_BT & mask_BT
+        found["positive_nll"] = -learner.logprobs_BT[right_BT].sum().item() / max(1, int(right_BT.sum()))
+    return found

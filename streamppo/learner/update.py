@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamppo.algorithms import distillation
 from streamppo.algorithms.aggregate import Denominators, denominators
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.diagnostics import update_statistics_of
@@ -27,7 +28,15 @@ from streamppo.learner import attention
 from streamppo.learner.batch import PaddedBatch, micro_batches, row_order
 from streamppo.learner.left_out import left_out_shares
 from streamppo.learner.loss import Loss, Share, Targets
-from streamppo.learner.metrics import Minibatch, PolicyPass, Sums, batch_metrics, first_logprobs, step_metrics
+from streamppo.learner.metrics import (
+    Minibatch,
+    PolicyPass,
+    Sums,
+    batch_metrics,
+    distances,
+    first_logprobs,
+    step_metrics,
+)
 from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
@@ -67,6 +76,7 @@ class Updater:
         *,
         group: dist.ProcessGroup,
         reference: Policy | None = None,
+        teacher: Policy | None = None,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
@@ -74,6 +84,7 @@ class Updater:
         self.config = config
         self.group = group
         self.reference = reference
+        self.teacher = teacher
         self.beta = config.algorithm.kl.reward_beta
         self.bonus = Bonus(config.algorithm.entropy, config.algorithm.entropy)
         self.device = next(policy.parameters()).device
@@ -147,6 +158,7 @@ class Updater:
             **left_out_shares(self.objective.rules, minibatches, batch.mask_BT, self.group),
             **self._kl_metrics(batch, targets, scored, passed_B),
             **self._exploration_metrics(batch.version, targets, steps["entropy"]),
+            **distances(batch, targets.teacher_BT, targets.right_BT, scored, passed_B),
             "lr": self.optimizer.param_groups[0]["lr"],
             "score_s": updated.scored - updated.start,
             "train_s": time.perf_counter() - updated.scored,
@@ -176,7 +188,8 @@ class Updater:
         pieces = self._micro_batches(batch, torch.arange(len(batch.reward_B)))
         scored, graph = self._before(objective, batch, pieces)
         try:
-            return self._targets(objective, batch, scored, self._reference(batch, pieces)), graph
+            frozen = [self._frozen(model, batch, pieces) for model in (self.reference, self.teacher)]
+            return self._targets(objective, batch, scored, *frozen), graph
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
@@ -190,13 +203,13 @@ class Updater:
             scores = [_score(self.policy, batch, rows, part) for rows in pieces]
         return self._gather(batch, pieces, scores), scores[0] if single else None
 
-    def _reference(self, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
-        """[B, T] log-probs of the run's first model, once a batch; None without a reference."""
-        if self.reference is None:
+    def _frozen(self, model: Policy | None, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
+        """[B, T] log-probs of `model`, the reference or the teacher, once a batch; None without it."""
+        if model is None:
             return None
         with torch.no_grad():
-            scores = [_score(self.reference, batch, rows, "policy") for rows in pieces]
-        release(self.reference)
+            scores = [_score(model, batch, rows, "policy") for rows in pieces]
+        release(model)
         return self._gather(batch, pieces, scores).logprobs_BT
 
     def _gather(self, batch: PaddedBatch, pieces: list[Tensor], scores: list[Scored]) -> Scored:
@@ -211,7 +224,12 @@ class Updater:
         return whole
 
     def _targets(
-        self, objective: Objective, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None
+        self,
+        objective: Objective,
+        batch: PaddedBatch,
+        scored: Scored,
+        reference_BT: Tensor | None,
+        teacher_BT: Tensor | None,
     ) -> Targets:
         mask_BT = batch.mask_BT
         check_any(mask_BT)
@@ -219,7 +237,14 @@ class Updater:
         check_finite(mask_BT, rewards=batch.rewards_BT, values=scored.values_BT)
         check_finite(torch.ones_like(batch.truncated_B), bootstrap=scored.bootstrap_B)
         trained_BT = objective.trained(batch)
-        estimate = objective.advantages(batch, scored, self._rewards(batch, scored, reference_BT))
+        estimate = objective.advantages(batch, scored, self._rewards(batch, scored, reference_BT, teacher_BT))
+        teacher = self.config.algorithm.teacher
+        if teacher_BT is not None and teacher.signal == "advantage":
+            weights = {"weight": teacher.weight, "others": teacher.others}
+            mixed_BT = distillation.with_teacher(
+                estimate.advantages, scored.logprobs_BT, teacher_BT, mask_BT, **weights
+            )
+            estimate = estimate._replace(advantages=mixed_BT)
         correction = None
         if objective.anchor is None:
             columns = scored.logprobs_BT, batch.behavior_logprobs_BT, batch.lag_BT, mask_BT, trained_BT
@@ -227,24 +252,28 @@ class Updater:
         chosen_BT = None
         if objective.exploration is not None:
             chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
-        return Targets(scored, estimate, correction, trained_BT, reference_BT, chosen_BT)
+        right_BT = self._right(batch) & trained_BT if config.positive_nll else None
+        return Targets(scored, estimate, correction, trained_BT, reference_BT, chosen_BT, teacher_BT, right_BT)
 
-    def _rewards(self, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None) -> Tensor:
-        """[B, T] rewards, less the KL to the reference where the configuration puts it there."""
-        config = self.config.algorithm.kl
-        if reference_BT is None:
-            return batch.rewards_BT
-        check_logprobs(batch.mask_BT, reference=reference_BT)
-        if not config.reward_beta:
-            return batch.rewards_BT
-        return kl_reward(
-            batch.rewards_BT,
-            scored.logprobs_BT,
-            reference_BT,
-            batch.mask_BT,
-            beta=self.beta,
-            kind=config.reward_estimator,
-        )
+    def _rewards(
+        self, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None, teacher_BT: Tensor | None
+    ) -> Tensor:
+        """[B, T] rewards, less the KL to the reference and to the teacher where the configuration puts them there."""
+        config, rewards_BT = self.config.algorithm, batch.rewards_BT
+        logprobs_BT, mask_BT = scored.logprobs_BT, batch.mask_BT
+        for name, frozen_BT in (("reference", reference_BT), ("teacher", teacher_BT)):
+            if frozen_BT is not None:
+                check_logprobs(mask_BT, **{name: frozen_BT})
+        if reference_BT is not None and config.kl.reward_beta:
+            kind = config.kl.reward_estimator
+            rewards_BT = kl_reward(rewards_BT, logprobs_BT, reference_BT, mask_BT, beta=self.beta, kind=kind)
+        if teacher_BT is not None and config.teacher.signal == "reward":
+            rewards_BT = kl_reward(rewards_BT, logprobs_BT, teacher_BT, mask_BT, beta=config.teacher.weight)
+        return rewards_BT
+
+    def _right(self, batch: PaddedBatch) -> Tensor:
+        """[B, T] tokens that the policy sampled in right answers."""
+        return batch.mask_BT & (batch.reward_B >= self.config.reward.correct_at)[:, None]
 
     # --- passes and steps ------------------------------------------------------------------------------------
 
@@ -258,7 +287,8 @@ class Updater:
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
         """The denominators of a minibatch, over all ranks."""
         prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
-        return denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
+        counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
+        return counts._replace(right=float(self._right(batch)[rows].sum()))
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
         """This rank's micro-batches of `rows`: as many as every other rank's, some of them perhaps empty."""

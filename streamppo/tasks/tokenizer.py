@@ -38,6 +38,10 @@ class Tokenizer:
         if self.vocabulary <= len(self._tokenizer.all_special_ids):
             raise TaskError(f"{path}: no tokenizer is there")
 
+    def numbers(self) -> dict[str, int]:
+        """Return the id of every token by its text."""
+        return self._tokenizer.get_vocab()
+
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt: its messages in the chat template, with the opening of the answer; or its text.
 

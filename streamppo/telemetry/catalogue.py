@@ -73,6 +73,8 @@ SOMETIMES = {
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "entropy_weight": "weight of the entropy bonus in this update; with [algorithm.entropy_control]",
     "singled_out": "share of the trained tokens that algorithm.exploration treats otherwise",
+    "teacher_kl": "nats per token, k3 estimate of KL(proximal || teacher), by weight; with [algorithm.teacher]",
+    "positive_nll": "nats per token of right answers, -mean log-prob by the learner; with algorithm.positive_nll",
     "critic_steps": "optimizer steps of a critic with a transformer of its own",
     "critic_grad_norm": "before clipping, mean over its optimizer steps",
     "candidates": "tokens that top-p and top-k left to draw from, mean over sampled tokens that they took any from",

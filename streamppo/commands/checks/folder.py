@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.algorithm import Critic
+from streamppo.config.algorithm import Critic, Teacher
 from streamppo.config.engine import FAMILIES, EmbeddedEngine
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import JournalError
@@ -90,6 +90,12 @@ def critic(critic: Critic) -> Findings:
         yield find(critic.model, "critic")[1]
     if critic.pretrain:
         yield _pretraining(critic.pretrain)
+
+
+def teacher(teacher: Teacher) -> Findings:
+    """Check that the teacher is there; its tokenizer is compared with the policy's when the run starts."""
+    if teacher.on:
+        yield find(teacher.model, "teacher")[1]
 
 
 def _pretraining(run: str) -> Finding:

@@ -20,6 +20,7 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     plugins.export_path()
     yield from folder.model(config)
     yield from folder.critic(config.algorithm.critic)
+    yield from folder.teacher(config.algorithm.teacher)
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
     prompts, found = task.load(config, None, limit=limit)
     yield from found

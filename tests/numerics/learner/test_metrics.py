@@ -155,6 +155,12 @@ OWN_CRITIC = EXPECTED | {
 }
 EXPLORING = {"singled_out": 1 / 6, "entropy_weight": 0.125}
 """One of six tokens pays. The bonus begins with this weight, and is steered by the entropy from then on."""
+TAUGHT = {
+    # The teacher is the first model: the sum of `reference_kl`, per token.
+    "teacher_kl": (5 * (LN2 - 1 / 2) + 1.25 * (1 - LN2)) / 7,
+    # Young tokens of the answers with reward 1 and above: 3 and 2, 1, and 3.
+    "positive_nll": (LN2 + 2 * LN2 + 3 * LN2 + LN2) / 4,
+}
 CUT = {"candidates": (2 + 1 + 4 + 3) / 4, "forced": 1 / 7}
 TIMES = {"score_s", "train_s", "wait_s", "fetch_s", "update_s", "push_ms"}
 
@@ -186,13 +192,23 @@ def test_top_p_adds_numbers_about_the_tokens_that_it_left() -> None:
     assert {name: found[name] for name in CUT} == CUT
 
 
+@pytest.mark.usefixtures("group")
+def test_a_teacher_and_the_nll_of_right_answers_add_a_number_each() -> None:
+    config = case.config_of(*CHOICES, "algorithm.teacher.model=x", "algorithm.positive_nll=1e-9")
+    policy = tables.TablePolicy(*BEFORE)
+    updater = tables.updater(config, policy, tables.TablePolicy(FIRST_MODEL, BEFORE[1]), tables.Scripted(policy, []))
+    updater.teacher = updater.reference
+    found = case.metrics(updater, rows())
+    assert {name: found[name] for name in TAUGHT} == pytest.approx(TAUGHT, rel=1e-5)
+
+
 def test_these_are_all_numbers_of_the_catalogue(
     found: dict[str, float], found_with_own_critic: dict[str, float]
 ) -> None:
     assert found.keys() == EXPECTED.keys() | {"score_s", "train_s"}
     assert found_with_own_critic.keys() == OWN_CRITIC.keys() | {"score_s", "train_s"}
     assert UPDATE.keys() - TIMES <= EXPECTED.keys()
-    known = OWN_CRITIC.keys() | EXPLORING.keys() | CUT.keys()
+    known = OWN_CRITIC.keys() | EXPLORING.keys() | CUT.keys() | TAUGHT.keys()
     others = [name for name in SOMETIMES if not any(one.startswith(name) for one in known)]
     assert others == ["filtered_", "rejected_"], "test_left_out.py has their numbers"
 
