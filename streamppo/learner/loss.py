@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms import distillation
-from streamppo.algorithms.advantages import Estimate
 from streamppo.algorithms.aggregate import Denominators, aggregate
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.diagnostics import update_sums
@@ -23,25 +22,7 @@ from streamppo.learner.correction import filtered, rejected
 from streamppo.learner.metrics import PolicyPass, Sums
 from streamppo.learner.objective import Objective
 from streamppo.learner.policy import Part, Scored
-
-
-class Targets(NamedTuple):
-    """Everything that stays fixed while one batch is trained on, all [B, T] on every rank.
-
-    `trained_BT` are the tokens that are for the loss (`Objective.trained`).
-    Without a `correction`, proximal log-probs and weights are made in passing, by `Objective.anchor`.
-    `chosen_BT` are those that `Objective.exploration`, if there is one, treats otherwise, and `right_BT` those in right
-    answers, if these are learned as they are.
-    """
-
-    scored: Scored
-    estimate: Estimate
-    correction: Correction | None
-    trained_BT: Tensor
-    reference_BT: Tensor | None
-    chosen_BT: Tensor | None
-    teacher_BT: Tensor | None
-    right_BT: Tensor | None
+from streamppo.learner.targets import Targets
 
 
 class Share(NamedTuple):

@@ -15,19 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.algorithms import distillation
 from streamppo.algorithms.aggregate import Denominators, denominators
-from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.diagnostics import update_statistics_of
 from streamppo.algorithms.exploration import Bonus, next_bonus
-from streamppo.algorithms.kl import kl, kl_reward, next_beta, policy_weights, stop_early
+from streamppo.algorithms.kl import kl, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import attention
 from streamppo.learner.batch import PaddedBatch, micro_batches, row_order
 from streamppo.learner.left_out import left_out_shares
-from streamppo.learner.loss import Loss, Share, Targets
+from streamppo.learner.loss import Loss, Share
 from streamppo.learner.metrics import (
     Minibatch,
     PolicyPass,
@@ -40,6 +38,7 @@ from streamppo.learner.metrics import (
 from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
+from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers
 
 log = logging.getLogger(__name__)
 
@@ -188,8 +187,8 @@ class Updater:
         pieces = self._micro_batches(batch, torch.arange(len(batch.reward_B)))
         scored, graph = self._before(objective, batch, pieces)
         try:
-            frozen = [self._frozen(model, batch, pieces) for model in (self.reference, self.teacher)]
-            return self._targets(objective, batch, scored, *frozen), graph
+            frozen = Frozen(*(self._frozen(model, batch, pieces) for model in (self.reference, self.teacher)))
+            return find_targets(objective, self.config, batch, scored, frozen, beta=self.beta), graph
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
@@ -223,58 +222,6 @@ class Updater:
             dist.all_reduce(column, group=self.group)
         return whole
 
-    def _targets(
-        self,
-        objective: Objective,
-        batch: PaddedBatch,
-        scored: Scored,
-        reference_BT: Tensor | None,
-        teacher_BT: Tensor | None,
-    ) -> Targets:
-        mask_BT = batch.mask_BT
-        check_any(mask_BT)
-        check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
-        check_finite(mask_BT, rewards=batch.rewards_BT, values=scored.values_BT)
-        check_finite(torch.ones_like(batch.truncated_B), bootstrap=scored.bootstrap_B)
-        trained_BT = objective.trained(batch)
-        estimate = objective.advantages(batch, scored, self._rewards(batch, scored, reference_BT, teacher_BT))
-        teacher = self.config.algorithm.teacher
-        if teacher_BT is not None and teacher.signal == "advantage":
-            weights = {"weight": teacher.weight, "others": teacher.others}
-            mixed_BT = distillation.with_teacher(
-                estimate.advantages, scored.logprobs_BT, teacher_BT, mask_BT, **weights
-            )
-            estimate = estimate._replace(advantages=mixed_BT)
-        correction = None
-        if objective.anchor is None:
-            columns = scored.logprobs_BT, batch.behavior_logprobs_BT, batch.lag_BT, mask_BT, trained_BT
-            correction = objective.correct(*columns)
-        chosen_BT = None
-        if objective.exploration is not None:
-            chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
-        right_BT = self._right(batch) & trained_BT if config.positive_nll else None
-        return Targets(scored, estimate, correction, trained_BT, reference_BT, chosen_BT, teacher_BT, right_BT)
-
-    def _rewards(
-        self, batch: PaddedBatch, scored: Scored, reference_BT: Tensor | None, teacher_BT: Tensor | None
-    ) -> Tensor:
-        """[B, T] rewards, less the KL to the reference and to the teacher where the configuration puts them there."""
-        config, rewards_BT = self.config.algorithm, batch.rewards_BT
-        logprobs_BT, mask_BT = scored.logprobs_BT, batch.mask_BT
-        for name, frozen_BT in (("reference", reference_BT), ("teacher", teacher_BT)):
-            if frozen_BT is not None:
-                check_logprobs(mask_BT, **{name: frozen_BT})
-        if reference_BT is not None and config.kl.reward_beta:
-            kind = config.kl.reward_estimator
-            rewards_BT = kl_reward(rewards_BT, logprobs_BT, reference_BT, mask_BT, beta=self.beta, kind=kind)
-        if teacher_BT is not None and config.teacher.signal == "reward":
-            rewards_BT = kl_reward(rewards_BT, logprobs_BT, teacher_BT, mask_BT, beta=config.teacher.weight)
-        return rewards_BT
-
-    def _right(self, batch: PaddedBatch) -> Tensor:
-        """[B, T] tokens that the policy sampled in right answers."""
-        return batch.mask_BT & (batch.reward_B >= self.config.reward.correct_at)[:, None]
-
     # --- passes and steps ------------------------------------------------------------------------------------
 
     def _minibatches(self, batch: PaddedBatch, epoch: Epoch) -> tuple[Tensor, ...]:
@@ -288,7 +235,7 @@ class Updater:
         """The denominators of a minibatch, over all ranks."""
         prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
         counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
-        return counts._replace(right=float(self._right(batch)[rows].sum()))
+        return counts._replace(right=float(in_right_answers(batch, self.config)[rows].sum()))
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
         """This rank's micro-batches of `rows`: as many as every other rank's, some of them perhaps empty."""

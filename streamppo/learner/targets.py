@@ -1,0 +1,105 @@
+"""Everything that stays fixed while one batch is trained on, found on every rank from the whole gathered batch.
+
+B trajectories of the batch, T completion tokens (padded).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.algorithms import distillation
+from streamppo.algorithms.advantages import Estimate
+from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
+from streamppo.algorithms.corrections import Correction
+from streamppo.algorithms.kl import kl_reward
+from streamppo.config.algorithm import Algorithm
+from streamppo.config.sections import Config
+from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.objective import Objective
+from streamppo.learner.policy import Scored
+
+
+class Frozen(NamedTuple):
+    """[B, T] log-probs of the models that no update changes; None without the model."""
+
+    reference_BT: Tensor | None
+    teacher_BT: Tensor | None
+
+
+class Targets(NamedTuple):
+    """Everything that stays fixed while one batch is trained on, all [B, T] on every rank.
+
+    `trained_BT` are the tokens that are for the loss (`Objective.trained`).
+    Without a `correction`, proximal log-probs and weights are made in passing, by `Objective.anchor`.
+    `chosen_BT` are those that `Objective.exploration`, if there is one, treats otherwise, and `right_BT` those in right
+    answers, if these are learned as they are.
+    """
+
+    scored: Scored
+    estimate: Estimate
+    correction: Correction | None
+    trained_BT: Tensor
+    reference_BT: Tensor | None
+    chosen_BT: Tensor | None
+    teacher_BT: Tensor | None
+    right_BT: Tensor | None
+
+
+def find_targets(
+    objective: Objective, config: Config, batch: PaddedBatch, scored: Scored, frozen: Frozen, *, beta: float
+) -> Targets:
+    """The targets of `batch`, whose KL in the reward weighs `beta`. Raises `ValueError` for data that cannot teach."""
+    mask_BT = batch.mask_BT
+    check_any(mask_BT)
+    check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
+    check_finite(mask_BT, rewards=batch.rewards_BT, values=scored.values_BT)
+    check_finite(torch.ones_like(batch.truncated_B), bootstrap=scored.bootstrap_B)
+    for name, frozen_BT in (("reference", frozen.reference_BT), ("teacher", frozen.teacher_BT)):
+        if frozen_BT is not None:
+            check_logprobs(mask_BT, **{name: frozen_BT})
+    trained_BT = objective.trained(batch)
+    rewards_BT = _rewards(config.algorithm, batch, scored, frozen, beta)
+    estimate = _taught(config.algorithm, objective.advantages(batch, scored, rewards_BT), batch, scored, frozen)
+    correction = None
+    if objective.anchor is None:
+        columns = scored.logprobs_BT, batch.behavior_logprobs_BT, batch.lag_BT, mask_BT, trained_BT
+        correction = objective.correct(*columns)
+    chosen_BT = None
+    if objective.exploration is not None:
+        chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
+    right_BT = in_right_answers(batch, config) & trained_BT if config.algorithm.positive_nll else None
+    return Targets(
+        scored, estimate, correction, trained_BT, frozen.reference_BT, chosen_BT, frozen.teacher_BT, right_BT
+    )
+
+
+def in_right_answers(batch: PaddedBatch, config: Config) -> Tensor:
+    """[B, T] tokens that the policy sampled in right answers."""
+    return batch.mask_BT & (batch.reward_B >= config.reward.correct_at)[:, None]
+
+
+def _rewards(config: Algorithm, batch: PaddedBatch, scored: Scored, frozen: Frozen, beta: float) -> Tensor:
+    """[B, T] rewards, less the KL to the reference and to the teacher where the configuration puts them there."""
+    rewards_BT, logprobs_BT, mask_BT = batch.rewards_BT, scored.logprobs_BT, batch.mask_BT
+    if frozen.reference_BT is not None and config.kl.reward_beta:
+        kind = config.kl.reward_estimator
+        rewards_BT = kl_reward(rewards_BT, logprobs_BT, frozen.reference_BT, mask_BT, beta=beta, kind=kind)
+    if frozen.teacher_BT is not None and config.teacher.signal == "reward":
+        rewards_BT = kl_reward(rewards_BT, logprobs_BT, frozen.teacher_BT, mask_BT, beta=config.teacher.weight)
+    return rewards_BT
+
+
+def _taught(config: Algorithm, estimate: Estimate, batch: PaddedBatch, scored: Scored, frozen: Frozen) -> Estimate:
+    """The estimate with the teacher's advantages in it, where the configuration puts them there."""
+    if frozen.teacher_BT is None or config.teacher.signal != "advantage":
+        return estimate
+    mixed_BT = distillation.with_teacher(
+        estimate.advantages,
+        scored.logprobs_BT,
+        frozen.teacher_BT,
+        batch.mask_BT,
+        weight=config.teacher.weight,
+        others=config.teacher.others,
+    )
+    return estimate._replace(advantages=mixed_BT)
