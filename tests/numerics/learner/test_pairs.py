@@ -67,7 +67,6 @@ PLAIN = {
     "exploration": "off",
     "aggregation": "token-mean",
     "policy_loss": "clip",
-} | {
     "kl": "none",
     "whiten": "auto",
     "target_kl": "off",
