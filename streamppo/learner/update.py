@@ -252,7 +252,7 @@ class Updater:
         chosen_BT = None
         if objective.exploration is not None:
             chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
-        right_BT = self._right(batch) & trained_BT if config.positive_nll else None
+        right_BT = self._right(batch) & trained_BT if self.config.algorithm.positive_nll else None
         return Targets(scored, estimate, correction, trained_BT, reference_BT, chosen_BT, teacher_BT, right_BT)
 
     def _rewards(
