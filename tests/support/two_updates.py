@@ -4,6 +4,7 @@ import math
 import random
 
 import learner_case as case
+import msgspec
 import table_policy as tables
 import torch
 from conftest import trajectory
@@ -31,6 +32,7 @@ def answers(config: Config) -> PaddedBatch:
                 finish="length" if row % 5 == 3 else "stop",
             )
         )
+    made = [msgspec.structs.replace(one, components={"right": one.reward, "form": 0.0}) for one in made]
     return pad(Batch(version=3, min_version=3 - max_lag, trajectories=tuple(made)))
 
 

@@ -64,22 +64,22 @@ FIELDS = fields()
 PLAIN = {
     "zero_variance": "keep",
     "filters": "none",
-    "proximal": "recompute",
+    "exploration": "off",
     "aggregation": "token-mean",
     "policy_loss": "clip",
-} | {
     "kl": "none",
     "whiten": "auto",
     "target_kl": "off",
     "max_lag": "0",
 }
 """Goes with nearly everything. Choices of the other fields are tried until one goes with a pair."""
-OTHERS = (
-    ("correction", ("off", "truncate")),
-    ("advantage", ("rloo", "gae")),
-    ("critic", ("head", "own")),
-    ("steps", None),
-)
+OTHERS: Mapping[str, tuple[str, ...]] = {
+    "correction": ("off", "truncate"),
+    "advantage": ("rloo", "gae"),
+    "critic": ("head", "own"),
+    "steps": ("one", "several"),
+    "proximal": ("recompute", "behavior"),
+}
 
 
 def config_of(choices: Choices) -> Config:
@@ -89,8 +89,8 @@ def config_of(choices: Choices) -> Config:
 
 def completed(pair: Choices, generator: random.Random) -> Choices | None:
     """A configuration with `pair` and random choices of all other fields that are taken with it; None if none is."""
-    for words in product(*(words or tuple(FIELDS[field]) for field, words in OTHERS)):
-        choices = {**PLAIN, **dict(zip((field for field, _ in OTHERS), words, strict=True)), **pair}
+    for words in product(*OTHERS.values()):
+        choices = {**PLAIN, **dict(zip(OTHERS, words, strict=True)), **pair}
         if is_taken(choices):
             break
     else:
