@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import torch
 
-from streamppo.algorithms.groups import zero_variance
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch import pad
 from streamppo.learner.fetch import lag_histogram
 from streamppo.learner.metrics import described
+from streamppo.learner.objective import trained_tokens
 from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.journal import Journal
 from streamppo.telemetry import metrics_file
@@ -55,15 +54,8 @@ def _remake(record: Record, archive: Archive, configs: Mapping[int, bytes], vers
         log.info("%s: the line of update %d is lost: %s", metrics_file.METRICS, version, error)
         return False
     config = msgspec.msgpack.decode(configs[max(one for one in configs if one < version)], type=Config)
-    record.remade(version, described(batch, _trained(batch, config)), lag_histogram(batch))
+    record.remade(version, described(batch, trained_tokens(config.algorithm, batch)), lag_histogram(batch))
     return True
-
-
-def _trained(batch: PaddedBatch, config: Config) -> torch.Tensor:
-    """[B, T]: the tokens that the update trained on."""
-    if config.algorithm.zero_variance != "mask":
-        return batch.fresh_BT
-    return batch.fresh_BT & ~zero_variance(batch.reward_B, batch.prompt_B)[:, None]
 
 
 def _ranges(versions: list[int]) -> str:

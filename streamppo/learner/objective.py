@@ -107,7 +107,7 @@ def build(config: Config) -> Objective:
         scored = "both" if choice.has_critic else "policy"
     return Objective(
         advantages=partial(_whitened, _advantages(choice.advantage), choice.whiten, choice.has_critic),
-        trained=partial(_trained, choice),
+        trained=partial(trained_tokens, choice),
         correct=correction.build(choice.correction),
         filters=correction.filters_of(choice.filters),
         rules=correction.metrics(choice.correction, choice.filters),
@@ -259,7 +259,8 @@ def _scores(batch: PaddedBatch, rewards_BT: Tensor) -> Tensor:
 # --- tokens and losses ---------------------------------------------------------------------------------------
 
 
-def _trained(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
+def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
+    """[B, T]: the tokens of `batch` that are for the loss."""
     trained_BT = batch.fresh_BT
     if config.zero_variance == "mask":
         trained_BT = trained_BT & ~groups.zero_variance(batch.reward_B, batch.prompt_B)[:, None]
