@@ -4,6 +4,7 @@ import math
 import random
 
 import learner_case as case
+import msgspec
 import table_policy as tables
 import torch
 from conftest import trajectory
@@ -19,18 +20,18 @@ def answers(config: Config) -> PaddedBatch:
     made = []
     for row in range(config.queue.batch_size):
         tokens = [generator.randrange(4) for _ in range(generator.randint(1, 3))]
-        made.append(
-            trajectory(
-                tokens,
-                prompt=[0],
-                number=row // samples,
-                sample=row % samples,
-                versions=sorted(generator.randint(max(0, 3 - max_lag), 3) for _ in tokens),
-                logprobs=[math.log(0.25) + generator.uniform(-0.1, 0.1) for _ in tokens],
-                reward=1.0 if row < samples < config.queue.batch_size else float(row % 2),
-                finish="length" if row % 5 == 3 else "stop",
-            )
+        answer = trajectory(
+            tokens,
+            prompt=[0],
+            number=row // samples,
+            sample=row % samples,
+            versions=sorted(generator.randint(max(0, 3 - max_lag), 3) for _ in tokens),
+            logprobs=[math.log(0.25) + generator.uniform(-0.1, 0.1) for _ in tokens],
+            reward=1.0 if row < samples < config.queue.batch_size else float(row % 2),
+            finish="length" if row % 5 == 3 else "stop",
         )
+        # Those that the chaos campaign's GDPO compares.
+        made.append(msgspec.structs.replace(answer, components={"right": answer.reward, "again": float(row % 3)}))
     return pad(Batch(version=3, min_version=3 - max_lag, trajectories=tuple(made)))
 
 
