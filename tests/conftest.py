@@ -31,6 +31,7 @@ COUNTERS = Counters(
 """A queue that has just opened eight slots."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep real runs in one process of `pytest -n`: two at a time would miss the moments that their tests wait for."""
     for item in items:
