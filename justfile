@@ -13,7 +13,7 @@ check:
 
 # All tests, as CI runs them, and the line coverage
 test:
-    pytest -n 2 --dist loadgroup --cov=streamppo --cov-report=
+    pytest -n 2 --cov=streamppo --cov-report=
     coverage report --format=total
 
 # Unit and property tests: no run is started

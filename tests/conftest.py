@@ -16,6 +16,8 @@ from streamppo.types import Identity, Trajectory
 
 if TYPE_CHECKING:
     import driver_case as driver
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 transformers_logging.disable_progress_bar()
 # Before the tests of SGLang import what they share: its assertions say what they compared.
@@ -31,12 +33,16 @@ COUNTERS = Counters(
 """A queue that has just opened eight slots."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
     """Keep real runs in one process of `pytest -n`: two at a time would miss the moments that their tests wait for."""
-    for item in items:
-        if item.path.is_relative_to(REPOSITORY / "tests" / "integration"):
-            item.add_marker(pytest.mark.xdist_group("runs"))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RunsInOneProcess(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "runs" if nodeid.startswith("tests/integration/") else nodeid
+
+    return RunsInOneProcess(config, log)
 
 
 @pytest.fixture(autouse=True)
