@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from streamppo.errors import TaskError
-from streamppo.tasks import plugins
+from streamppo.tasks import places, plugins
 
 
 def tried(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
@@ -15,5 +15,5 @@ def tried(name: str, field: str, try_it: Callable[[Callable[..., object]], None]
         try_it(function)
     # Other people's code raises anything.
     except Exception as error:
-        raise TaskError(f"{field} {name!r}: {type(error).__name__}: {error}") from error
+        raise TaskError(f"{field} {name!r}: {places.told(error)}") from error
     return function

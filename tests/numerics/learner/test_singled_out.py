@@ -48,6 +48,20 @@ def _plain(folder: Path) -> tuple[Updater, PaddedBatch]:
 
 
 @ALONE
+@KINDS
+def test_tokens_that_are_not_trained_change_no_choice(folder: Path, kind: str) -> None:
+    updater, found = updated(folder, kind)
+    assert updater.objective.exploration is not None
+    choose, targets, batch = updater.objective.exploration.choose, found.targets, pad(case.batch())
+    trained_BT = targets.trained_BT.clone()
+    trained_BT[::2] = False
+    loud_BT = targets.estimate.advantages.masked_fill(~trained_BT, 100.0)
+    loud = targets.scored._replace(entropy_BT=targets.scored.entropy_BT.masked_fill(~trained_BT, 100.0))
+    expected_BT = choose(batch, targets.scored, targets.estimate.advantages, trained_BT)
+    assert expected_BT.any() and torch.equal(choose(batch, loud, loud_BT, trained_BT), expected_BT)
+
+
+@ALONE
 def test_the_share_of_top_entropy_stays_in_the_loss(folder: Path) -> None:
     _, found = updated(folder, TOP)
     trained_BT, entropy_BT = found.targets.trained_BT, found.targets.scored.entropy_BT
