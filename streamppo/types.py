@@ -106,7 +106,7 @@ class Reward(Crossing, frozen=True):
     """The answer that a reward may return in place of a number. The trajectory's reward is the sum of all of it.
 
     `score` stands on the last token, `turns[k]` on the last token of turn k, `tokens[t]` on the t-th sampled token.
-    `components` are only logged, as reward_NAME. `explanation` is for people.
+    `components` are logged, as reward_NAME, and compared by `gdpo` and `resample`. `explanation` is for people.
     """
 
     score: float = 0.0

@@ -9,6 +9,7 @@ from streamppo.config.correction import (
     Filter,
     NoCorrection,
     OwnCorrection,
+    Resample,
     SecondMoment,
     repeated_filters,
 )
@@ -262,6 +263,8 @@ class Algorithm(Section, frozen=True):
     """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """Groups whose scores are all equal: train on them, leave them out of the loss, or sample other prompts."""
+    resample: Resample = Resample()
+    """The component and the difficulty by which zero_variance = "resample" judges a group."""
     filters: tuple[Filter, ...] = ()
     """Responses that leave the loss, each kind at most once; their rewards and tokens are counted all the same."""
     whiten: Whiten = Whiten()
@@ -312,6 +315,12 @@ class Algorithm(Section, frozen=True):
         return "the KL in the reward, which is theirs" if self.kl.reward_beta else None
 
     @property
+    def compared_components(self) -> frozenset[str]:
+        """Components of the reward that each trajectory must have, because samples are compared by them."""
+        weighed = self.advantage.weights if isinstance(self.advantage, Gdpo) else ()
+        return frozenset((*weighed, *filter(None, [self.resample.component])))
+
+    @property
     def compares_samples(self) -> str | None:
         """The choice that compares all samples of a prompt, so that a batch needs all of them; None if none does."""
         if self._advantage_compares:
@@ -325,19 +334,33 @@ class Algorithm(Section, frozen=True):
 
     def contradictions(self) -> Iterator[str]:
         """Choices that contradict each other."""
-        kind = self.advantage.__struct_config__.tag
         yield from repeated_filters(self.filters)
+        yield from self._of_groups()
+        yield from self._of_advantages()
+        yield from self._of_proximal()
+        low, high = self.entropy_control.range
+        if self.entropy_control.target and not low <= self.entropy <= high:
+            yield f"entropy ({self.entropy:g}) must lie in entropy_control.range ({low:g} to {high:g})"
+
+    def _of_groups(self) -> Iterator[str]:
         if self.zero_variance != "keep" and not self._advantage_compares:
             yield "zero_variance is about groups: it needs an advantage that compares them"
+        if self.zero_variance != "resample" and self.resample != Resample():
+            yield f'resample is for zero_variance = "resample", and that is {self.zero_variance!r}'
+        if isinstance(self.advantage, Gdpo) and self.zero_variance != "keep":
+            yield "zero_variance is of the whole score, and gdpo compares its components: equal scores teach there too"
+        if self.zero_variance != "keep" and self.teacher.on:
+            yield (
+                f"zero_variance = {self.zero_variance!r} gives up groups whose scores are equal, and the teacher "
+                "teaches there too: leave it at 'keep'"
+            )
+
+    def _of_advantages(self) -> Iterator[str]:
+        kind = self.advantage.__struct_config__.tag
         if not self.has_critic and (self.critic.model != "head" or self.critic.warmup_updates or self.critic.pretrain):
             yield (
                 f"advantage {kind!r} uses no critic: leave critic.model, critic.warmup_updates and critic.pretrain out"
             )
-        low, high = self.entropy_control.range
-        if self.entropy_control.target and not low <= self.entropy <= high:
-            yield f"entropy ({self.entropy:g}) must lie in entropy_control.range ({low:g} to {high:g})"
-        if isinstance(self.advantage, Gdpo) and self.zero_variance != "keep":
-            yield "zero_variance is of the whole score, and gdpo compares its components: equal scores teach there too"
         if isinstance(self.advantage, Gdpo) and self.kl.reward_beta:
             yield f"advantage {kind!r} knows no KL in the reward: use kl.loss_beta ({self.kl.reward_beta:g} is lost)"
         if isinstance(self.advantage, MaxRl) and self.kl.reward_beta:
@@ -350,11 +373,8 @@ class Algorithm(Section, frozen=True):
                 f"advantage {kind!r} needs scores that are not negative, and a teacher's can be: "
                 'use teacher.signal = "advantage"'
             )
-        if self.zero_variance != "keep" and self.teacher.on:
-            yield (
-                f"zero_variance = {self.zero_variance!r} gives up groups whose scores are equal, and the teacher "
-                "teaches there too: leave it at 'keep'"
-            )
+
+    def _of_proximal(self) -> Iterator[str]:
         if self.proximal == "loglinear" and self.target_kl:
             yield (
                 f"target_kl ({self.target_kl:g}) bounds KL(proximal || current), and proximal = 'loglinear' takes the "

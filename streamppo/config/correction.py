@@ -6,7 +6,7 @@ Equations are in docs/algorithms.md.
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from streamppo.config.base import Kind, NonNegative, PositiveFloat
+from streamppo.config.base import Kind, NonNegative, PositiveFloat, Section
 
 
 class Banded(Kind, frozen=True):
@@ -132,6 +132,20 @@ class FilterOffPolicyNegative(Kind, frozen=True, tag="off_policy_negative"):
 
 
 Filter: TypeAlias = FilterTruncated | FilterOffPolicyNegative
+
+
+class Resample(Section, frozen=True):
+    """The groups that `zero_variance = "resample"` gives up, so that other prompts take their place."""
+
+    component: str = ""
+    """The component of the reward that groups are judged by; empty is the score."""
+    mean: tuple[float, ...] = ()
+    """The smallest and the largest mean of a group that is kept, beside equal ones; empty is any."""
+
+    def contradictions(self) -> Iterator[str]:
+        """A range has two ends."""
+        if self.mean and (len(self.mean) != 2 or self.mean[0] > self.mean[1]):
+            yield f"mean must be empty, or the smallest and the largest that is kept: {list(self.mean)}"
 
 
 def repeated_filters(filters: Sequence[Filter]) -> Iterator[str]:

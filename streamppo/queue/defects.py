@@ -21,13 +21,15 @@ LOGPROB_SLACK = 1e-4
 class Limits(NamedTuple):
     """Tokens that the model has, and the most tokens of a completion and of a prompt (None: any number).
 
-    With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use.
+    With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use; neither
+    is one without the `components` of the reward by which samples are compared.
     """
 
     vocabulary: int
     completion: int
     prompt: int | None
     candidates: bool = False
+    components: frozenset[str] = frozenset()
 
 
 def limits_of(config: Config, model_path: str) -> Limits:
@@ -41,7 +43,8 @@ def limits_of(config: Config, model_path: str) -> Limits:
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
-    return Limits(vocabulary, longest_completion(config), _prompt_limit(config), config.rollout.cuts)
+    compared = config.algorithm.compared_components
+    return Limits(vocabulary, longest_completion(config), _prompt_limit(config), config.rollout.cuts, compared)
 
 
 def _config_file(model_path: str) -> Path:
@@ -117,6 +120,9 @@ def _candidates(trajectory: Trajectory) -> str | None:
 def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
     if limits.candidates and not trajectory.candidate_counts:
         return "sampled with top-p or top-k, and it does not say from which candidates"
+    if lacking := sorted(limits.components - trajectory.components.keys()):
+        there = ", ".join(trajectory.components) or "none"
+        return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {there})"
     prompt, tokens = ints(trajectory.prompt_tokens), ints(trajectory.tokens)
     if limits.prompt is not None and len(prompt) > limits.prompt:
         return f"too long: a prompt of {len(prompt)} tokens, and {limits.prompt} are allowed"

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from streamppo.queue.slot import SlotState
 from streamppo.types import Crossing, Identity, Trajectory
 
-Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "equal_group"]
-GIVEN_UP: tuple[Ending, ...] = ("abandoned", "equal_group")
+Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "resampled"]
+GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 """The endings after which the slot is abandoned."""
 
 

@@ -20,7 +20,9 @@ The states of a slot are drawn in slot.py. Every change is noted in `QueueState.
 """
 
 import heapq
+from collections.abc import Sequence
 
+from streamppo.config.correction import Resample
 from streamppo.errors import QueueError
 from streamppo.queue.defects import Limits, defect
 from streamppo.queue.failures import FailureWindow
@@ -211,9 +213,8 @@ class QueueRules:
 
     def _complete(self, unit: Unit) -> None:
         """Count a unit whose trajectories are all there, or abandon it if it teaches nothing."""
-        rewards = {trajectory.reward for trajectory in unit.trajectories}
-        if self.settings.resample_equal and len(rewards) == 1:
-            self._abandon(unit, "equal_group", f"all rewards are {rewards.pop():g}")
+        if self.settings.resample and (reason := _teaches_nothing(unit.trajectories, self.settings.resample)):
+            self._abandon(unit, "resampled", reason)
         else:
             self.state.ready_units += 1
 
@@ -271,6 +272,19 @@ class QueueRules:
 
     def _touch(self, slot: Slot) -> None:
         self.state.unwritten.slots[slot.number] = slot
+
+
+def _teaches_nothing(group: Sequence[Trajectory], resample: Resample) -> str | None:
+    """The reason why a group is not trained on, or None. Each trajectory has the component, by `defects.defect`."""
+    name = resample.component
+    values = [one.components[name] if name else one.reward for one in group]
+    what = f"values of {name!r}" if name else "rewards"
+    if len(set(values)) == 1:
+        return f"all {what} are {values[0]:g}"
+    mean = sum(values) / len(values)
+    if resample.mean and not resample.mean[0] <= mean <= resample.mean[1]:
+        return f"the mean of the {what}, {mean:g}, is outside of {resample.mean[0]:g} to {resample.mean[1]:g}"
+    return None
 
 
 def lease(state: QueueState, version: int, min_version: int, units: list[Unit]) -> Batch:

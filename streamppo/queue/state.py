@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from streamppo.config.correction import Resample
 from streamppo.config.sections import Config
 from streamppo.queue.records import DeadLetter, Ended, Shape
 from streamppo.queue.slot import Slot, Unit
@@ -16,8 +17,8 @@ from streamppo.types import Batch
 class Settings(NamedTuple):
     """The queue that a configuration describes.
 
-    `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together. `resample_equal` abandons groups
-    whose rewards are all equal, so that other prompts take their slots.
+    `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together. `resample` says which groups teach
+    nothing, so that other prompts take their slots; None keeps all.
     """
 
     task: str
@@ -28,7 +29,7 @@ class Settings(NamedTuple):
     too_old: Literal["mask", "drop", "wait"]
     max_attempts: int
     max_failure_rate: float
-    resample_equal: bool = False
+    resample: Resample | None = None
 
     @property
     def unit_size(self) -> int:
@@ -50,7 +51,7 @@ def settings_of(config: Config) -> Settings:
         samples_per_prompt=queue.samples_per_prompt,
         max_lag=queue.max_lag,
         whole_groups=config.algorithm.compares_samples is not None,
-        resample_equal=config.algorithm.zero_variance == "resample",
+        resample=config.algorithm.resample if config.algorithm.zero_variance == "resample" else None,
         too_old=queue.too_old,
         max_attempts=queue.max_attempts,
         max_failure_rate=queue.max_failure_rate,

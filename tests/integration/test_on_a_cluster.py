@@ -33,9 +33,10 @@ def on_a_terminal(folder: Path, *overrides: str) -> Iterator[tuple[subprocess.Po
     """`streamppo run` as the session leader of a terminal; the descriptor is the terminal's other end."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "streamppo", "run", str(MATH), "--runs", str(folder), *overrides]
-    # A new session that opens a terminal has it as its own: closing it is a hangup.
+    # A new session that opens a terminal has it as its own: closing it is a hangup, also where pytest is under nohup.
     opened = (
-        f"import os; os.close(os.open({os.ttyname(theirs)!r}, os.O_RDWR)); os.execv({sys.executable!r}, {command!r})"
+        "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        f"os.close(os.open({os.ttyname(theirs)!r}, os.O_RDWR)); os.execv({sys.executable!r}, {command!r})"
     )
     environment = {**os.environ, MARK: str(folder), "PYTHONPATH": str(REPOSITORY)}
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}

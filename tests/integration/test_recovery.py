@@ -441,7 +441,7 @@ def test_replay_compares_every_version_and_a_what_if_puts_both_curves_into_one_r
 def test_a_slow_learner_keeps_the_queue_bounded_and_nothing_is_dropped(tmp_path: Path) -> None:
     finished(tmp_path, *SHORT, "learner.epochs=24", "queue.max_lag=2")
     found = summary(tmp_path)
-    assert found["dropped"] == {"too_old": 0, "abandoned": 0, "equal_group": 0, "lost": 0}
+    assert found["dropped"] == {"too_old": 0, "abandoned": 0, "resampled": 0, "lost": 0}
     assert found["engines"]["idle_share"] > 0.3, "rollouts are blocked, not the learner"
     trial = all_accounted(tmp_path / "math")
     assert trial.opened <= (12 + 2 + 1) * 64

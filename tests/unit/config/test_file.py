@@ -139,6 +139,9 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
     [
         (["algorithm.advantage.kind=rloo", "queue.samples_per_prompt=1"], "'rloo' compares the samples of a prompt"),
         (["algorithm.zero_variance=mask"], "needs an advantage that compares"),
+        (["algorithm.resample.component=right"], "resample is for zero_variance = \"resample\", and that is 'keep'"),
+        (["algorithm.resample.mean=[0.9, 0.1]"], "the smallest and the largest"),
+        (["algorithm.resample.mean=[0.5]"], "the smallest and the largest"),
         (["algorithm.kl.reward_beta=0.1", "algorithm.kl.loss_beta=0.1"], "allow_both"),
         (["algorithm.kl.target=6"], r"target \(6.0\) steers reward_beta, which is 0"),
         (["algorithm.critic.epochs=2"], r"epochs \(2\) is for a critic with a transformer"),

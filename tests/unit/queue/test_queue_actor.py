@@ -449,6 +449,26 @@ def test_with_an_environment_all_turns_together_have_its_limit(
     assert limits == Limits(vocabulary=17, completion=9, prompt=None)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.advantage={kind='gdpo', weights={right=1.0}}"],
+        ["algorithm.advantage.kind=rloo", "algorithm.zero_variance=resample", "algorithm.resample.component=right"],
+    ],
+    ids=["gdpo", "resample"],
+)
+def test_a_trajectory_without_a_component_that_is_compared_cannot_be_trained_on(
+    math_config: Callable[..., Config], tmp_path: Path, overrides: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 17}')
+    limits = limits_of(math_config(*overrides, "queue.samples_per_prompt=4"), str(tmp_path))
+    one = trajectory([5])
+    assert defect(one, limits) == (
+        "samples are compared by 'right', and its reward has no such component (there are none)"
+    )
+    assert defect(msgspec.structs.replace(one, components={"right": 0.0, "form": 1.0}), limits) is None
+
+
 @pytest.mark.parametrize("content", ["{}", "not json"])
 def test_a_model_that_does_not_say_how_many_tokens_it_has_is_named(
     math_config: Callable[..., Config], tmp_path: Path, content: str

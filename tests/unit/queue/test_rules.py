@@ -3,9 +3,11 @@
 import itertools
 from pathlib import Path
 
+import msgspec
 import pytest
 from conftest import trajectory
 
+from streamppo.config.correction import Resample
 from streamppo.errors import JournalError, QueueError, TooManyFailures
 from streamppo.queue import report, snapshot
 from streamppo.queue.records import Changes, Saved
@@ -190,14 +192,34 @@ def test_a_group_is_abandoned_as_a_whole() -> None:
 
 
 def test_groups_that_teach_nothing_can_give_way_to_other_prompts() -> None:
-    rules = queue(max_lag=0, whole_groups=True, resample_equal=True)
+    rules = queue(max_lag=0, whole_groups=True, resample=Resample())
     tickets = rules.issue("a", 0, 4, next(CALLS))
     for ticket, reward in zip(tickets, (1.0, 1.0, 0.0, 1.0), strict=True):
         rules.put(done(ticket, reward=reward))
     assert rules.take(0) is None
     others = rules.issue("a", 0, 9, next(CALLS))
     assert [ticket.identity.prompt for ticket in others] == [2, 2]
-    assert counted(rules).dropped["equal_group"] == 2
+    assert counted(rules).dropped["resampled"] == 2
+
+
+@pytest.mark.parametrize(
+    ("resample", "reason"),
+    [
+        (Resample(), None),
+        (Resample(component="right"), "all values of 'right' are 1"),
+        (Resample(component="form"), None),
+        (Resample(mean=(0.5, 0.75)), None),
+        (Resample(mean=(0.0, 0.7)), "the mean of the rewards, 0.75, is outside of 0 to 0.7"),
+        (Resample(component="form", mean=(0.3, 1.0)), "the mean of the values of 'form', 0.25, is outside of 0.3 to 1"),
+    ],
+)
+def test_groups_are_judged_by_a_component_and_by_their_difficulty(resample: Resample, reason: str | None) -> None:
+    rules = queue(max_lag=0, whole_groups=True, resample=resample)
+    tickets = rules.issue("a", 0, 2, next(CALLS))
+    for ticket, reward, form in zip(tickets, (0.5, 1.0), (0.0, 0.5), strict=True):
+        components = {"right": 1.0, "form": form}
+        rules.put(msgspec.structs.replace(done(ticket, reward=reward), components=components))
+    assert endings(rules) == ([(number, 0, "resampled", reason) for number in (0, 1)] if reason else [])
 
 
 def test_a_lost_actor_is_no_failure_of_the_task() -> None:
@@ -205,7 +227,7 @@ def test_a_lost_actor_is_no_failure_of_the_task() -> None:
     rules.issue("a", 0, 3, next(CALLS))
     rules.lost("a")
     assert [t.slot for t in rules.issue("b", 0, 3, next(CALLS))] == [0, 1, 2]
-    assert counted(rules).dropped == {"too_old": 0, "abandoned": 0, "equal_group": 0, "lost": 3}
+    assert counted(rules).dropped == {"too_old": 0, "abandoned": 0, "resampled": 0, "lost": 3}
 
 
 def test_too_many_failures_stop_the_run_with_the_first_reasons() -> None:
@@ -394,11 +416,11 @@ def test_every_attempt_that_comes_to_nothing_is_noted_with_its_reason() -> None:
 
 
 def test_groups_that_are_given_up_are_noted_sample_by_sample() -> None:
-    rules = queue(whole_groups=True, resample_equal=True, max_attempts=1)
+    rules = queue(whole_groups=True, resample=Resample(), max_attempts=1)
     equal, _, failing, other = rules.issue("a", 0, 4, 0)
     rules.put(done(equal, reward=1.0))
     rules.put(done(_, reward=1.0))
-    assert endings(rules) == [(number, 0, "equal_group", "all rewards are 1") for number in (0, 1)]
+    assert endings(rules) == [(number, 0, "resampled", "all rewards are 1") for number in (0, 1)]
     rules.put(done(other))
     rules.fail(fail(failing))
     why = "sample 0 failed 1 times: reward: no"
