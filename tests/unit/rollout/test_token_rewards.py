@@ -44,7 +44,9 @@ def test_the_learner_trains_on_token_rewards_and_on_the_last_token_where_there_a
     packed = pad(Batch(version=0, min_version=0, trajectories=(shaped, named)))
     assert packed.rewards_BT.tolist() == [[0, 1, 2, 0], [0, 0, 2, 0]]
     assert torch.equal(packed.rewards_BT.sum(-1), packed.reward_B)
-    assert packed.components == {"format": 0.5}
+    assert packed.components_B.keys() == {"format"}
+    assert packed.components_B["format"].isnan().tolist() == [True, False]
+    assert packed.components_B["format"][1] == 0.5
 
 
 def test_the_queue_refuses_token_rewards_of_another_length_or_not_finite() -> None:
