@@ -35,14 +35,14 @@ COUNTERS = Counters(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
-    """Keep real runs in one process of `pytest -n`: two at a time would miss the moments that their tests wait for."""
+    """Keep the real runs of a file in one process of `pytest -n`, where they come first: they take longest."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class RunsInOneProcess(LoadScopeScheduling):
+    class FilesOfRuns(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "runs" if nodeid.startswith("tests/integration/") else nodeid
+            return nodeid.split("::")[0] if nodeid.startswith("tests/integration/") else nodeid
 
-    return RunsInOneProcess(config, log)
+    return FilesOfRuns(config, log)
 
 
 @pytest.fixture(autouse=True)
