@@ -40,7 +40,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
 
     class FilesOfRuns(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.split("::")[0] if nodeid.startswith("tests/integration/") else nodeid
+            return nodeid.split("::", maxsplit=1)[0] if nodeid.startswith("tests/integration/") else nodeid
 
     return FilesOfRuns(config, log)
 
