@@ -3,9 +3,9 @@
 RUN/inputs.json    the SHA-256 of every file, as the newest driver found them
 
 Prompt number p stands for a row of the data, so other rows would be trained on under the same numbers: a run keeps its
-data and its models, unless a change is accepted on purpose. A reward, a loss or an advantage may change; that is
-noted. Data sets and models that are names on a hub have no files here, and are not looked at. Of a file above
-`WHOLE_BYTES` a fingerprint covers the size and `PLACES` pieces of a MiB, spread evenly.
+data and its models, unless a change is accepted on purpose. A reward, or a function of the user's own in `[algorithm]`,
+may change; that is noted. Data sets and models that are names on a hub have no files here, and are not looked at. Of a
+file above `WHOLE_BYTES` a fingerprint covers the size and `PLACES` pieces of a MiB, spread evenly.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.config.algorithm import OwnAdvantage
+from streamppo.config.correction import OwnCorrection
 from streamppo.config.policy_loss import OwnLoss
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
@@ -90,8 +91,9 @@ def _named(config: Config, folder: Path) -> Iterator[Named]:
         yield Named("algorithm.critic.model", config.algorithm.critic.model, kept=True)
     if config.algorithm.teacher.on:
         yield Named("algorithm.teacher.model", config.algorithm.teacher.model, kept=True)
-    for field, choice in (("advantage", config.algorithm.advantage), ("policy_loss", config.algorithm.policy_loss)):
-        if isinstance(choice, OwnAdvantage | OwnLoss):
+    for field in ("advantage", "correction", "policy_loss"):
+        choice = getattr(config.algorithm, field)
+        if isinstance(choice, OwnAdvantage | OwnCorrection | OwnLoss):
             yield Named(f"algorithm.{field}.function", _source(choice.function), kept=False)
     if isinstance(config.task, DataTask):
         for name, source in config.task.sources.items():

@@ -203,12 +203,13 @@ def test_a_large_file_is_known_by_pieces_of_it(tmp_path: Path, monkeypatch: pyte
     assert inputs.fingerprint(large) != before
 
 
-def test_a_changed_advantage_of_the_user_is_a_note(
-    own: Config, math_config: Load, logged: pytest.LogCaptureFixture
+@pytest.mark.parametrize("field", ["advantage", "correction", "policy_loss"])
+def test_a_changed_function_of_the_user_in_the_algorithm_is_a_note(
+    own: Config, math_config: Load, logged: pytest.LogCaptureFixture, field: str
 ) -> None:
-    Path("maths.py").write_text("def advantage(inputs): return inputs.scores_B\n")
-    chosen = math_config("algorithm.advantage={kind='function', function='maths.py:advantage'}")
+    Path("maths.py").write_text("def mine(inputs): return inputs\n")
+    chosen = math_config(f"algorithm.{field}={{kind='function', function='maths.py:mine'}}")
     preflight.verify(chosen, Path("run"))
-    Path("maths.py").write_text("def advantage(inputs): return -inputs.scores_B\n")
+    Path("maths.py").write_text("def mine(inputs): return None\n")
     preflight.verify(chosen, Path("run"))
     assert "maths.py is not what the run had: changed: maths.py; the run goes on with it" in logged.text
