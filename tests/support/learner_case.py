@@ -1,11 +1,14 @@
 """One small update, made from a seed alone, so that several processes can make the very same one."""
 
 import contextlib
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -34,6 +37,10 @@ SMALL = {
     "pad_token_id": 0,
 }
 """Settings of the tests' models."""
+TIMES = {"score_s", "train_s"}
+"""Metrics that no two updates share."""
+Weights: TypeAlias = dict[str, torch.Tensor]
+Made = TypeVar("Made")
 
 
 def save_model(folder: Path) -> None:
@@ -137,3 +144,49 @@ def whole(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter, critic included, unsharded."""
     policy.reshard()  # pyright: ignore[reportCallIssue]
     return {name: parameter.detach().full_tensor().clone() for name, parameter in policy.named_parameters()}  # pyright: ignore
+
+
+def updated(folder: Path, batch: PaddedBatch, *overrides: str) -> tuple[Weights, dict[str, float]]:
+    """Parameters and metrics after one update."""
+    one = updater(config_of(*overrides), folder)
+    found = metrics(one, batch)
+    return whole(one.policy), found
+
+
+def assert_same_weights(one: Weights, other: Weights, *, atol: float = 2e-6) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_same(
+    one: tuple[Weights, dict[str, float]], other: tuple[Weights, dict[str, float]], *, rel: float = 1e-3
+) -> None:
+    """The same weights, and the same metrics but for times."""
+    assert_same_weights(one[0], other[0])
+    for name in one[1].keys() - TIMES:
+        assert other[1][name] == pytest.approx(one[1][name], rel=rel, abs=1e-5), name
+
+
+def by_ranks(make: Callable[..., Made], ranks: int, folder: Path, *arguments: object) -> Made:
+    """What `make(ranks, *arguments)`, a function of a module, returns on the first of `ranks` processes of a group.
+
+    `folder` takes their files.
+    """
+    context, store, out = multiprocessing.get_context("spawn"), folder / f"store-{ranks}", folder / f"{ranks}.pt"
+    workers = [context.Process(target=_rank, args=(rank, ranks, store, out, make, arguments)) for rank in range(ranks)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return torch.load(out, weights_only=True)
+
+
+def _rank(
+    rank: int, ranks: int, store: Path, out: Path, make: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
+    torch.set_num_threads(1)
+    with group(rank, ranks, store):
+        made = make(ranks, *arguments)
+        if rank == 0:
+            torch.save(made, out)

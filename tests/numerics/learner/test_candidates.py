@@ -1,7 +1,6 @@
 """Sampling with top-p and top-k: the learner's log-probs are among the tokens that the engine could have sampled."""
 
 import asyncio
-import multiprocessing
 from pathlib import Path
 
 import learner_case as case
@@ -11,29 +10,12 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch import pad
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
 from streamppo.types import Batch, Identity, Trajectory, encode, ints
 
-TIMES = {"score_s", "train_s"}
 REFERENCE = ("algorithm.kl.loss_beta=0.1", "algorithm.entropy=0.1", "learner.minibatches=2")
-
-
-def updated(folder: Path, batch: PaddedBatch, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Parameters and metrics after one update."""
-    updater = case.updater(case.config_of(*overrides), folder)
-    metrics = case.metrics(updater, batch)
-    return case.whole(updater.policy), metrics
-
-
-def assert_same(
-    one: tuple[dict[str, torch.Tensor], dict[str, float]], other: tuple[dict[str, torch.Tensor], dict[str, float]]
-) -> None:
-    for name, tensor in one[0].items():
-        torch.testing.assert_close(tensor, other[0][name], rtol=0, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
-    for name in one[1].keys() - TIMES:
-        assert other[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.usefixtures("alone")
@@ -126,11 +108,11 @@ def test_without_top_p_and_top_k_a_trajectory_has_no_column_and_not_a_byte_of_it
 @pytest.mark.usefixtures("alone")
 def test_micro_batches_and_padding_change_nothing(folder: Path) -> None:
     batch = pad(case.cut(case.batch()))
-    whole = updated(folder, batch, *REFERENCE, "learner.micro_batch_tokens=100000")
+    whole = case.updated(folder, batch, *REFERENCE, "learner.micro_batch_tokens=100000")
     for budget in (1, 40):
-        assert_same(whole, updated(folder, batch, *REFERENCE, f"learner.micro_batch_tokens={budget}"))
+        case.assert_same(whole, case.updated(folder, batch, *REFERENCE, f"learner.micro_batch_tokens={budget}"))
     assert whole[1]["forced"] > 0
-    uncut = updated(folder, pad(case.batch()), *REFERENCE)
+    uncut = case.updated(folder, pad(case.batch()), *REFERENCE)
     assert abs(uncut[1]["entropy"] - whole[1]["entropy"]) > 0.1, "the candidates make a difference"
 
 
@@ -150,27 +132,14 @@ def test_a_batch_may_hold_trajectories_with_and_without_candidates(folder: Path)
 def test_the_reference_is_compared_over_the_same_candidates(folder: Path) -> None:
     """The first model beside itself is no distance away, whichever tokens it could have sampled."""
     choices = ("algorithm.kl.loss_beta=0.1", "algorithm.correction.kind=off")
-    _, metrics = updated(folder, pad(case.cut(case.batch())), *choices)
+    _, metrics = case.updated(folder, pad(case.cut(case.batch())), *choices)
     assert metrics["reference_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    with case.group(rank, ranks, store):
-        overrides = (*REFERENCE, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40")
-        made = updated(folder, pad(case.cut(case.batch())), *overrides)
-        if rank == 0:
-            torch.save(made, out)
+def _made(ranks: int, folder: Path) -> object:
+    overrides = (*REFERENCE, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40")
+    return case.updated(folder, pad(case.cut(case.batch())), *overrides)
 
 
 def test_three_ranks_make_the_update_of_one(folder: Path, tmp_path: Path) -> None:
-    context, results = multiprocessing.get_context("spawn"), {}
-    for ranks in (1, 3):
-        arguments = (ranks, tmp_path / f"store-{ranks}", folder, tmp_path / f"{ranks}.pt")
-        workers = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        results[ranks] = torch.load(tmp_path / f"{ranks}.pt", weights_only=True)
-    assert_same(results[1], results[3])
+    case.assert_same(*(case.by_ranks(_made, ranks, tmp_path, folder) for ranks in (1, 3)))

@@ -1,7 +1,6 @@
 """Tokens that are singled out of a batch, and a bonus that is steered: in an update, over ranks, over a resume."""
 
 import math
-import multiprocessing
 from pathlib import Path
 
 import learner_case as case
@@ -90,9 +89,7 @@ def test_advantages_of_tokens_that_are_left_out_teach_nothing_and_denominators_k
 
 
 def assert_same(one: Updater, other: Updater, *, atol: float = 0.0) -> None:
-    known = case.whole(other.policy)
-    for name, tensor in case.whole(one.policy).items():
-        torch.testing.assert_close(tensor, known[name], rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+    case.assert_same_weights(case.whole(one.policy), case.whole(other.policy), atol=atol)
 
 
 @ALONE
@@ -124,32 +121,20 @@ def test_micro_batches_change_nothing(folder: Path, kind: str) -> None:
     assert_same(whole, split, atol=2e-6)
 
 
-def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    with case.group(rank, ranks, store):
-        made = []
-        for kind in (TOP, CLIP_COV, KL_COV, STEERED):
-            updater, found = updated(folder, kind, "algorithm.entropy=0.1", f"learner.ranks={ranks}")
-            updater.metrics(found)
-            made.append((case.whole(updater.policy), tuple(updater.bonus)))
-        if rank == 0:
-            torch.save(made, out)
+def _made(ranks: int, folder: Path) -> list[tuple[case.Weights, tuple[float, ...]]]:
+    made = []
+    for kind in (TOP, CLIP_COV, KL_COV, STEERED):
+        updater, found = updated(folder, kind, "algorithm.entropy=0.1", f"learner.ranks={ranks}")
+        updater.metrics(found)
+        made.append((case.whole(updater.policy), tuple(updater.bonus)))
+    return made
 
 
 def test_ranks_change_nothing(folder: Path, tmp_path: Path) -> None:
-    context, results = multiprocessing.get_context("spawn"), {}
-    for ranks in (1, 2):
-        out, store = tmp_path / f"{ranks}.pt", tmp_path / f"store-{ranks}"
-        workers = [context.Process(target=_rank, args=(rank, ranks, store, folder, out)) for rank in range(ranks)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        results[ranks] = torch.load(out, weights_only=True)
-    for (one, one_bonus), (two, two_bonus) in zip(results[1], results[2], strict=True):
+    of_one, of_two = (case.by_ranks(_made, ranks, tmp_path, folder) for ranks in (1, 2))
+    for (one, one_bonus), (two, two_bonus) in zip(of_one, of_two, strict=True):
         assert one_bonus == two_bonus
-        for name, tensor in one.items():
-            torch.testing.assert_close(tensor, two[name], rtol=0, atol=2e-6)
+        case.assert_same_weights(one, two)
 
 
 # --- the bonus -----------------------------------------------------------------------------------------------

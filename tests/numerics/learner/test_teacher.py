@@ -1,6 +1,5 @@
 """Learning from a teacher, and from right answers as they are: in one update, by itself, and split in every way."""
 
-import multiprocessing
 from pathlib import Path
 
 import learner_case as case
@@ -14,7 +13,6 @@ from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.update import Updater
 from streamppo.tasks.tokenizer import character_tokenizer
 
-TIMES = {"score_s", "train_s"}
 ALONE = ("algorithm.advantage.kind=rloo", "algorithm.teacher.others=0")
 
 
@@ -27,20 +25,8 @@ def taught_by(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"algorithm.teacher.model={folder}"
 
 
-def updated(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Parameters and metrics after one update."""
-    updater = case.updater(case.config_of("reward.correct_at=0.5", *overrides), folder)
-    metrics = case.metrics(updater, pad(case.batch()))
-    return case.whole(updater.policy), metrics
-
-
-def assert_same(
-    one: tuple[dict[str, torch.Tensor], dict[str, float]], other: tuple[dict[str, torch.Tensor], dict[str, float]]
-) -> None:
-    for name, tensor in one[0].items():
-        torch.testing.assert_close(tensor, other[0][name], rtol=0, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
-    for name in one[1].keys() - TIMES:
-        assert other[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
+def updated(folder: Path, *overrides: str) -> tuple[case.Weights, dict[str, float]]:
+    return case.updated(folder, pad(case.batch()), "reward.correct_at=0.5", *overrides)
 
 
 def estimates(updater: Updater, batch: PaddedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -109,7 +95,7 @@ def test_micro_batches_change_nothing(folder: Path, taught_by: str) -> None:
     for choices in ((taught_by, "algorithm.teacher.signal=reward"), (taught_by, *ALONE), NLL):
         whole, *pieces = (updated(folder, *choices, one) for one in cut)
         for piece in pieces:
-            assert_same(whole, piece)
+            case.assert_same(whole, piece)
 
 
 @pytest.mark.usefixtures("alone")
@@ -134,27 +120,15 @@ def test_the_nll_is_of_right_answers_alone_and_its_gradient_is_added(folder: Pat
         torch.testing.assert_close(moved[0.3][f"lm.{name}"], expected, rtol=0, atol=1e-5)
 
 
-def _rank(rank: int, ranks: int, store: Path, folder: Path, choices: list[tuple[str, ...]], out: Path) -> None:
-    torch.set_num_threads(1)
-    with case.group(rank, ranks, store):
-        made = [updated(folder, *one, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40") for one in choices]
-        if rank == 0:
-            torch.save(made, out)
+def _made(ranks: int, folder: Path, choices: list[tuple[str, ...]]) -> list[tuple[case.Weights, dict[str, float]]]:
+    return [updated(folder, *one, f"learner.ranks={ranks}", "learner.micro_batch_tokens=40") for one in choices]
 
 
 def test_three_ranks_make_the_update_of_one(folder: Path, taught_by: str, tmp_path: Path) -> None:
-    context, results = multiprocessing.get_context("spawn"), {}
     choices = [(taught_by, "learner.minibatches=2"), NLL]
-    for ranks in (1, 3):
-        arguments = (ranks, tmp_path / f"store-{ranks}", folder, choices, tmp_path / f"{ranks}.pt")
-        workers = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        results[ranks] = torch.load(tmp_path / f"{ranks}.pt", weights_only=True)
-    for one, three in zip(results[1], results[3], strict=True):
-        assert_same(one, three)
+    of_one, of_three = (case.by_ranks(_made, ranks, tmp_path, folder, choices) for ranks in (1, 3))
+    for one, three in zip(of_one, of_three, strict=True):
+        case.assert_same(one, three)
 
 
 # --- the teacher's tokens ------------------------------------------------------------------------------------
