@@ -73,6 +73,10 @@ CHOICES: dict[str, list[str]] = {
     "advantage gdpo": ["algorithm.advantage={kind='gdpo', weights={right=1.0, again=0.5}}", SEVERAL],
     "advantage function": ["algorithm.advantage={kind='function', function='examples/own_advantage.py:advantage'}"],
     **{f"exploration {kind}": [f"algorithm.exploration.kind={kind}", MINIBATCHES] for kind in EXPLORATIONS},
+    **{
+        f"reference {name}": ["algorithm.kl.loss_beta=0.05", f"algorithm.kl.follow_every={every}"]
+        for name, every in (("first model", 0), ("follows", 20))
+    },
     "entropy control": ["algorithm.entropy_control.target=0.5"],
     "aggregation prompt-mean": ["algorithm.aggregation=prompt-mean"],
     "positive_nll 0.1": ["algorithm.positive_nll=0.1"],

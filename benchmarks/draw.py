@@ -23,6 +23,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
     "algorithm.entropy_control.target": (0.0, 0.0, 0.5),
     "algorithm.kl.reward_beta": (0.0, 0.0, 0.05),
     "algorithm.kl.loss_beta": (0.0, 0.0, 0.02),
+    "algorithm.kl.follow_every": (0, 0, 5),
     "algorithm.positive_nll": (0.0, 0.0, 0.1),
     "algorithm.target_kl": (0.0, 0.0, 0.05),
     "algorithm.whiten.over": ("batch", "group"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from streamppo.config.base import Count, Fraction, Kind, NonNegative, Positive, PositiveFloat, Section
+from streamppo.config.base import Count, Fraction, Kind, NonNegative, PositiveFloat, Section
 from streamppo.config.correction import (
     Correction,
     Filter,
@@ -14,6 +14,7 @@ from streamppo.config.correction import (
     repeated_filters,
 )
 from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
+from streamppo.config.kl import Kl
 from streamppo.config.policy_loss import Clip, PolicyLoss, Reinforce
 
 
@@ -179,46 +180,6 @@ class Critic(Section, frozen=True):
                     f"{name} ({getattr(self, name)}) is for a critic with a transformer of its own: a value head "
                     f'learns in the policy\'s steps, and passes of its own would move the policy (model = "policy")'
                 )
-
-
-class Kl(Section, frozen=True):
-    """KL of the policy from the model that the run began with."""
-
-    reward_beta: NonNegative = 0.0
-    """token reward = score - beta * KL; 0 is off."""
-    reward_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator in the reward."""
-    loss_beta: NonNegative = 0.0
-    """Weight of the KL beside the loss; 0 is off."""
-    loss_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator in the loss."""
-    straight_through: bool = False
-    """The loss's gradient is that of k2, and its value that of the estimator."""
-    target: NonNegative = 0.0
-    """Above 0, reward_beta is steered to this many nats per response (arXiv:1909.08593)."""
-    horizon: Positive = 10_000
-    """Trajectories over which the controller acts."""
-    allow_both: bool = False
-    """KL in reward and loss at once over-regularises: it has to be asked for."""
-    offload: bool = False
-    """The reference model waits in CPU memory and visits the GPU for its pass, layer by layer."""
-
-    def contradictions(self) -> Iterator[str]:
-        """KL in two places, or a controller of nothing, are mistakes."""
-        if self.reward_beta and self.loss_beta and not self.allow_both:
-            yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
-        if self.loss_beta and self.loss_estimator == "k1" and not self.straight_through:
-            yield (
-                "loss_estimator 'k1' in the loss has a gradient that is 0 on average, so that it holds nothing: choose "
-                "'k2' or 'k3', or straight_through = true"
-            )
-        if self.target and not self.reward_beta:
-            yield f"target ({self.target}) steers reward_beta, which is 0"
-
-    @property
-    def on(self) -> bool:
-        """True if a reference model is needed."""
-        return self.reward_beta > 0 or self.loss_beta > 0
 
 
 class Teacher(Section, frozen=True):

@@ -10,6 +10,7 @@ Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
 PositiveFloat: TypeAlias = Annotated[float, Meta(gt=0)]
 

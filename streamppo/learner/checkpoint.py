@@ -9,7 +9,7 @@ A disk may be a node's own: one rank leads in each folder, and gives it the mani
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
@@ -31,6 +31,14 @@ METADATA = ".metadata"
 T = TypeVar("T")
 
 
+class Trained(NamedTuple):
+    """All tensors that a checkpoint can hold; `reference` only where `State.reference_moved` says so."""
+
+    policy: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: torch.nn.Module | None
+
+
 class Saver:
     """Writes checkpoints beside training, one after another: memory holds one copy at most.
 
@@ -43,15 +51,8 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
 
-    def start(
-        self,
-        folder: Path,
-        state: State,
-        policy: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        pushed: "Future[Pushed]",
-    ) -> None:
-        """Start a checkpoint under `folder`, after the one before; both modules may change when this returns.
+    def start(self, folder: Path, state: State, trained: Trained, pushed: "Future[Pushed]") -> None:
+        """Start a checkpoint under `folder`, after the one before; what is `trained` may change when this returns.
 
         `pushed` is the push of its version, whose digest `state` gets. A collective. Raises `CheckpointError` if the
         one before could not be written.
@@ -63,7 +64,7 @@ class Saver:
         leads = _leads(folder, self._group)
         if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
-        tensors = _tensors(policy, optimizer)
+        tensors = _tensors(trained, state)
         written = dcp.async_save(tensors, checkpoint_id=durable.aside(final), process_group=self._group)
         assert isinstance(written, Future), "async_save gives a future unless it is asked for more"
         self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads)
@@ -118,7 +119,7 @@ def own_group() -> dist.ProcessGroup:
     return made
 
 
-def load_newest(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
+def load_newest(path: Path, trained: Trained) -> State | None:
     """Load the checkpoint at `path` in place; where a file is damaged, the newest one before it. A collective.
 
     None if all of them are damaged. Raises the other errors of `load`.
@@ -127,14 +128,14 @@ def load_newest(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Opti
     for name in _told(before, dist.group.WORLD)[::-1]:
         one = path.with_name(name)
         try:
-            return load(one, policy, optimizer)
+            return load(one, trained)
         except Damaged as error:
             if _leads(one.parent, dist.group.WORLD) and one.is_dir():
                 manifest.set_aside(one, error)
     return None
 
 
-def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def load(path: Path, trained: Trained) -> State:
     """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
 
     Raises `CheckpointError` on all ranks if another number of ranks wrote it, or if a rank lacks a file; `Damaged` if a
@@ -143,11 +144,12 @@ def load(path: Path, policy: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     state = _verify(path)
     if state.ranks != dist.get_world_size():
         raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
-    tensors = _tensors(policy, optimizer)
+    tensors = _tensors(trained, state)
     dcp.load(tensors, checkpoint_id=path)
     (own,) = tensors["own"].values()
     moments = {name: {**shards, **own["state"][name]} for name, shards in tensors["optimizer"].items()}
     optimizer_state = {"state": moments, "param_groups": own["param_groups"]}
+    policy, optimizer, _ = trained
     set_state_dict(policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state)
     torch.set_rng_state(own["rng"]["cpu"])
     if "cuda" in own["rng"]:
@@ -201,8 +203,9 @@ def _told(value: T, group: dist.ProcessGroup | None) -> T:
     return values[0]
 
 
-def _tensors(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _tensors(trained: Trained, state: State) -> dict[str, Any]:
     """The shards, and under a name of this rank all that ranks have alike: one of them would write that for all."""
+    policy, optimizer, reference = trained
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     sharded: dict[str, dict[str, Any]] = {}
     alike: dict[str, dict[str, Any]] = {}
@@ -212,4 +215,7 @@ def _tensors(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         alike[name] = {key: value for key, value in moments.items() if not isinstance(value, DTensor)}
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
     own = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
-    return {"policy": model_state, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": own}}
+    found: dict[str, Any] = {"policy": model_state, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": own}}
+    if reference is not None and state.reference_moved:
+        found["reference"] = {name: one.detach() for name, one in reference.named_parameters()}
+    return found

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.algorithms.exploration import Bonus
 from streamppo.config.sections import Config
-from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, teacher
+from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, reference, teacher
 from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.checkpoint import Trained
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
 from streamppo.learner.update import Updater
@@ -45,12 +46,13 @@ class Learner:
         optimizer.configure(self.optimizer, config)
         self.policy.temperature = config.rollout.temperature
         self.policy.float32_head = config.model.float32_head
-        reference = _reference(config, self.model_path, self.mesh, self.updater.reference)
+        followed = reference.load(config, self.model_path, self.mesh, self.updater.reference)
         same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
         taught_by = teacher.load(config, self.model_path, self.mesh, self.updater.teacher if same else None)
-        beta, bad_steps, bonus = self.updater.beta, self.updater.bad_steps, self.updater.steered_bonus
-        self.updater = _updater(config, self.policy, self.optimizer, self.mesh, (reference, taught_by))
-        self.updater.remember(beta, bad_steps, bonus)
+        before = self.updater
+        self.updater = _updater(config, self.policy, self.optimizer, self.mesh, (followed, taught_by))
+        moved = before.reference_moved
+        self.updater.remember(before.beta, before.bad_steps, before.steered_bonus, reference_moved=moved)
         self.config = config
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
@@ -79,8 +81,10 @@ class Learner:
             beta=self.updater.beta,
             bad_steps=self.updater.bad_steps,
             bonus=self.updater.steered_bonus,
+            reference_moved=self.updater.reference_moved,
         )
-        self.saver.start(folder, state, self.policy, self.optimizer, self.pusher.last)
+        trained = Trained(self.policy, self.optimizer, self.updater.reference)
+        self.saver.start(folder, state, trained, self.pusher.last)
 
     def export(self, folder: Path) -> str:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
@@ -104,27 +108,18 @@ def build(
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
     loaded = policy.load(config.model, model_path, temperature, mesh, critic)
-    reference = _reference(config, model_path, mesh, None)
+    frozen = reference.load(config, model_path, mesh, None), teacher.load(config, model_path, mesh, None)
     adamw = optimizer.adamw(loaded, config)
-    updater = _updater(config, loaded, adamw, mesh, (reference, teacher.load(config, model_path, mesh, None)))
-    version = 0
-    if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), loaded, adamw)):
+    updater = _updater(config, loaded, adamw, mesh, frozen)
+    trained, version = Trained(loaded, adamw, updater.reference), 0
+    if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), trained)):
         version = state.version
         optimizer.configure(adamw, config)
-        updater.remember(state.beta, state.bad_steps, None if state.bonus is None else Bonus(*state.bonus))
+        bonus = None if state.bonus is None else Bonus(*state.bonus)
+        updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(publish, config.learner.bucket_bytes)
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
     return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version)
-
-
-def _reference(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None) -> Policy | None:
-    """The run's first model, as the configuration wants it; it is read only where it is not `known`."""
-    kl, temperature = config.algorithm.kl, config.rollout.temperature
-    if not kl.on:
-        return None
-    made = known or policy.load(config.model, model_path, temperature, mesh, offload=kl.offload)
-    made.temperature, made.float32_head = temperature, config.model.float32_head
-    return made
 
 
 def _updater(
@@ -135,5 +130,5 @@ def _updater(
     frozen: tuple[Policy | None, Policy | None],
 ) -> Updater:
     """The updater of `trained` beside the `frozen` reference and teacher."""
-    chosen, (reference, taught_by) = objective.build(config), frozen
-    return Updater(trained, adamw, chosen, config, group=mesh.get_group(), reference=reference, teacher=taught_by)
+    chosen, (followed, taught_by) = objective.build(config), frozen
+    return Updater(trained, adamw, chosen, config, group=mesh.get_group(), reference=followed, teacher=taught_by)

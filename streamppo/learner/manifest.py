@@ -3,7 +3,8 @@
 A disk may be a node's own: each rank hashes and verifies the files that it wrote, and a folder need not hold others.
 
 runs/NAME/checkpoints/00000050/        one folder for each version
-    *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer, RNG of every rank
+    *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer, RNG of every rank,
+                                       and a reference that follows the policy
     manifest.json                      the rest of the state, and the SHA-256 of each rank's files; written last
 runs/NAME/checkpoints/00000050.damaged what was found damaged
 """
@@ -30,7 +31,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     `version` is the queue's position too: batch number `version` is the next to be trained on. `digest` is that of the
     weights as they were pushed, known when they are published; `beta` the adaptive weight of the KL in the reward;
-    `bonus` the coefficient and the weight of an entropy bonus that is steered.
+    `bonus` the coefficient and the weight of an entropy bonus that is steered. `reference_moved` says that a
+    reference is among the tensors: it is the run's first model no more.
     """
 
     version: int
@@ -39,6 +41,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     beta: float
     bad_steps: int
     bonus: tuple[float, float] | None = None
+    reference_moved: bool = False
 
 
 class Files(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ from streamppo.learner.metrics import (
 from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
+from streamppo.learner.reference import follow
 from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers
 
 log = logging.getLogger(__name__)
@@ -61,9 +62,9 @@ class Updater:
     """Consumes padded batches; `policy` and `optimizer` are changed in place.
 
     Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward,
-    `bonus` that of the entropy; these two and the optimizer steps in a row that were left out (`critic_bad_steps` are
-    those of a critic with steps of its own, which do not make up for the policy's) are all that it remembers of past
-    batches.
+    `bonus` that of the entropy; these two, the optimizer steps in a row that were left out (`critic_bad_steps`: those
+    of a critic with steps of its own, which do not make up for the policy's), and where a reference that follows stands
+    are all that it remembers of past batches.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Updater:
         self.config = config
         self.group = group
         self.reference = reference
+        self.reference_moved = False
         self.teacher = teacher
         self.beta = config.algorithm.kl.reward_beta
         self.bonus = Bonus(config.algorithm.entropy, config.algorithm.entropy)
@@ -91,12 +93,14 @@ class Updater:
         self.bad_steps = 0
         self.critic_bad_steps = 0
 
-    def remember(self, beta: float, bad_steps: int, bonus: Bonus | None) -> None:
+    def remember(self, beta: float, bad_steps: int, bonus: Bonus | None, *, reference_moved: bool = False) -> None:
         """Go on from an earlier updater: its bad steps in a row, and its `beta` if that adapts and was at work.
 
-        So does `bonus` if it is steered, and was: None says that it was not.
+        So does `bonus` if it is steered, and was: None says that it was not. `reference_moved` says that the reference,
+        which is the caller's to bring along, is the run's first model no more.
         """
         self.bad_steps = bad_steps
+        self.reference_moved = reference_moved and self.reference is not None
         if self.config.algorithm.kl.target and beta:
             self.beta = beta
         if self.config.algorithm.entropy_control.target and bonus is not None:
@@ -139,7 +143,7 @@ class Updater:
     def metrics(self, updated: Updated) -> dict[str, float]:
         """Return an update's numbers, equal on every rank but for times; steer `beta`, `bonus` by them. A collective.
 
-        To be called once after each update.
+        To be called once after each update. Now and then a reference that follows the policy moves.
         """
         batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
         scored, passed_B = targets.scored, torch.ones_like(batch.truncated_B)
@@ -151,7 +155,7 @@ class Updater:
             # A policy that stands still was passed over before the critic's steps alone.
             steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
             steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
-        return {
+        made = {
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT),
             **steps,
             **left_out_shares(self.objective.rules, minibatches, batch.mask_BT, self.group),
@@ -162,6 +166,8 @@ class Updater:
             "score_s": updated.scored - updated.start,
             "train_s": time.perf_counter() - updated.scored,
         }
+        self._move_reference(batch.version)
+        return made
 
     def values(self, updated: Updated) -> Tensor | None:
         """[B, T] values that the critic, if there is one, gave the batch before the update."""
@@ -235,6 +241,8 @@ class Updater:
         """The denominators of a minibatch, over all ranks."""
         prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
         counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
+        if not self.config.algorithm.positive_nll:
+            return counts
         return counts._replace(right=float(in_right_answers(batch, self.config)[rows].sum()))
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
@@ -334,6 +342,12 @@ class Updater:
         if config.target:
             self.beta = next_beta(self.beta, per_response, len(mask_BT), target=config.target, horizon=config.horizon)
         return metrics
+
+    def _move_reference(self, version: int) -> None:
+        every = self.config.algorithm.kl.follow_every
+        if self.reference is not None and every and (version + 1) % every == 0:
+            follow(self.reference, self.policy, self.config.algorithm.kl.follow_share)
+            self.reference_moved = True
 
     def _exploration_metrics(self, version: int, targets: Targets, entropy: float) -> dict[str, float]:
         """Tokens that were singled out, and the weight of the entropy bonus; steers `bonus` where a target is set."""

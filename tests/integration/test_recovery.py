@@ -30,7 +30,7 @@ from streamppo.telemetry import metrics_file as lines
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import chaos
+from benchmarks import chaos, draw
 
 RPC_FAILURES = {
     "CoreWorkerService.grpc_client.PushTask": {
@@ -374,17 +374,21 @@ def mathematics(path: Path) -> tuple[str, ...]:
     return (f"algorithm={inline(config['algorithm'])}", samples, *learner)
 
 
+GROUPS, REWARDED = "queue.samples_per_prompt=4", (draw.SEVERAL,)
 SHIPPED = {path.stem: mathematics(path) for path in sorted((REPOSITORY / "configs").glob("*.toml"))}
 ESTIMATORS = {
-    kind: ("queue.samples_per_prompt=4", f"algorithm.advantage={{kind='{kind}'}}")
+    kind: (f"algorithm.advantage={{kind='{kind}', {draw.REQUIRED.get(f'advantage.{kind}', '')}}}", GROUPS, *REWARDED)
     for kind in (str(one.__struct_config__.tag) for one in get_args(Advantage))
 }
 PROXIMAL = {
     "behavior": ("algorithm.proximal=behavior", "algorithm.correction={kind='off'}", "learner.minibatches=2"),
     "loglinear": ("algorithm.proximal=loglinear", "algorithm.critic.model=policy", "learner.minibatches=2"),
 }
+REFERENCE = {
+    "following": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2", "algorithm.kl.follow_share=0.5")
+}
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
-ALWAYS = ("grpo", "vtrace", "top-p")
+ALWAYS = ("grpo", "vtrace", "top-p", "following")
 """Those that are tried in every run of the tests; the others are slow."""
 
 
@@ -392,7 +396,7 @@ ALWAYS = ("grpo", "vtrace", "top-p")
     "overrides",
     [
         pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
-        for name, overrides in {**ESTIMATORS, **PROXIMAL, **SAMPLING, **SHIPPED}.items()
+        for name, overrides in {**ESTIMATORS, **PROXIMAL, **REFERENCE, **SAMPLING, **SHIPPED}.items()
     ],
 )
 def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:

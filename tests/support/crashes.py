@@ -152,7 +152,7 @@ def save_checkpoint(folder: Path, version: int = 2) -> None:
     pushed = Future[Pushed]()
     pushed.set_result(Pushed(f"digest {version}", 0.0))
     saver = checkpoint.Saver(dist.group.WORLD, Checkpoint(keep=1))  # pyright: ignore[reportArgumentType]
-    saver.start(folder, state(version), *model_of(version), pushed)
+    saver.start(folder, state(version), checkpoint.Trained(*model_of(version), None), pushed)
     saver.wait()
 
 
@@ -160,7 +160,7 @@ def check_checkpoint(folder: Path) -> None:
     newest = manifest.newest(folder)
     assert newest is not None, "no checkpoint is left"
     model, optimizer = model_of(9)
-    found = checkpoint.load(newest, model, optimizer)
+    found = checkpoint.load(newest, checkpoint.Trained(model, optimizer, None))
     assert found == state(int(newest.name))
     expected = model_of(found.version)[0].state_dict()
     assert all(bool((value == expected[name]).all()) for name, value in model.state_dict().items())

@@ -18,7 +18,7 @@ from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import CheckpointError
 from streamppo.learner import checkpoint, manifest, optimizer
 from streamppo.learner.batch import pad
-from streamppo.learner.checkpoint import Saver
+from streamppo.learner.checkpoint import Saver, Trained
 from streamppo.learner.manifest import State
 from streamppo.learner.update import Updater
 from streamppo.weights.transport import Pushed
@@ -37,14 +37,19 @@ def saver_of(updater: Updater) -> Saver:
     return Saver(dist.new_group(backend="gloo"), updater.config.checkpoint)
 
 
+def trained(updater: Updater) -> Trained:
+    return Trained(updater.policy, updater.optimizer, updater.reference)
+
+
 def state_of(updater: Updater, version: int = 1) -> State:
     ranks = dist.get_world_size()
     kept = {"beta": updater.beta, "bad_steps": updater.bad_steps, "bonus": updater.steered_bonus}
+    kept["reference_moved"] = updater.reference_moved
     return State(version=version, digest="", ranks=ranks, **kept)  # pyright: ignore[reportArgumentType]
 
 
 def started(saver: Saver, updater: Updater, folder: Path, version: int = 1) -> None:
-    saver.start(folder, state_of(updater, version), updater.policy, updater.optimizer, pushed())
+    saver.start(folder, state_of(updater, version), trained(updater), pushed())
 
 
 def adamw(config: Any, folder: Path) -> Updater:
@@ -76,7 +81,7 @@ def carried_over(one: Updater, two: Updater, folder: Path) -> State:
     saver = saver_of(one)
     started(saver, one, folder)
     saver.wait()
-    return checkpoint.load(folder / "00000001", two.policy, two.optimizer)
+    return checkpoint.load(folder / "00000001", trained(two))
 
 
 @ALONE
@@ -178,7 +183,7 @@ def test_what_is_saved_is_the_state_at_the_call_though_updates_run_before_it_is_
     gate.set()
     saver.wait()
     assert any(not torch.equal(expected[name], tensor) for name, tensor in later.items())
-    checkpoint.load(tmp_path / "00000001", one.policy, one.optimizer)
+    checkpoint.load(tmp_path / "00000001", trained(one))
     assert torch.equal(torch.get_rng_state(), drawn)
     for name, tensor in case.whole(one.policy).items():
         assert torch.equal(expected[name], tensor), name
@@ -216,7 +221,7 @@ def test_one_checkpoint_at_a_time_and_none_is_left_out(
 def test_a_checkpoint_counts_only_when_its_version_is_published(folder: Path, tmp_path: Path) -> None:
     updater, push = case.updater(case.config_of(), folder), Future[Pushed]()
     saver = saver_of(updater)
-    saver.start(tmp_path, state_of(updater), updater.policy, updater.optimizer, push)
+    saver.start(tmp_path, state_of(updater), trained(updater), push)
     dist.barrier()
     saver.check()
     assert manifest.complete(tmp_path) == []
@@ -248,11 +253,11 @@ def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
         # Rank 0 alone waits for the push before it gives the name; the others ask again in the meantime.
         threading.Timer(1.0, push.set_result, [Pushed("", 0.0)]).start()
         for _ in range(2):
-            saver.start(out, state_of(updater), updater.policy, updater.optimizer, push)
+            saver.start(out, state_of(updater), trained(updater), push)
         drawn = torch.rand(4)
         saver.wait()
         dist.barrier()
-        checkpoint.load(out / "00000001", updater.policy, updater.optimizer)
+        checkpoint.load(out / "00000001", trained(updater))
         assert torch.equal(torch.rand(4), drawn), "another rank's random numbers"
         (out / f"rank-{rank}").touch()
 
@@ -277,16 +282,16 @@ def _apart(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
         updater = case.updater(case.config_of(f"learner.ranks={ranks}"), folder)
         saver = saver_of(updater)
         for version in (1, 2):
-            saver.start(own, state_of(updater, version), updater.policy, updater.optimizer, pushed("its digest"))
+            saver.start(own, state_of(updater, version), trained(updater), pushed("its digest"))
         saver.wait()
         dist.barrier()
-        loaded = checkpoint.load_newest(own / "00000002", updater.policy, updater.optimizer)
+        loaded = checkpoint.load_newest(own / "00000002", trained(updater))
         assert loaded is not None and (loaded.version, loaded.digest) == (2, "its digest")
         if rank == 1:
             file = own / "00000002" / "__1_0.distcp"
             file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
         dist.barrier()
-        loaded = checkpoint.load_newest(own / "00000002", updater.policy, updater.optimizer)
+        loaded = checkpoint.load_newest(own / "00000002", trained(updater))
         assert loaded is not None and loaded.version == 1
         assert [path.name for path in sorted(own.iterdir())] == ["00000001", "00000002.damaged"]
         if rank == 1:
@@ -295,7 +300,7 @@ def _apart(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
         with pytest.raises(
             CheckpointError, match=r"disk-1/checkpoints/00000001/__1_0.distcp: not on the disk of rank 1"
         ):
-            checkpoint.load_newest(own / "00000001", updater.policy, updater.optimizer)
+            checkpoint.load_newest(own / "00000001", trained(updater))
         assert (own / "00000001").is_dir()
         (own / "done").touch()
 

@@ -50,6 +50,7 @@ def fields() -> dict[str, dict[str, list[str]]]:
             "loss": [loss],
             "reward": [reward],
             "steered": [reward, "algorithm.kl.target=0.01"],
+            "following": [loss, "algorithm.kl.follow_every=1"],
             "both": [loss, reward, "algorithm.kl.allow_both=true"],
         },
         "whiten": {over: [f"algorithm.whiten.over={over}"] for over in ("auto", "off", "batch", "group")},

@@ -14,7 +14,7 @@ from streamppo import cli
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner import optimizer, policy
-from streamppo.learner.checkpoint import Saver
+from streamppo.learner.checkpoint import Saver, Trained
 from streamppo.learner.manifest import State
 from streamppo.learner.update import Updater
 from streamppo.queue.journal import Journal
@@ -48,7 +48,7 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
         pushed.set_result(Pushed(digest or push.digest, 0.0))
         journal.write(Changes(COUNTERS), [Made(version=version, digest=push.digest, archived=None)])
         state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=0)
-        saver.start(run / "checkpoints", state, updater.policy, updater.optimizer, pushed)
+        saver.start(run / "checkpoints", state, Trained(updater.policy, updater.optimizer, None), pushed)
     saver.wait()
     journal.close()
     configfile.save(config, run)

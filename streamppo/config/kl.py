@@ -1,0 +1,54 @@
+"""The `[algorithm.kl]` part of the configuration: the distance to a reference. Equations are in docs/algorithms.md."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from streamppo.config.base import Count, NonNegative, Positive, Section, Share
+
+
+class Kl(Section, frozen=True):
+    """KL of the policy from a reference: the model that the run began with, or one that follows the policy."""
+
+    reward_beta: NonNegative = 0.0
+    """token reward = score - beta * KL; 0 is off."""
+    reward_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator in the reward."""
+    loss_beta: NonNegative = 0.0
+    """Weight of the KL beside the loss; 0 is off."""
+    loss_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator in the loss."""
+    straight_through: bool = False
+    """The loss's gradient is that of k2, and its value that of the estimator."""
+    target: NonNegative = 0.0
+    """Above 0, reward_beta is steered to this many nats per response (arXiv:1909.08593)."""
+    horizon: Positive = 10_000
+    """Trajectories over which the controller acts."""
+    allow_both: bool = False
+    """KL in reward and loss at once over-regularises: it has to be asked for."""
+    follow_every: Count = 0
+    """Above 0, the reference moves to the policy after every so many updates (arXiv:2404.09656)."""
+    follow_share: Share = 1.0
+    """Share of the way to the policy that it moves; 1 makes it the policy."""
+    offload: bool = False
+    """The reference model waits in CPU memory and visits the GPU for its pass, layer by layer."""
+
+    def contradictions(self) -> Iterator[str]:
+        """KL in two places, or a controller of nothing, are mistakes."""
+        if self.reward_beta and self.loss_beta and not self.allow_both:
+            yield "KL in reward and loss at once over-regularises: set algorithm.kl.allow_both = true"
+        if self.loss_beta and self.loss_estimator == "k1" and not self.straight_through:
+            yield (
+                "loss_estimator 'k1' in the loss has a gradient that is 0 on average, so that it holds nothing: choose "
+                "'k2' or 'k3', or straight_through = true"
+            )
+        if self.target and not self.reward_beta:
+            yield f"target ({self.target}) steers reward_beta, which is 0"
+        if self.follow_every and not self.on:
+            yield f"follow_every ({self.follow_every}) moves a reference: set reward_beta or loss_beta"
+        if self.follow_share != 1 and not self.follow_every:
+            yield f"follow_share ({self.follow_share:g}) is of a reference that moves: set follow_every"
+
+    @property
+    def on(self) -> bool:
+        """True if a reference model is needed."""
+        return self.reward_beta > 0 or self.loss_beta > 0
