@@ -42,7 +42,7 @@ def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_wh
         server.edit = at_times
         finished(tmp_path, *SHORT, f"algorithm.teacher.url={server.url}", "algorithm.teacher.weight=0.1")
     made = summary(tmp_path)
-    (calls,) = [one for one in made["scorers"] if one["name"] == "teacher"]
+    (calls,) = [one for one in made["engines"]["scorers"] if one["name"] == "teacher"]
     assert calls["calls"] > 3 * 16 and calls["mean_s"] > 0
     assert made["failed"]["teacher"] == pytest.approx(calls["failed"], abs=16), "some may be under way at the end"
     assert made["failed"].keys() == {"teacher"}
@@ -52,10 +52,15 @@ def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_wh
         resumed(tmp_path, "updates=5", f"algorithm.teacher.url={other.url}")
         assert other.asked
     _columns_are_the_models(run, taught_by)
-    assert "5 versions, all of them bit for bit as they were" in replayed(tmp_path)
+    assert "6 versions, all of them bit for bit as they were" in replayed(tmp_path)
 
-    done = command("resume", str(run), "updates=6")
-    assert done.returncode == 1 and "the teacher cannot be asked: Retryable" in done.stdout + done.stderr
+
+def test_a_run_whose_teacher_does_not_answer_ends_before_it_begins_with_the_reason(tmp_path: Path) -> None:
+    teacher = "algorithm.teacher={url='http://127.0.0.1:9', attempts=2}"
+    done = command("run", str(MATH), "--runs", str(tmp_path), *SHORT, teacher)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and "the teacher cannot be asked: Retryable: http://127.0.0.1:9/generate" in output
+    assert updates(tmp_path) == []
 
 
 def _columns_are_the_models(run: Path, folder: Path) -> None:

@@ -4,6 +4,7 @@ It computes log-probs with a Hugging Face model, at temperature 1, and has bad d
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,16 @@ class Server:
     knows_texts: bool = True
     shift: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Listening(ThreadingHTTPServer):
+    """Says nothing of clients that die with their actor."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager
@@ -65,8 +76,7 @@ def teaching(folder: Path) -> Iterator[Server]:
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        listening.daemon_threads = True
+    with Listening(("127.0.0.1", 0), Handler) as listening:
         Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
         server.url = f"http://127.0.0.1:{listening.server_address[1]}"
         try:
