@@ -1,7 +1,6 @@
 """A teacher that is a server teaches as the same model on the learner's ranks does, and no update asks it."""
 
 import asyncio
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +14,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config.teacher import Teacher as TeacherConfig
 from streamppo.errors import UpdateError
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.update import Updater
+from streamppo.learner.batch import pad
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.teacher import Teacher
 from streamppo.types import Batch, Trajectory, encode, flags, floats, ints
 
-TIMES = {"score_s", "train_s"}
 GONE = "algorithm.teacher.url=http://127.0.0.1:9"
 """A server that no update may need."""
 SIGNALS = {
@@ -61,35 +58,17 @@ def taught(teacher: Path) -> Iterator[Batch]:
     yield batch
 
 
-def updated(
-    folder: Path, batch: PaddedBatch, *overrides: str
-) -> tuple[dict[str, torch.Tensor], dict[str, float], Updater]:
-    """Parameters and metrics after one update, and its updater."""
-    updater = case.updater(case.config_of(*overrides), folder)
-    metrics = case.metrics(updater, batch)
-    return case.whole(updater.policy), metrics, updater
-
-
-def assert_same(
-    one: tuple[dict[str, torch.Tensor], dict[str, float]], other: tuple[dict[str, torch.Tensor], dict[str, float]]
-) -> None:
-    for name, tensor in one[0].items():
-        torch.testing.assert_close(tensor, other[0][name], rtol=0, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
-    for name in one[1].keys() - TIMES:
-        assert other[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-5), name
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_by_url_an_update_is_that_of_the_same_model_on_the_rank(
     folder: Path, teacher: Path, taught: Batch, signal: str
 ) -> None:
-    here = updated(folder, pad(case.batch()), f"algorithm.teacher.model={teacher}", *SIGNALS[signal])
-    there = updated(folder, pad(taught), GONE, *SIGNALS[signal])
-    assert here[2].teacher is not None and there[2].teacher is None
-    assert_same(here[:2], there[:2])
+    assert case.updater(case.config_of(GONE), folder).teacher is None
+    here = case.updated(folder, pad(case.batch()), f"algorithm.teacher.model={teacher}", *SIGNALS[signal])
+    there = case.updated(folder, pad(taught), GONE, *SIGNALS[signal])
+    case.assert_same(here, there)
     assert there[1]["teacher_kl"] > 0.1
-    plain = updated(folder, pad(case.batch()), "algorithm.advantage.kind=rloo")
+    plain = case.updated(folder, pad(case.batch()), "algorithm.advantage.kind=rloo")
     gap = max((there[0][name] - tensor).abs().max().item() for name, tensor in plain[0].items())
     assert gap > 1e-3, "the teacher makes a difference"
 
@@ -101,33 +80,22 @@ def test_micro_batches_padding_and_places_that_the_policy_did_not_sample_change_
     batch = pad(taught)
     assert batch.teacher_logprobs_BT is not None and not batch.mask_BT.all()
     choices = (GONE, *SIGNALS["advantage"], "learner.minibatches=2")
-    whole = updated(folder, batch, *choices, "learner.micro_batch_tokens=100000")
+    whole = case.updated(folder, batch, *choices, "learner.micro_batch_tokens=100000")
     for budget in (1, 40):
-        assert_same(whole[:2], updated(folder, batch, *choices, f"learner.micro_batch_tokens={budget}")[:2])
+        case.assert_same(whole, case.updated(folder, batch, *choices, f"learner.micro_batch_tokens={budget}"))
     spoiled_BT = batch.teacher_logprobs_BT.masked_fill(~batch.mask_BT, float("nan"))
-    assert_same(whole[:2], updated(folder, batch._replace(teacher_logprobs_BT=spoiled_BT), *choices)[:2])
+    case.assert_same(whole, case.updated(folder, batch._replace(teacher_logprobs_BT=spoiled_BT), *choices))
 
 
-def _rank(rank: int, ranks: int, store: Path, folder: Path, batch: Batch, out: Path) -> None:
-    torch.set_num_threads(1)
-    with case.group(rank, ranks, store):
-        choices = (GONE, *SIGNALS["reward"], f"learner.ranks={ranks}", "learner.micro_batch_tokens=40")
-        made = updated(folder, pad(batch), *choices)[:2]
-        if rank == 0:
-            torch.save(made, out)
+def _by(ranks: int, folder: Path, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Parameters and metrics after one update by a group of `ranks`."""
+    choices = (GONE, *SIGNALS["reward"], f"learner.ranks={ranks}", "learner.micro_batch_tokens=40")
+    return case.updated(folder, pad(batch), *choices)
 
 
 def test_three_ranks_make_the_update_of_one(folder: Path, taught: Batch, tmp_path: Path) -> None:
-    context, results = multiprocessing.get_context("spawn"), {}
-    for ranks in (1, 3):
-        arguments = (ranks, tmp_path / f"store-{ranks}", folder, taught, tmp_path / f"{ranks}.pt")
-        workers = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        results[ranks] = torch.load(tmp_path / f"{ranks}.pt", weights_only=True)
-    assert_same(results[1], results[3])
+    one, three = (case.by_ranks(_by, ranks, tmp_path, folder, taught) for ranks in (1, 3))
+    case.assert_same(one, three)
 
 
 # --- without log-probs ---------------------------------------------------------------------------------------
@@ -159,7 +127,7 @@ def test_without_a_teacher_that_is_a_server_there_is_no_column_and_not_a_byte_of
         spoiled = pad(taught)
         assert spoiled.teacher_logprobs_BT is not None
         spoiled = spoiled._replace(teacher_logprobs_BT=spoiled.teacher_logprobs_BT - 3)
-        assert_same(updated(folder, pad(case.batch()), *choices)[:2], updated(folder, spoiled, *choices)[:2])
+        case.assert_same(case.updated(folder, pad(case.batch()), *choices), case.updated(folder, spoiled, *choices))
 
 
 def test_rows_of_a_padded_batch_keep_their_own_log_probs(taught: Batch) -> None:
