@@ -27,6 +27,7 @@ SHORT = (
 FAILS_EVERY = 9
 
 
+@pytest.mark.timeout(900)
 def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_when_both_are_gone(
     tmp_path: Path,
 ) -> None:
