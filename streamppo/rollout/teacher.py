@@ -9,10 +9,11 @@ The learner never asks it, so that an update can be made again from the archive 
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from streamppo.config.teacher import Teacher as TeacherConfig
 from streamppo.errors import ModelError, Retryable, TaskError, TeacherFailed
@@ -28,6 +29,8 @@ COMPARED = 4096
 LAST = 0
 """SGLang gives this in place of the id of its vocabulary's last token."""
 
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+
 log = logging.getLogger(__name__)
 
 
@@ -39,16 +42,16 @@ class Scored(NamedTuple):
     retryable: bool = False
 
 
-class Meta(msgspec.Struct):
+class MetaInfo(msgspec.Struct):
     """The part of SGLang's answer that is read: (log-prob, id, text) of every token; the first has no log-prob."""
 
-    input_token_logprobs: list[tuple[float | None, int, str | None]]
+    input_token_logprobs: list[tuple[float | None, TokenId, str | None]]
 
 
 class Answer(msgspec.Struct):
     """SGLang's answer to /generate."""
 
-    meta_info: Meta
+    meta_info: MetaInfo
 
 
 class Texts(msgspec.Struct):
@@ -130,10 +133,12 @@ class Teacher:
             async with asyncio.timeout(self._timeout_s):
                 content = await self._client.post(f"{self._url}/detokenize", body)
             found = msgspec.json.decode(content, type=Texts).text
+            if len(found) != len(tokens):
+                raise TaskError(f"{len(found)} texts for {len(tokens)} tokens")
         except (TaskError, msgspec.MsgspecError, UnicodeDecodeError, TimeoutError) as error:
-            log.warning("the teacher's tokenizer cannot be compared with the policy's: %s", str(error)[:QUOTED])
+            log.warning("the teacher's tokenizer cannot be compared with the policy's: %s", repr(error)[:QUOTED])
             return []
-        return found if len(found) == len(tokens) else []
+        return found
 
 
 def read(content: bytes, tokens: Ints) -> Floats:

@@ -44,6 +44,8 @@ class Client:
             response = await next(self._next_client).post(url, content=self._encoder.encode(body))
         except httpx.TransportError as error:
             raise Retryable(f"{url}: {error!r}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise TaskError(f"{url}: {error!r}") from error
         if response.status_code in BUSY:
             raise Retryable(f"{url}: status {response.status_code}")
         if not response.is_success:

@@ -101,6 +101,7 @@ def meta(change: Callable[[list[Any]], Any]) -> Edit:
         (meta(lambda entries: [entries[0], entries[1], [None, 6, None]]), "a log-prob is not finite"),
         (meta(lambda entries: [entries[0], entries[1], [float("nan"), 6, None]]), "DecodeError: JSON is malformed"),
         (meta(lambda entries: [entries[0], entries[1], ["x", 6, None]]), "Expected `float . null`, got `str`"),
+        (meta(lambda entries: [entries[0], entries[1], [-1.0, 2**63, None]]), "Expected `int` <= 2147483647"),
         (meta(lambda entries: [one[:2] for one in entries]), "Expected `array` of length 3"),
     ],
 )
