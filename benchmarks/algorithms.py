@@ -40,6 +40,8 @@ LOSSES = (
     "sapo",
 )
 """Policy losses that need no more than their name."""
+FIRST = "MODEL"
+"""Becomes the folder of the model that all runs begin with."""
 EXPLORATIONS = ("off", "top_entropy", "clip_cov", "kl_cov")
 CHOICES: dict[str, list[str]] = {
     "default": [],
@@ -80,6 +82,7 @@ CHOICES: dict[str, list[str]] = {
     "entropy control": ["algorithm.entropy_control.target=0.5"],
     "aggregation prompt-mean": ["algorithm.aggregation=prompt-mean"],
     "positive_nll 0.1": ["algorithm.positive_nll=0.1"],
+    "teacher, the first model": ["algorithm.teacher={model='MODEL', weight=0.05}"],
     "top_p 0.9": ["rollout.top_p=0.9"],
     "top_k 8": ["rollout.top_k=8"],
     "critic scratch": ["algorithm.critic.model=scratch"],
@@ -95,9 +98,9 @@ CHOICES: dict[str, list[str]] = {
 
 def main() -> None:
     options = _options()
-    chosen = {name: CHOICES[name] for name in options.only or CHOICES}
     with tempfile.TemporaryDirectory() as folder:
         model = _model(Path(folder))
+        chosen = {name: [one.replace(FIRST, str(model)) for one in CHOICES[name]] for name in options.only or CHOICES}
         rows: list[dict[str, Any]] = []
         for max_lag, (name, overrides) in product(options.max_lag, chosen.items()):
             common = [

@@ -4,6 +4,7 @@ StreamppoError
 ├── ConfigError            the configuration is wrong: says the file, the line and the nearest name
 ├── TaskError              a data set or a reward cannot be loaded or used
 │   ├── RewardFailed       one trajectory has no reward: failed, never 0
+│   ├── TeacherFailed      one trajectory has no log-probs of the teacher: failed, never 0
 │   ├── EnvironmentFailed  an environment raised or took too long: the trajectory is failed
 │   ├── Retryable          raised by a reward: the same call may work a little later
 │   └── TooManyFailures    rewards or engines failed more often than the config allows
@@ -36,6 +37,10 @@ class TaskError(StreamppoError):
 
 class RewardFailed(TaskError):
     """This trajectory has no reward; the message is the reason."""
+
+
+class TeacherFailed(TaskError):
+    """The teacher's server has given no log-probs of this trajectory; the message is the reason."""
 
 
 class EnvironmentFailed(TaskError):

@@ -152,6 +152,9 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     With top-p or top-k, `candidates` are the tokens that could have been sampled: those of token 0 in rising order,
     then those of token 1, and so on. `candidate_counts` says how many each token has; 0 stands for the whole
     vocabulary. Without either both are empty.
+
+    `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that the policy did not sample; without one
+    they are empty.
     """
 
     identity: Identity
@@ -166,6 +169,7 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     token_rewards: bytes = b""
     candidates: bytes = b""
     candidate_counts: bytes = b""
+    teacher_logprobs: bytes = b""
     components: dict[str, float] = {}
     versions_known: bool = True
 
@@ -185,7 +189,7 @@ class Failure(Crossing, frozen=True):
 
     identity: Identity
     actor: str
-    stage: Literal["engine", "environment", "reward", "task"]
+    stage: Literal["engine", "environment", "reward", "teacher", "task"]
     reason: str
 
 
@@ -247,7 +251,10 @@ class QueueReport(Crossing, frozen=True):
 
 
 class ScorerReport(Crossing, frozen=True):
-    """One scorer's counters in one rollout actor. `reasons` counts failures by their reason, the first few kinds."""
+    """The counters of one scorer, or of a teacher that is a server, in one rollout actor.
+
+    `reasons` counts failures by their reason, the first few kinds.
+    """
 
     name: str
     calls: int

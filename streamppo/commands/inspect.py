@@ -128,6 +128,8 @@ def _lines(batch: Batch, trajectory: Trajectory, values: Floats | None, tokenize
         yield f"  values      {_numbers(values)}"
     if trajectory.token_rewards:
         yield f"  rewards     {_numbers(floats(trajectory.token_rewards))}"
+    if trajectory.teacher_logprobs:
+        yield f"  teacher     {_numbers(floats(trajectory.teacher_logprobs))}"
     yield f"  versions    {_runs(versions)}; oldest token {batch.version - trajectory.oldest_version} versions old"
     if not flags(trajectory.mask).all():
         yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum())} tokens"

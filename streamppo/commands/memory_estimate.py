@@ -178,7 +178,8 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     layers = tokens * model.activations_per_layer * model.layers
     if config.model.gradient_checkpointing:
         layers = tokens * (model.hidden * model.element * model.layers + model.activations_per_layer)
-    frozen = [one.on and not one.offload for one in (config.algorithm.kl, config.algorithm.teacher)]
+    reference, teacher = config.algorithm.kl, config.algorithm.teacher
+    frozen = [reference.on and not reference.offload, bool(teacher.model) and not teacher.offload]
     return RankMemory(
         state=trained * (MASTER + GRADIENT + MOMENTS) // learner.ranks,
         gathered=gathered,

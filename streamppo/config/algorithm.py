@@ -16,6 +16,7 @@ from streamppo.config.correction import (
 from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
 from streamppo.config.kl import Kl
 from streamppo.config.policy_loss import Clip, PolicyLoss, Reinforce
+from streamppo.config.teacher import Teacher
 
 
 class Discounted(Kind, frozen=True):
@@ -180,34 +181,6 @@ class Critic(Section, frozen=True):
                     f"{name} ({getattr(self, name)}) is for a critic with a transformer of its own: a value head "
                     f'learns in the policy\'s steps, and passes of its own would move the policy (model = "policy")'
                 )
-
-
-class Teacher(Section, frozen=True):
-    """On-policy distillation: a second, frozen model scores the tokens that the policy sampled."""
-
-    model: str = ""
-    """A local folder or hub name of a causal LM with the policy's tokenizer; empty is none."""
-    weight: PositiveFloat = 1.0
-    """Weight of log teacher - log proximal of each token."""
-    signal: Literal["advantage", "reward"] = "advantage"
-    """It is added to the token's own advantage, with discount 0, or to its reward, for the estimator to discount."""
-    others: NonNegative = 1.0
-    """Weight of the rewards' advantages beside signal = "advantage"; at 0 the policy learns from the teacher alone."""
-    offload: bool = False
-    """The teacher waits in CPU memory and visits the GPU for its pass, layer by layer."""
-
-    def contradictions(self) -> Iterator[str]:
-        """Settings of no teacher, and two weights for one sum."""
-        chosen = (self.weight, self.signal, self.others, self.offload)
-        if not self.model and chosen != (1.0, "advantage", 1.0, False):
-            yield "a teacher needs a model: set algorithm.teacher.model"
-        if self.signal == "reward" and self.others != 1:
-            yield f'others ({self.others:g}) is for signal = "advantage": beside "reward" the scorers have weights'
-
-    @property
-    def on(self) -> bool:
-        """True if there is a teacher."""
-        return bool(self.model)
 
 
 Aggregation: TypeAlias = Literal[

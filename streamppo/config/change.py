@@ -7,6 +7,7 @@ from typing import cast
 import msgspec
 
 from streamppo.config.sections import Config
+from streamppo.config.teacher import OF_SERVER
 
 KEPT = ("model", "learner.bucket_bytes", "algorithm.critic.model", "learner.ranks")
 """Fields and sections that a run keeps from its beginning to its end."""
@@ -23,6 +24,8 @@ NOT_LEARNING = (
     "archive",
     "cluster",
     "watchdog",
+    "algorithm.teacher.url",
+    *(f"algorithm.teacher.{name}" for name in OF_SERVER),
 )
 """Fields and sections that the result of an update on a given batch does not depend on."""
 LEARNING = ("rollout.max_tokens", "rollout.temperature", "queue.batch_size", "queue.max_lag", "queue.too_old")
@@ -32,7 +35,9 @@ LEARNING = ("rollout.max_tokens", "rollout.temperature", "queue.batch_size", "qu
 def kept(config: Config) -> dict[str, object]:
     """Values that a run keeps, by dotted name: no update on its way can begin to use another one."""
     values = {name: value for name, value in _placeless(config).items() if _in(name, KEPT) and not _in(name, FREE)}
-    return values | {"learner.gpus > 0": config.learner.gpus > 0}
+    # Trajectories that wait have a teacher's log-probs, or have none.
+    asks = bool(config.algorithm.teacher.url)
+    return values | {"learner.gpus > 0": config.learner.gpus > 0, "teacher at a url": asks}
 
 
 def learning(config: Config) -> dict[str, object]:

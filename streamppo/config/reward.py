@@ -5,30 +5,18 @@ from typing import Literal
 
 import msgspec
 
-from streamppo.config.base import Count, NonNegative, Positive, PositiveFloat, Seconds, Section, Timed
+from streamppo.config.base import Calls, Count, NonNegative, Positive, PositiveFloat, Section, address_fault
 
 Argument = str | int | float | bool
 
 
-class Limits(Timed, frozen=True):
+class Limits(Calls, frozen=True):
     """Fields of every scorer: its share of the reward, and bounds on its calls."""
 
     weight: float = 1.0
     """The score is multiplied by this."""
     sources: tuple[str, ...] = ()
     """The data sources whose prompts it scores; none named is all."""
-    concurrency: Positive = 256
-    """Calls in flight in one rollout actor."""
-    attempts: Positive = 3
-    """Tries of a call whose error says that it is retryable."""
-    backoff_s: Seconds = 0.5
-    """Wait before the second try; it doubles with every further one, and varies by half."""
-    calls_per_s: NonNegative = 0.0
-    """Bound on the calls that one rollout actor begins; 0 is none."""
-    breaker_failures: Positive = 16
-    """After so many retryable failures without a success, calls wait while one at a time tries again."""
-    breaker_s: Seconds = 5.0
-    """Seconds between two of these single tries."""
 
 
 class Batched(Limits, frozen=True):
@@ -80,8 +68,7 @@ class Remote(Limits, frozen=True, kw_only=True):
 
     def contradictions(self) -> Iterator[str]:
         """An address says how it is reached."""
-        if not self.url.startswith(("http://", "https://")):
-            yield f"url ({self.url!r}) must begin with http:// or https://"
+        yield from address_fault(self.url)
 
 
 class ServiceScorer(Remote, frozen=True, kw_only=True, tag_field="kind", tag="service"):

@@ -284,6 +284,8 @@ class Config(Section, frozen=True):
                 f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             )
         yield from _proximal(self)
+        if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
+            yield refused
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
         if self.archive.keep and (not self.checkpoint.every or self.checkpoint.keep < 2):

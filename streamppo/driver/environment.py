@@ -43,9 +43,9 @@ def _is_everybodys(name: str) -> bool:
 
 
 def named(config: Config) -> frozenset[str]:
-    """Name the variables that the configuration asks for: the keys of its services."""
-    scorers = config.reward.scorers.values()
-    return frozenset(scorer.key_env for scorer in scorers if isinstance(scorer, Remote) and scorer.key_env)
+    """Name the variables that the configuration asks for: the keys of its services and its teacher."""
+    remotes = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, Remote)]
+    return frozenset(one.key_env for one in (*remotes, config.algorithm.teacher) if one.key_env)
 
 
 def quiet_pipes() -> None:

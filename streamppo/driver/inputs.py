@@ -89,7 +89,7 @@ def _named(config: Config, folder: Path) -> Iterator[Named]:
     yield Named("model.path", model_path(config, folder), kept=True)
     if config.algorithm.critic.model not in CRITICS:
         yield Named("algorithm.critic.model", config.algorithm.critic.model, kept=True)
-    if config.algorithm.teacher.on:
+    if config.algorithm.teacher.model:
         yield Named("algorithm.teacher.model", config.algorithm.teacher.model, kept=True)
     for field in ("advantage", "correction", "policy_loss"):
         choice = getattr(config.algorithm, field)

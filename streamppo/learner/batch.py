@@ -27,7 +27,8 @@ class PaddedBatch(NamedTuple):
     `lag_BT` is version - the token's version. `rewards_BT` sums to `reward_B`; `components_B` are its components by
     name, float64, NaN for a trajectory that lacks one. `start_B` is P, the length of the prompt; `length_B` is the
     completion's; `truncated_B` says that the completion was cut off. `candidates` [B, T] are there if some tokens were
-    sampled with top-p or top-k.
+    sampled with top-p or top-k. `teacher_logprobs_BT` are there if a teacher's server gave some, NaN for a trajectory
+    that has none.
     """
 
     version: int
@@ -44,6 +45,7 @@ class PaddedBatch(NamedTuple):
     prompt_B: Tensor
     components_B: Mapping[str, Tensor]
     candidates: Candidates | None = None
+    teacher_logprobs_BT: Tensor | None = None
 
     def to(self, device: torch.device) -> "PaddedBatch":
         """The same batch on `device`."""
@@ -91,7 +93,17 @@ def pad(batch: Batch) -> PaddedBatch:
         prompt_B=torch.tensor([one.identity.prompt for one in trajectories]),
         components_B=_components(trajectories),
         candidates=_candidates(trajectories),
+        teacher_logprobs_BT=_teacher_logprobs(trajectories),
     )
+
+
+def _teacher_logprobs(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """The log-probs that a teacher's server gave; NaN for a trajectory that has none."""
+    if not any(one.teacher_logprobs for one in trajectories):
+        return None
+    lacking = [np.full(0 if one.teacher_logprobs else one.num_tokens, np.nan, np.float32) for one in trajectories]
+    given = [floats(one.teacher_logprobs) for one in trajectories]
+    return torch.from_numpy(_padded([np.concatenate(pair) for pair in zip(given, lacking, strict=True)], 0.0))
 
 
 def _candidates(trajectories: Sequence[Trajectory]) -> Candidates | None:

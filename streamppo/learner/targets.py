@@ -21,10 +21,25 @@ from streamppo.learner.policy import Scored
 
 
 class Frozen(NamedTuple):
-    """[B, T] log-probs of the models that no update changes; None without the model."""
+    """[B, T] log-probs of the models that no update changes, by a pass here or a server; None without the model."""
 
     reference_BT: Tensor | None
     teacher_BT: Tensor | None
+
+
+def of_server(batch: PaddedBatch) -> Tensor:
+    """[B, T] log-probs of a teacher that is a server, as they came with the trajectories; no update asks it.
+
+    Raises `ValueError` if trajectories have none.
+    """
+    found_BT = batch.teacher_logprobs_BT
+    lacking_BT = batch.mask_BT if found_BT is None else batch.mask_BT & found_BT.isnan()
+    if found_BT is None or lacking_BT.any():
+        raise ValueError(
+            f"{int(lacking_BT.any(dim=1).sum())} of {len(lacking_BT)} trajectories have no log-probs of a teacher: "
+            "they were sampled without algorithm.teacher.url"
+        )
+    return found_BT
 
 
 class Targets(NamedTuple):

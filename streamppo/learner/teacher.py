@@ -12,10 +12,12 @@ from streamppo.tasks.tokenizer import Tokenizer
 def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None) -> Policy | None:
     """Load the teacher as the configuration wants it; it is read only if it is not `known`. A collective.
 
+    None without a teacher, and for one at a url: its log-probs come with the trajectories.
+
     Raises `ModelError` if there is none at its path, or none that knows the tokens of the model at `model_path`.
     """
     chosen, temperature = config.algorithm.teacher, config.rollout.temperature
-    if not chosen.on:
+    if not chosen.model:
         return None
     if known is None:
         check_tokens(chosen.model, model_path)

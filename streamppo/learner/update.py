@@ -39,7 +39,7 @@ from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
 from streamppo.learner.reference import follow
-from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers
+from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, of_server
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class Updater:
         pieces = self._micro_batches(batch, torch.arange(len(batch.reward_B)))
         scored, graph = self._before(objective, batch, pieces)
         try:
-            frozen = Frozen(*(self._frozen(model, batch, pieces) for model in (self.reference, self.teacher)))
+            frozen = Frozen(self._frozen(self.reference, batch, pieces), self._taught(batch, pieces))
             return find_targets(objective, self.config, batch, scored, frozen, beta=self.beta), graph
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
@@ -216,6 +216,11 @@ class Updater:
             scores = [_score(model, batch, rows, "policy") for rows in pieces]
         release(model)
         return self._gather(batch, pieces, scores).logprobs_BT
+
+    def _taught(self, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
+        """[B, T] log-probs of the teacher, by a pass here or by its server's answers; None without a teacher."""
+        is_server = bool(self.config.algorithm.teacher.url)
+        return of_server(batch) if is_server else self._frozen(self.teacher, batch, pieces)
 
     def _gather(self, batch: PaddedBatch, pieces: list[Tensor], scores: list[Scored]) -> Scored:
         """The scores of every rank's rows, whole and detached, on every rank."""

@@ -8,9 +8,10 @@ B trajectories lie one after another in flat columns: those of trajectory i are 
 prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on single tokens there is a flat column
 `token_rewards` with offsets of its own. If top-p or top-k cut the distribution, `candidates` are the tokens that were
 left of it, and `candidate_counts` says how many each token of a completion has (0: the whole vocabulary), both flat,
-with offsets of their own. If rewards have components a table of them [B, components], NaN if a
-trajectory has none of a name. If there is a critic, `values` has for each token the critic's expectation before it
-was sampled, as the update began. A file is complete when it has its name; it counts once the journal holds its SHA-256.
+with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server. If rewards have components a
+table of them [B, components], NaN if a trajectory has none of a name. If there is a critic, `values` has for each token
+the critic's expectation before it was sampled, as the update began. A file is complete when it has its name; it counts
+once the journal holds its SHA-256.
 
 It is written under a name of its writer, and gets its own within the transaction that records it: a queue that was
 given up for dead, and still writes, comes too late for that. The journal also knows the range of prompts of each file,
@@ -46,7 +47,7 @@ Column: TypeAlias = NDArray[np.generic]
 FINISH = ("stop", "length")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
-RAGGED = {"token_rewards": floats, "candidates": ints, "candidate_counts": ints}
+RAGGED = {"token_rewards": floats, "candidates": ints, "candidate_counts": ints, "teacher_logprobs": floats}
 """Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
 
 

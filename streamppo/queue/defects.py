@@ -22,7 +22,8 @@ class Limits(NamedTuple):
     """Tokens that the model has, and the most tokens of a completion and of a prompt (None: any number).
 
     With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use; neither
-    is one without the `components` of the reward by which samples are compared.
+    is one without the `components` of the reward by which samples are compared, or, with `teacher`, without log-probs
+    of the teacher's server.
     """
 
     vocabulary: int
@@ -30,6 +31,7 @@ class Limits(NamedTuple):
     prompt: int | None
     candidates: bool = False
     components: frozenset[str] = frozenset()
+    teacher: bool = False
 
 
 def limits_of(config: Config, model_path: str) -> Limits:
@@ -43,8 +45,14 @@ def limits_of(config: Config, model_path: str) -> Limits:
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
-    compared = config.algorithm.compared_components
-    return Limits(vocabulary, longest_completion(config), _prompt_limit(config), config.rollout.cuts, compared)
+    return Limits(
+        vocabulary=vocabulary,
+        completion=longest_completion(config),
+        prompt=_prompt_limit(config),
+        candidates=config.rollout.cuts,
+        components=config.algorithm.compared_components,
+        teacher=bool(config.algorithm.teacher.url),
+    )
 
 
 def _config_file(model_path: str) -> Path:
@@ -64,7 +72,7 @@ def _prompt_limit(config: Config) -> int | None:
 
 def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:
     """The reason why a trajectory cannot be trained on, or None."""
-    found = _shape(trajectory) or _numbers(trajectory) or _candidates(trajectory)
+    found = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
     return found or (limits and _beyond(trajectory, limits))
 
 
@@ -99,6 +107,19 @@ def _numbers(trajectory: Trajectory) -> str | None:
     return None
 
 
+def _teacher(trajectory: Trajectory) -> str | None:
+    """Log-probs of a teacher for all tokens, and finite ones for those that the policy sampled."""
+    column = trajectory.teacher_logprobs
+    if not column:
+        return None
+    if len(column) != len(trajectory.tokens):
+        return f"log-probs of the teacher of {len(column)} bytes for tokens of {len(trajectory.tokens)} bytes"
+    logprobs = floats(column)[flags(trajectory.mask)]
+    if not np.isfinite(logprobs).all():
+        return "a log-prob of the teacher is not finite"
+    return f"a log-prob of the teacher is positive: {logprobs.max():g}" if logprobs.max() > LOGPROB_SLACK else None
+
+
 def _candidates(trajectory: Trajectory) -> str | None:
     """Candidates of every token: in rising order, and a sampled token among its own."""
     if not trajectory.candidate_counts and not trajectory.candidates:
@@ -120,6 +141,8 @@ def _candidates(trajectory: Trajectory) -> str | None:
 def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
     if limits.candidates and not trajectory.candidate_counts:
         return "sampled with top-p or top-k, and it does not say from which candidates"
+    if limits.teacher and not trajectory.teacher_logprobs:
+        return "it has no log-probs of the teacher at algorithm.teacher.url"
     if lacking := sorted(limits.components - trajectory.components.keys()):
         there = ", ".join(trajectory.components) or "none"
         return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {there})"

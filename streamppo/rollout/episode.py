@@ -67,7 +67,7 @@ class Episode(NamedTuple):
             explanation="\n".join(filter(None, (self.end.explanation, scored.explanation))),
         )
 
-    def trajectory(self, identity: Identity, actor: str, reward: Reward) -> Trajectory:
+    def trajectory(self, identity: Identity, actor: str, reward: Reward, teacher_logprobs: bytes = b"") -> Trajectory:
         """Make the scored trajectory that crosses to the queue."""
         return Trajectory(
             identity=identity,
@@ -83,6 +83,7 @@ class Episode(NamedTuple):
             token_rewards=place(reward, self.mask, self.turn_ends),
             candidates=b"" if self.candidates is None else self.candidates.tokens.tobytes(),
             candidate_counts=b"" if self.candidates is None else self.candidates.counts.tobytes(),
+            teacher_logprobs=teacher_logprobs,
             components=reward.components,
         )
 

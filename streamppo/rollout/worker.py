@@ -6,6 +6,8 @@ waits for    tickets, which the queue's admission rule gives out; never for the 
 unblocks     the queue's next take
 
     ticket -> prompt -> generate -> score -> deliver      one coroutine for each trajectory in flight: `_sample`
+
+A teacher that is a server is asked beside the rewards.
 """
 
 import asyncio
@@ -14,10 +16,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from streamppo.config.sections import Config
-from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError
-from streamppo.rollout import build
+from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, TeacherFailed
+from streamppo.rollout import build, teacher
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.follower import Follower, pull
+from streamppo.rollout.teacher import Teacher
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
@@ -69,10 +72,12 @@ async def start(
         log.info("%d prompts are too long: %s", count, kind)
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources())
+    taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
     push, tensors = await pull(queue, name, -1)
     engine = await build.engine(config, name, model_path, push.version, tensors)
     player = Player(engine, tokenizer, config.environment)
-    return Worker(config, name, queue, task, player, rewards, follower=Follower(name, queue, engine, push.digest))
+    follower = Follower(name, queue, engine, push.digest)
+    return Worker(config, name, queue, task, player, rewards, follower=follower, teacher=taught_by)
 
 
 class Worker:
@@ -88,9 +93,10 @@ class Worker:
         rewards: Rewards,
         *,
         follower: Follower,
+        teacher: Teacher | None = None,
     ) -> None:
         self._config, self._name, self._queue = config, name, queue
-        self._task, self._player, self._rewards = task, player, rewards
+        self._task, self._player, self._rewards, self._teacher = task, player, rewards, teacher
         self._follower, self._engine = follower, follower.engine
         self._sampling = build.sampling(config)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
@@ -140,8 +146,8 @@ class Worker:
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
             episode = await self._player.play(prompt, self._sampling)
-            reward = await self._score(prompt, episode)
-            self._finished.append(episode.trajectory(ticket.identity, self._name, reward))
+            reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
+            self._finished.append(episode.trajectory(ticket.identity, self._name, reward, teacher_logprobs))
             self._trajectories += 1
         except FAILURES as error:
             reason = utf8_safe(error)
@@ -150,6 +156,12 @@ class Worker:
             )
         self._delivery_due.set()
         self._free.release()
+
+    async def _score_and_teach(self, prompt: Prompt, episode: Episode) -> tuple[Reward, bytes]:
+        """Ask for the rewards, and beside them for the log-probs of a teacher's server; without one these are empty."""
+        if self._teacher is None:
+            return await self._score(prompt, episode), b""
+        return await asyncio.gather(self._score(prompt, episode), self._teacher.score(episode))
 
     async def _score(self, prompt: Prompt, episode: Episode) -> Reward:
         return episode.reward(await self._rewards.score(prompt, episode.text(prompt, self._player.tokenizer)))
@@ -206,17 +218,19 @@ class Worker:
             push_ms=self._follower.push_ms,
             checksum=self._follower.digest,
             restarts=usage.restarts,
-            scorers=self._rewards.report(),
+            scorers=(*self._rewards.report(), *([self._teacher.report()] if self._teacher else [])),
             too_long=self._task.lengths(),
             stalls=self._player.stalls(),
         )
 
 
-def _stage(error: Exception) -> Literal["engine", "environment", "reward", "task"]:
+def _stage(error: Exception) -> Literal["engine", "environment", "reward", "teacher", "task"]:
     """Name the stage in which a trajectory failed."""
     match error:
         case RewardFailed():
             return "reward"
+        case TeacherFailed():
+            return "teacher"
         case EnvironmentFailed():
             return "environment"
         case TaskError():

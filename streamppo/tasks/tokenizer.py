@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -41,6 +42,16 @@ class Tokenizer:
     def numbers(self) -> dict[str, int]:
         """Return the id of every token by its text."""
         return self._tokenizer.get_vocab()
+
+    def texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each of `tokens` by itself, special ones too."""
+        return [self._tokenizer.decode([token]) for token in tokens]
+
+    def spread(self, count: int) -> list[int]:
+        """Return `count` token ids at most, in rising order and evenly over all that have a text."""
+        known = sorted(set(self.numbers().values()))
+        picked = [known[n * (len(known) - 1) // max(1, count - 1)] for n in range(count)]
+        return list(dict.fromkeys(picked))
 
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt: its messages in the chat template, with the opening of the answer; or its text.

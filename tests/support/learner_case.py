@@ -117,7 +117,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model)
     reference = model.load(config.model, folder, temperature, mesh, offload=kl.offload) if kl.on else None
     taught_by = config.algorithm.teacher
-    teacher = model.load(config.model, taught_by.model, temperature, mesh) if taught_by.on else None
+    teacher = model.load(config.model, taught_by.model, temperature, mesh) if taught_by.model else None
     fill = (torch.randn(policy.value_head.weight.shape) * 0.1).to(device)
     with torch.no_grad():
         policy.value_head.weight.copy_(

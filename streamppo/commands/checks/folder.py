@@ -1,13 +1,15 @@
 """Checks of model folders by the names of their files and by config.json alone: no torch, no transformers."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.config.algorithm import Critic, Teacher
+from streamppo.config.algorithm import Critic
 from streamppo.config.engine import FAMILIES, EmbeddedEngine
 from streamppo.config.sections import BUILTIN, Config
+from streamppo.config.teacher import Teacher
 from streamppo.errors import JournalError
 
 OWN_CRITICS = ("head", "policy", "scratch")
@@ -94,8 +96,12 @@ def critic(critic: Critic) -> Findings:
 
 def teacher(teacher: Teacher) -> Findings:
     """Check that the teacher is there; its tokenizer is compared with the policy's when the run starts."""
-    if teacher.on:
+    if teacher.model:
         yield find(teacher.model, "teacher")[1]
+    if teacher.url:
+        missing = teacher.key_env and not os.environ.get(teacher.key_env)
+        key = f"; the environment has no {teacher.key_env} here" if missing else ""
+        yield Finding("teacher", "later", f"{teacher.url} is asked when the run starts{key}")
 
 
 def _pretraining(run: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Bounds around the calls of one scorer: how many at once, how often, how many tries, and when to stop asking.
+"""Bounds around the calls of a scorer or a teacher: how many at once, how often, how many tries, when to stop asking.
 
 closed -> open      after `breaker_failures` retryable failures without a success: calls wait
 open -> closed      one call at a time tries again, every `breaker_s`; the first that succeeds lets the others go on
@@ -9,12 +9,11 @@ import logging
 import random
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
-from streamppo.config.reward import Limits
-from streamppo.tasks.read import Row
-from streamppo.tasks.rewards.batcher import CallOne
-from streamppo.tasks.rewards.outcome import Outcome
-from streamppo.types import ScoredText, ScorerReport
+from streamppo.config.base import Calls
+from streamppo.types import ScorerReport
 
 KINDS = 8
 """Different reasons of failure that are counted apart and logged."""
@@ -23,13 +22,31 @@ OTHERS = "other reasons"
 log = logging.getLogger(__name__)
 
 
-class Guard:
+class Ended(Protocol):
+    """The end of a call: with a `reason` it has failed."""
+
+    @property
+    def reason(self) -> str:
+        """Reason of the failure; empty if there is none."""
+        ...
+
+    @property
+    def retryable(self) -> bool:
+        """True if the same call may work a little later."""
+        ...
+
+
+P = ParamSpec("P")
+E = TypeVar("E", bound=Ended)
+
+
+class Guard(Generic[P, E]):
     """Bounds the calls of one scorer; `score` may be called from any number of coroutines.
 
     The first failure of every kind is logged.
     """
 
-    def __init__(self, name: str, limits: Limits, call: CallOne) -> None:
+    def __init__(self, name: str, limits: Calls, call: Callable[P, Awaitable[E]]) -> None:
         self._name = name
         self._limits = limits
         self._call = call
@@ -43,15 +60,15 @@ class Guard:
         self._total_s = self._max_s = 0.0
         self._reasons: Counter[str] = Counter()
 
-    async def score(self, text: ScoredText, columns: Row) -> Outcome:
+    async def score(self, *given: P.args, **named: P.kwargs) -> E:
         """Call until a try is not retryable, `attempts` times at most; the outcome of the last try."""
-        outcome = await self._once(text, columns)
+        outcome = await self._once(*given, **named)
         for attempt in range(1, self._limits.attempts):
             if not outcome.retryable:
                 break
             self._retries += 1
             await asyncio.sleep(self._limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            outcome = await self._once(text, columns)
+            outcome = await self._once(*given, **named)
         self._calls += 1
         if outcome.reason:
             self._note(outcome.reason)
@@ -71,25 +88,25 @@ class Guard:
             reasons=dict(self._reasons),
         )
 
-    async def _once(self, text: ScoredText, columns: Row) -> Outcome:
+    async def _once(self, *given: P.args, **named: P.kwargs) -> E:
         async with self._room:
             if self._closed.is_set():
-                return await self._try(text, columns)
-            return await self._one_at_a_time(text, columns)
+                return await self._try(*given, **named)
+            return await self._one_at_a_time(*given, **named)
 
-    async def _one_at_a_time(self, text: ScoredText, columns: Row) -> Outcome:
+    async def _one_at_a_time(self, *given: P.args, **named: P.kwargs) -> E:
         async with self._probe:
             # Calls that queued up behind the one that succeeded need not try one by one.
             if not self._closed.is_set():
                 await asyncio.sleep(self._limits.breaker_s)
-                return await self._try(text, columns)
-        return await self._try(text, columns)
+                return await self._try(*given, **named)
+        return await self._try(*given, **named)
 
-    async def _try(self, text: ScoredText, columns: Row) -> Outcome:
+    async def _try(self, *given: P.args, **named: P.kwargs) -> E:
         if self._limits.calls_per_s:
             await self._wait_for_rate()
         begin = time.perf_counter()
-        outcome = await self._call(text, columns)
+        outcome = await self._call(*given, **named)
         taken_s = time.perf_counter() - begin
         self._total_s += taken_s
         self._max_s = max(self._max_s, taken_s)
@@ -102,7 +119,7 @@ class Guard:
         self._next_s = max(self._next_s, now) + 1 / self._limits.calls_per_s
         await asyncio.sleep(self._next_s - 1 / self._limits.calls_per_s - now)
 
-    def _count_failures(self, outcome: Outcome) -> None:
+    def _count_failures(self, outcome: Ended) -> None:
         """Open the breaker after failures in a row. Only a success closes it: a call that is too late tells nothing."""
         if not outcome.reason:
             self._failures = 0

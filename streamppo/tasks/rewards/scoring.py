@@ -6,7 +6,7 @@ import asyncio
 import logging
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from streamppo.config import reward as choices
 from streamppo.errors import RewardFailed, TaskError
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 MODEL_BATCHES = 2
 """Batches on their way to a reward model: one is scored, and the next one is there when it is done."""
 
+ScorerGuard: TypeAlias = Guard[[ScoredText, Row], Outcome]
+"""The bounds around one scorer."""
+
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +43,7 @@ class Rewards:
         self._several = len(self._scorers) > 1
         self._combine_as = config.combine
         self._models = models
-        self._guards: dict[str, Guard] = {}
+        self._guards: dict[str, ScorerGuard] = {}
         self._pools: dict[str, Pool] = {}
         self._services: dict[str, Service] = {}
 
@@ -133,7 +136,7 @@ class Rewards:
 
     # --- building --------------------------------------------------------------------------------------------
 
-    async def _build(self, name: str, scorer: choices.Scorer) -> Guard:
+    async def _build(self, name: str, scorer: choices.Scorer) -> ScorerGuard:
         match scorer:
             case choices.FunctionScorer():
                 call, size, places = await self._function(name, scorer)

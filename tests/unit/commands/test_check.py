@@ -124,6 +124,13 @@ def test_the_bytes_that_candidates_take_at_most_are_said(
     assert "candidates ok" not in output if said is None else re.search(said, output), output
 
 
+def test_a_teacher_at_a_url_is_asked_later_and_its_key_is_missed_here(checked: Callable[..., tuple[int, str]]) -> None:
+    _, output = checked(MATH, "algorithm.teacher.url=http://a:1")
+    assert "teacher later http://a:1 is asked when the run starts" in output and "environment has no" not in output
+    _, output = checked(MATH, "algorithm.teacher={url='http://a:1', key_env='NO_SUCH_KEY'}")
+    assert "http://a:1 is asked when the run starts; the environment has no NO_SUCH_KEY here" in output
+
+
 def test_neither_ray_nor_a_gpu_is_touched() -> None:
     code = (
         "import sys, torch; from streamppo.cli import main; code = main(['check', sys.argv[1]]);"
@@ -358,6 +365,11 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
     assert twice.state == (2 * model.parameters - model.head) * 16 // 4
     assert twice.activations == 2 * rank.activations
     assert twice.reference == model.parameters
+    taught, asked = ([f"algorithm.teacher.{place}"] for place in ("model=x", "url=http://a:1"))
+    references = [
+        memory.rank(configfile.change(config, place), model, longest=10).reference for place in (taught, asked)
+    ]
+    assert references == [model.parameters, 0]
     light = memory.rank(configfile.change(config, ["model.gradient_checkpointing=true"]), model, longest=10)
     assert light.activations == 10 * (2 * 32 * 4 + model.activations_per_layer)
 

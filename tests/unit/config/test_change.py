@@ -73,6 +73,16 @@ def test_a_run_keeps_these(override: str, name: str) -> None:
     assert [key for key in before if before[key] != after[key]] == [name]
 
 
+def test_a_run_keeps_having_a_teacher_at_a_url_and_may_move_it_and_bound_its_calls() -> None:
+    url = "algorithm.teacher.url=http://a:1"
+    plain, taught = configfile.load(MATH), configfile.load(MATH, [url])
+    moved_on = configfile.change(taught, ["algorithm.teacher.url=http://b:2", "algorithm.teacher.timeout_s=9"])
+    assert [key for key, value in kept(plain).items() if kept(taught)[key] != value] == ["teacher at a url"]
+    assert (kept(taught), learning(taught)) == (kept(moved_on), learning(moved_on))
+    weighed = configfile.change(taught, ["algorithm.teacher.weight=0.5"])
+    assert kept(taught) == kept(weighed) and learning(taught) != learning(weighed)
+
+
 def test_a_run_may_change_these_of_its_model() -> None:
     changed = configfile.load(MATH, ["model.float32_head=false", "model.gradient_checkpointing=true"])
     assert kept(configfile.load(MATH)) == kept(changed)

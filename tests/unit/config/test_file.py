@@ -20,6 +20,7 @@ from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 from streamppo.errors import ConfigError
 
+AT = "algorithm.teacher.url="
 RLOO = "algorithm.advantage.kind=rloo"
 OWN_CRITIC = "algorithm.critic.model=policy"
 TWO_SERVERS = "rollout.engine.urls=['http://localhost:1', 'http://localhost:2']"
@@ -177,7 +178,20 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
             ["algorithm.advantage.kind=maxrl", "algorithm.kl.reward_beta=0.1"],
             "'maxrl' needs scores that are not negative",
         ),
-        (["algorithm.teacher.weight=0.5"], "a teacher needs a model"),
+        (["algorithm.teacher.weight=0.5"], "a teacher needs a place"),
+        (["algorithm.teacher.timeout_s=5"], "a teacher needs a place"),
+        (["algorithm.teacher={model='x', url='http://a:1'}"], "a teacher has one place: model .* or url"),
+        (["algorithm.teacher={model='x', timeout_s=5}"], r"timeout_s \(5.0\) is for a teacher at a url"),
+        (["algorithm.teacher={url='http://a:1', offload=true}"], "offload is for a teacher by model"),
+        ([f"{AT}a:1"], r"url \('a:1'\) must begin with http"),
+        ([f"{AT}http://"], "must be a server's address and nothing behind it"),
+        ([f"{AT}http://a:x"], "is no address"),
+        ([f"{AT}http://a:1?key=b"], "must be a server's address and nothing behind it"),
+        ([f"{AT}http://a:1/generate"], r"must end before /generate"),
+        ([f"{AT}http://a:1/v1/"], r"must end before /v1/"),
+        ([f"{AT}http://a:1", "rollout.temperature=0.7"], r"rollout.temperature \(0.7\) must be 1 with"),
+        ([f"{AT}http://a:1", "rollout.top_p=0.9"], r"rollout.top_p and top_k must be off with"),
+        ([f"{AT}http://a:1", "rollout.top_k=8"], r"rollout.top_p and top_k must be off with"),
         (["algorithm.teacher={model='x', signal='reward', others=0.5}"], r"others \(0.5\) is for signal"),
         (
             ["algorithm.advantage.kind=maxrl", "algorithm.teacher={model='x', signal='reward'}"],

@@ -66,13 +66,15 @@ def test_actors_on_a_cluster_get_the_drivers_keys_and_settings_and_nothing_of_it
         "OPENAI_API_KEY": "key",
         "https_proxy": "p",
         "MY_SECRET": "s",
+        "MY_TEACHER": "t",
         "RAY_AUTH_TOKEN": "t",
         "CUDA_VISIBLE_DEVICES": "7",
     }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     service = "reward={scorers={one={kind='service', url='http://localhost:1', key_env='MY_SECRET'}}}"
-    cluster.init_ray(math_config("cluster.address=auto", service))
+    teacher = "algorithm.teacher={url='http://localhost:1', key_env='MY_TEACHER'}"
+    cluster.init_ray(math_config("cluster.address=auto", service, teacher))
     variables = started[0]["runtime_env"]["env_vars"]
     assert {name: variables.get(name) for name in given} == {
         **given,

@@ -66,6 +66,17 @@ def cut(version: int = 3) -> Batch:
     )
 
 
+def taught(version: int = 3) -> Batch:
+    """Log-probs of a teacher in two of three trajectories, with bits that text would not carry."""
+    plain, one, two = batch(version).trajectories
+    columns = [np.float32(column).tobytes() for column in ([-1e-30, -0.0, -7.5], [-0.25])]
+    first, second = (
+        msgspec.structs.replace(each, teacher_logprobs=column)
+        for each, column in zip((plain, one), columns, strict=True)
+    )
+    return Batch(version=version, min_version=version, trajectories=(first, second, two))
+
+
 def written(made: Archive, one: Batch, values: bytes = b"") -> Made:
     return Made(version=one.version + 1, digest="", archived=made.write(one, values))
 
@@ -80,10 +91,16 @@ def recorded(run: Path, *batches: Batch, values: Mapping[int, bytes] = MappingPr
 
 
 def test_the_very_batch_comes_back(tmp_path: Path) -> None:
-    found = recorded(tmp_path, batch(3), rewarded(4), cut(5))
-    assert found.versions() == [3, 4, 5]
-    assert (found.batch(3), found.batch(4), found.batch(5)) == (batch(3), rewarded(4), cut(5))
-    assert not {"candidates", "candidate_counts"} & found.columns(4).keys()
+    batches = [batch(3), rewarded(4), cut(5), taught(6)]
+    found = recorded(tmp_path, *batches)
+    assert found.versions() == [3, 4, 5, 6]
+    assert [found.batch(version) for version in found.versions()] == batches
+    assert not {"candidates", "candidate_counts", "teacher_logprobs"} & found.columns(4).keys()
+    assert [row["teacher_logprobs"] for row in found.table(6).to_pylist()] == [
+        np.float32([-1e-30, -0.0, -7.5]).tolist(),
+        [-0.25],
+        [],
+    ]
     assert [row["candidates"] for row in found.table(5).to_pylist()] == [[5, 6, 1, 7, 9], [], []]
     assert [row["candidate_counts"] for row in found.table(5).to_pylist()] == [[2, 0, 3], [0], []]
     rows = found.table(4).to_pylist()

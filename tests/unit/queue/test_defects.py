@@ -1,4 +1,4 @@
-"""Candidates that cannot be trained under make a dead letter."""
+"""Candidates, and a teacher's log-probs, that cannot be trained under make a dead letter."""
 
 from collections.abc import Sequence
 
@@ -47,3 +47,26 @@ def test_a_trajectory_that_was_cut_says_from_which_candidates_and_these_are_the_
     )
     masked = msgspec.structs.replace(trajectory([5, 6], mask=[False, True]), **strange)
     assert "counts of 4 bytes" in str(defect(masked, cut))
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "reason"),
+    [
+        ([-0.5, -1.0, -2.0], None),
+        ([-0.5, 0.0, -2.0], None),
+        ([-0.5, np.nan, -2.0], None),
+        ([-0.5, -1.0], "log-probs of the teacher of 8 bytes for tokens of 12 bytes"),
+        ([-0.5, -1.0, -2.0, -3.0], "log-probs of the teacher of 16 bytes for tokens of 12 bytes"),
+        ([np.nan, 0.0, -2.0], "a log-prob of the teacher is not finite"),
+        ([-0.5, 0.0, -np.inf], "a log-prob of the teacher is not finite"),
+        ([-0.5, 0.0, 0.25], "a log-prob of the teacher is positive: 0.25"),
+        ([], "it has no log-probs of the teacher at algorithm.teacher.url"),
+    ],
+)
+def test_log_probs_of_a_teacher_are_numbers_for_every_token_that_the_policy_sampled(
+    logprobs: Sequence[float], reason: str | None
+) -> None:
+    one = trajectory([5, 6, 7], mask=[True, False, True])
+    one = msgspec.structs.replace(one, teacher_logprobs=np.float32(logprobs).tobytes())
+    assert defect(one, Limits(17, 5, None, teacher=True)) == reason
+    assert defect(one, Limits(17, 5, None)) == (reason if logprobs else None)

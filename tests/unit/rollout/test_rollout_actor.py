@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamppo.config.sections import Config
-from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, WeightsError
+from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, TeacherFailed, WeightsError
 from streamppo.rollout import follower
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.follower import Follower
@@ -23,6 +23,7 @@ from streamppo.types import (
     Prompt,
     Reward,
     ScoredText,
+    ScorerReport,
     Ticket,
     Trajectory,
     decode,
@@ -214,6 +215,44 @@ def test_a_trajectory_that_fails_is_delivered_as_a_failure_of_its_stage(
     # Tickets that have arrived end the call, and the room that they took comes back.
     assert [call for _, call in queue.asked[1:]] == [1] * len(queue.asked[1:])
     assert in_flight - 2 <= queue.asked[-1][0] <= in_flight
+
+
+class Teacher:
+    """Scores the first trajectory that it is asked about, and no other."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def score(self, episode: Episode) -> bytes:
+        self.asked += 1
+        if self.asked > 1:
+            raise TeacherFailed("status 503")
+        return np.full(len(episode.tokens), -0.25, np.float32).tobytes()
+
+    def report(self) -> ScorerReport:
+        counts = {"calls": self.asked, "failed": self.asked - 1, "retries": 0, "respawns": 0}
+        return ScorerReport(name="teacher", **counts, mean_s=0.0, max_s=0.0, reasons={})
+
+
+def test_log_probs_of_a_teacher_travel_with_the_trajectory_and_without_them_it_is_a_failure_and_no_zero(
+    math_config: Callable[..., Config],
+) -> None:
+    async def story() -> tuple[Tickets, Teacher]:
+        worker, queue = working(math_config(), "1+1=", "0+2=")
+        teacher: Any = Teacher()
+        worker._teacher = teacher
+        running = asyncio.create_task(worker.run())
+        while len(queue.trajectories) + len(queue.failures) < 2:
+            await asyncio.wait({running}, timeout=0.01)
+        running.cancel()
+        await worker.evaluate(0, 1, 7)
+        return queue, teacher
+
+    queue, teacher = asyncio.run(story())
+    (trajectory,), (failure,) = queue.trajectories, queue.failures
+    assert trajectory.teacher_logprobs == np.float32([-0.25]).tobytes() and trajectory.reward == 1.0
+    assert (failure.stage, failure.reason) == ("teacher", "status 503")
+    assert teacher.asked == 2, "evaluations have no need of it"
 
 
 class VirtualTime(asyncio.SelectorEventLoop):

@@ -1,0 +1,77 @@
+"""A run whose teacher is a server: it learns beside failures of that server, goes on with another, and needs none."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MATH
+from teacher_server import scored, teaching
+from test_recovery import command, replayed, resumed
+from test_run import finished, summary, updates
+from transformers import AutoModelForCausalLM
+
+from streamppo.config import file as configfile
+from streamppo.learner import tiny
+from streamppo.queue import archive
+from streamppo.types import floats, ints
+
+SHORT = (
+    "updates=3",
+    "queue.batch_size=16",
+    "rollout.in_flight=16",
+    "evaluation.every=0",
+    "evaluation.prompts=8",
+    "checkpoint.every=2",
+    "model.tiny.max_steps=3",
+)
+FAILS_EVERY = 9
+
+
+@pytest.mark.timeout(900)
+def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_when_both_are_gone(
+    tmp_path: Path,
+) -> None:
+    taught_by = tmp_path / "teacher"
+    # Another seed is another model with the same characters.
+    tiny.make(configfile.load(MATH, ["model.tiny.max_steps=3", "seed=2"]), taught_by)
+    run = tmp_path / "math"
+    with teaching(taught_by) as server:
+
+        def at_times(answer: dict[str, Any]) -> tuple[int, Any]:
+            return (400, "not this one") if len(server.asked) % FAILS_EVERY == 0 else (200, answer)
+
+        server.edit = at_times
+        finished(tmp_path, *SHORT, f"algorithm.teacher.url={server.url}", "algorithm.teacher.weight=0.1")
+    made = summary(tmp_path)
+    (calls,) = [one for one in made["engines"]["scorers"] if one["name"] == "teacher"]
+    assert calls["calls"] > 3 * 16 and calls["mean_s"] > 0
+    assert made["failed"]["teacher"] == pytest.approx(calls["failed"], abs=16), "some may be under way at the end"
+    assert made["failed"].keys() == {"teacher"}
+    assert all(row["teacher_kl"] > 0.01 for row in updates(tmp_path))
+
+    with teaching(taught_by) as other:
+        resumed(tmp_path, "updates=5", f"algorithm.teacher.url={other.url}")
+        assert other.asked
+    _columns_are_the_models(run, taught_by)
+    assert "6 versions, all of them bit for bit as they were" in replayed(tmp_path)
+
+
+def test_a_run_whose_teacher_does_not_answer_ends_before_it_begins_with_the_reason(tmp_path: Path) -> None:
+    teacher = "algorithm.teacher={url='http://127.0.0.1:9', attempts=2}"
+    done = command("run", str(MATH), "--runs", str(tmp_path), *SHORT, teacher)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and "the teacher cannot be asked: Retryable: http://127.0.0.1:9/generate" in output
+    assert updates(tmp_path) == []
+
+
+def _columns_are_the_models(run: Path, folder: Path) -> None:
+    """Compare what was trained on with the model that the servers had."""
+    found = archive.open(run)
+    assert found.versions() == [0, 1, 2, 3, 4]
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    for one in [one for version in found.versions() for one in found.batch(version).trajectories[:4]]:
+        prompt, tokens = ints(one.prompt_tokens).tolist(), ints(one.tokens).tolist()
+        body = {"input_ids": [*prompt, *tokens], "logprob_start_len": len(prompt) - 1}
+        answer = scored(lm, {**body, "return_logprob": True, "sampling_params": {"max_new_tokens": 0}})
+        entries = answer["meta_info"]["input_token_logprobs"][1:]
+        assert floats(one.teacher_logprobs).tolist() == pytest.approx([entry[0] for entry in entries], abs=1e-5)
