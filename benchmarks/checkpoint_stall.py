@@ -15,7 +15,7 @@ import tempfile
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,14 +33,6 @@ from streamppo.weights.transport import Pushed
 MATH = Path(__file__).parent.parent / "configs" / "math.toml"
 WIDTHS = {"small": 32, "large": 768}
 LAYERS = {"small": 2, "large": 5}
-
-
-class Trained(NamedTuple):
-    """A model and an optimizer that has its moments."""
-
-    policy: policy.Policy
-    optimizer: torch.optim.Optimizer
-    saver: checkpoint.Saver
 
 
 def main() -> None:
@@ -61,15 +53,15 @@ def main() -> None:
 
 
 def _measure(size: str, folder: Path, times: int) -> dict[str, Any]:
-    trained = _trained(size, folder)
+    trained, saver = _trained(size, folder)
     waits_s: list[float] = []
     beside_s: list[float] = []
     named_s: list[float] = []
     for version in range(1, 2 * times + 1):
         begin = time.perf_counter()
-        _save(trained, folder / "checkpoints", version)
+        _save(trained, saver, folder / "checkpoints", version)
         left_s = time.perf_counter() - begin
-        trained.saver.wait()
+        saver.wait()
         whole_s = time.perf_counter() - begin
         if version % 2:
             waits_s.append(whole_s)
@@ -86,7 +78,8 @@ def _measure(size: str, folder: Path, times: int) -> dict[str, Any]:
     }
 
 
-def _trained(size: str, folder: Path) -> Trained:
+def _trained(size: str, folder: Path) -> tuple[checkpoint.Trained, checkpoint.Saver]:
+    """A model with an optimizer that has its moments."""
     config, width = configfile.load(MATH, []), WIDTHS[size]
     shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS[size]}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -98,14 +91,14 @@ def _trained(size: str, folder: Path) -> Trained:
         parameter.grad = torch.ones_like(parameter)
     adamw.step()
     adamw.zero_grad(set_to_none=True)
-    return Trained(made, adamw, checkpoint.Saver(checkpoint.own_group(), config.checkpoint))
+    return checkpoint.Trained(made, adamw, None), checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
 
 
-def _save(trained: Trained, folder: Path, version: int) -> None:
+def _save(trained: checkpoint.Trained, saver: checkpoint.Saver, folder: Path, version: int) -> None:
     pushed = Future[Pushed]()
     pushed.set_result(Pushed("", 0.0))
     state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=0)
-    trained.saver.start(folder, state, trained.policy, trained.optimizer, pushed)
+    saver.start(folder, state, trained, pushed)
 
 
 if __name__ == "__main__":
