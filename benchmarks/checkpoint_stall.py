@@ -81,8 +81,8 @@ def _measure(size: str, folder: Path, times: int) -> dict[str, Any]:
 def _trained(size: str, folder: Path) -> tuple[checkpoint.Trained, checkpoint.Saver]:
     """A model with an optimizer that has its moments."""
     config, width = configfile.load(MATH, []), WIDTHS[size]
-    shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS[size]}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS[size]}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=16, **shape, **heads)).save_pretrained(folder)
     mesh = init_device_mesh("cpu", (1,))
     made = policy.load(config.model, folder, 1.0, mesh, config.algorithm.critic.model)
