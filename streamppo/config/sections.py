@@ -224,7 +224,7 @@ class Watchdog(Section, frozen=True):
     shutdown_s: Seconds | None = None
     """A run that is asked to stop writes a last checkpoint, unless that takes longer; by default 6 s, and 10 s a GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
-    """A rollout actor that has given no sign of life for so long (it does every 5 s) is replaced by another one."""
+    """A rollout actor or rank without a sign of life for so long (one is due every 5 s) is replaced like a dead one."""
     max_restarts: Count = 10
     """Stages that are started again within restarts_s; one more death ends the run."""
     restarts_s: Seconds = 600.0

@@ -6,7 +6,6 @@ An actor that is gone is never asked again: what it was sampling goes back to th
 still comes from it.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -42,7 +41,7 @@ class Crew:
 
     `create` makes the actor of a name in the first free place; `note` writes a restart down. No name comes twice: the
     queue ignores for ever an actor that has left. A driver that continues a run has another queue, of which the
-    actors of the queue before know nothing. An actor that calls nobody for `silent_s` is replaced.
+    actors of the queue before know nothing.
     """
 
     def __init__(
@@ -53,15 +52,12 @@ class Crew:
         note: Callable[[Stage, str], None],
         *,
         model_path: str,
-        silent_s: float,
     ) -> None:
         self._create = create
         self._queue = queue
         self._calls = calls
         self._note = note
         self._model_path = model_path
-        self._silent_s = silent_s
-        self._silence_checked = time.monotonic()
         self._names = (f"rollout-{number}" for number in count())
         self.seats: list[Seat] = []
         self.generating = False
@@ -84,9 +80,15 @@ class Crew:
 
     def replace(self, lost_id: str | None, reason: str) -> None:
         """Hire another actor in the place of the one that Ray calls `lost_id`, unless it has left already."""
-        seat = next((seat for seat in self.seats if seat.actor_id == lost_id), None)
-        if seat is None:
-            return
+        if seat := next((seat for seat in self.seats if seat.actor_id == lost_id), None):
+            self._replace(seat, reason)
+
+    def replace_silent(self, name: str, reason: str) -> None:
+        """Hire another actor in the place of the one that samples under `name`, unless it has left already."""
+        if seat := next((seat for seat in self.seats if seat.name == name), None):
+            self._replace(seat, reason)
+
+    def _replace(self, seat: Seat, reason: str) -> None:
         self._note(Stage.ROLLOUT, f"{seat.name}: {reason}")
         self._dismiss(seat)
         self._hire()
@@ -130,16 +132,3 @@ class Crew:
     def loading(self) -> list[str]:
         """The names of the actors that have not loaded yet."""
         return [seat.name for seat in self.seats if not seat.at_work]
-
-    def check_silence(self) -> None:
-        """Replace actors that Ray takes for living and that call nobody; the queue is asked now and then."""
-        if time.monotonic() - self._silence_checked < self._silent_s / 4:
-            return
-        self._silence_checked = time.monotonic()
-        ids = {seat.name: seat.actor_id for seat in self.at_work()}
-
-        def replace(silent: list[str]) -> None:
-            for name in silent:
-                self.replace(ids[name], f"silent for more than {self._silent_s:g} s")
-
-        self._calls.watch(self._queue.silent.remote(list(ids), self._silent_s), Stage.QUEUE, replace)

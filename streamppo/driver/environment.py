@@ -7,7 +7,8 @@ a cluster           actors get what `carried` chooses of the driver's environmen
 import os
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from ray._private import ray_constants
 
@@ -24,6 +25,8 @@ OWN_RAY = {
 }
 """Settings of a Ray of our own; a variable that the user has set wins."""
 LOOPBACK = "127.0.0.1"
+RAY_TOKEN = ".ray/auth_token"
+"""The file, in the user's home, of the token that every process shows to a Ray of the user's."""
 CARRIED = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 CARRIED_PREFIXES = ("STREAMPPO_", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "TOKENIZERS_", "SGLANG_", "NCCL_", "GLOO_")
 CARRIED_SUFFIXES = ("_API_KEY", "_TOKEN", "_PROXY")
@@ -64,6 +67,9 @@ def of_own_ray() -> Generator[None]:
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
+        # Ray makes it with the rights of any file; it is what keeps other users of the machine out.
+        with suppress(OSError):
+            (Path.home() / RAY_TOKEN).chmod(0o600)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         os.environ.pop(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, None)

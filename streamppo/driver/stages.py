@@ -4,7 +4,7 @@ a rollout actor dies, or is silent    another takes its place under another name
 another number of them is wanted      some come, or the newest go in the same way; no restart
 the queue dies                        Ray starts it again from its journal and repeats the calls that were under way
 a reward model dies                   Ray starts it again; the rollout actors' calls are retryable failures
-a learner rank dies                   LearnerLost: the loop starts all ranks again from the newest checkpoint
+a learner rank dies, or is silent     LearnerLost: the loop starts all ranks again from the newest checkpoint
 too many of these in a short time     RunError
 """
 
@@ -30,6 +30,7 @@ from streamppo.driver.crew import Crew
 from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.memory import MemoryKills
 from streamppo.driver.placement import Placement, refuse_impossible
+from streamppo.driver.silence import Silence
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
 from streamppo.learner import manifest
@@ -71,12 +72,13 @@ class Stages:
             self.calls,
             self.note,
             model_path=model_path(config, folder),
-            silent_s=config.watchdog.heartbeat_s,
         )
+        self._silence = Silence(self.queue, self.calls, self._silent, config.watchdog.heartbeat_s)
         self.crew.resize(config.rollout.actors)
         self._groups = itertools.count()
         self.ranks = make_ranks(config, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = True
+        self._loaded_ranks: dict[str, str] = {}
 
     def begin(self, version: int) -> int:
         """Open the journal for a learner that starts from `version`.
@@ -92,6 +94,7 @@ class Stages:
 
         Returns the version of the weights.
         """
+        self._loaded_ranks = {}
         if not self._ranks_are_new:
             for rank in self.ranks:
                 kill(rank)
@@ -108,6 +111,7 @@ class Stages:
         resume_from = str(checkpoint) if checkpoint else None
         loading = [rank.setup.remote(address, model, resume_from) for rank in self.ranks]
         version = self.calls.wait(loading, "loading the model")[0]
+        self._loaded_ranks = {actor_id(rank): f"learner-{number}" for number, rank in enumerate(self.ranks)}
         self.crew.generate()
         return version
 
@@ -196,11 +200,17 @@ class Stages:
             raise RunError(f"{Stage.QUEUE}: {describe(error)}") from error
         self.crew.replace(error.actor_id, describe(error))
 
+    def _silent(self, name: str, reason: str) -> None:
+        """Replace a rollout actor. Raises `LearnerLost` for a rank; one that was replaced already is nobody's loss."""
+        if name in self._loaded_ranks:
+            raise LearnerLost(f"{self._loaded_ranks[name]}: {reason}")
+        self.crew.replace_silent(name, reason)
+
     def _tick(self, doing: str) -> None:
         """Look at everything that no call tells of."""
         self._interrupts.check()
         refuse_dead_ray()
-        self.crew.check_silence()
+        self._silence.check([*(seat.name for seat in self.crew.at_work()), *self._loaded_ranks])
         self._check_scale()
         # Engines that start have a limit and an error of their own.
         starting = self.crew.generating and not self.crew.at_work()

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,9 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMIN
 
 LOAD = timedelta(hours=2)
 """Limit of a collective while models are read: rank 0 reads for all, and 70B may take longer than NCCL's 10 minutes."""
+LOOPBACK = ("127.0.0.1", "::1")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Tell gloo and NCCL on which interface ranks talk; one that the user has set wins."""
 UPDATE = timedelta(minutes=10)
 """Limit of a collective in an update: a rank that is so late hangs, and the others end with an error."""
 
@@ -44,9 +48,13 @@ def acquire(gpus: float) -> torch.device:
 def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int) -> None:
     """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
 
-    Its collectives may take as long as models are read, until `expect_updates`.
+    Its collectives may take as long as models are read, until `expect_updates`. Ranks that meet on loopback listen
+    there alone; left to themselves, gloo and NCCL take an address of the machine, which its network can reach.
     """
     host, port = address
+    if host in LOOPBACK:
+        for name in INTERFACES:
+            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

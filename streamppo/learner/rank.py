@@ -25,7 +25,7 @@ from streamppo.learner import device, optimizer, tiny
 from streamppo.learner.batch import unpadded
 from streamppo.learner.fetch import Fetcher
 from streamppo.learner.learner import Learner, build
-from streamppo.queue.source import BatchSource
+from streamppo.queue.source import BEAT_S, BatchSource
 from streamppo.types import UpdateReport, encode
 from streamppo.weights.transport import BucketRef
 
@@ -76,6 +76,7 @@ class Rank:
             Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
         learner.push()
         self._fetcher.start(learner.version)
+        Thread(target=self._beat, name="beat", daemon=True).start()
         return learner.version
 
     @ray.method
@@ -137,6 +138,14 @@ class Rank:
 
     def _publish(self, push: bytes, refs: list[BucketRef], values: bytes) -> None:
         ray.get(self._queue.publish.remote(push, refs, values, self._epoch))
+
+    def _beat(self) -> None:
+        """Tell the queue without end that this process lives, beside all work; a collective that hangs is not told."""
+        me = ray.get_runtime_context().get_actor_id()
+        assert me is not None, "a rank is an actor"
+        while True:
+            ray.get(self._queue.beat.remote(me))
+            time.sleep(BEAT_S)
 
     def _follow_queue(self, life: str, learner: Learner) -> None:
         """Give the last weights once more to every queue that was started again: it has none."""

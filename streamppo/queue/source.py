@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
 
 
+BEAT_S = 5.0
+"""Seconds between two signs of life of a rollout actor or a rank, however long its work takes."""
+
+
 class BatchSource(Protocol):
     """The calls that a learner makes: batches in, versions out. A Ray actor answers them."""
 
@@ -40,6 +44,11 @@ class BatchSource(Protocol):
     @ray.method
     async def another_life(self, known: str) -> str:
         """Return the name of this process, as soon as it is not `known`."""
+        ...
+
+    @ray.method
+    async def beat(self, actor: str) -> None:
+        """Note that `actor` lives."""
         ...
 
     @ray.method
@@ -100,6 +109,10 @@ class ArchiveSource(ArchivedRuns):
         if known:
             await asyncio.Event().wait()
         return "only"
+
+    @ray.method
+    async def beat(self, actor: str) -> None:
+        """Note nothing: nobody asks."""
 
     @ray.method
     async def digests(self) -> dict[int, str]:

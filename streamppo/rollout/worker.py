@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, TeacherFailed
+from streamppo.queue.source import BEAT_S
 from streamppo.rollout import build, teacher
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.follower import Follower, pull
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from streamppo.tasks.rewards.reward_model import RewardModel
 
 log = logging.getLogger(__name__)
-BEAT_S = 5.0
-"""Seconds between two signs of life, however long a swap or a completion takes."""
 
 
 class Answer(NamedTuple):

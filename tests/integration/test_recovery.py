@@ -17,6 +17,7 @@ from typing import Any, get_args
 import msgspec
 import psutil
 import pytest
+import slow_loss
 from conftest import MATH, REPOSITORY, SUPPORT, save_reward_model
 from ray.cluster_utils import Cluster
 from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
@@ -109,6 +110,23 @@ def test_a_rollout_actor_that_hangs_is_replaced_and_leaves_no_process(tmp_path: 
         assert "rollout-0: silent for more than 10 s; starting rollout again" in output
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
     assert summary(tmp_path)["restarts"]["rollout"] == 1
+
+
+def test_a_rank_in_a_long_update_is_not_silent_and_one_that_hangs_is_replaced(tmp_path: Path) -> None:
+    loss = f"algorithm.policy_loss={{kind='function', function='{SUPPORT / 'slow_loss.py'}:loss'}}"
+    with started(tmp_path, *SHORT, "updates=100000", "watchdog.heartbeat_s=10", loss) as process:
+        wait_for_updates(tmp_path, slow_loss.SLOW_CALL)
+        stopped = named(tmp_path, "ray::Rank")
+        stopped.send_signal(signal.SIGSTOP)
+        while stopped.is_running():
+            time.sleep(0.1)
+        wait_for_updates(tmp_path, len(updates(tmp_path)) + 1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert output.count("silent for") == 1, output
+        assert "learner-0: silent for more than 10 s; starting learner again" in output
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
+    assert all_accounted(tmp_path / "math").consumed == summary(tmp_path)["updates"] * 64
 
 
 def test_rollout_actors_come_and_go_while_the_run_trains(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from streamppo.config.sections import Config
-from streamppo.driver import crew, lock, stages, watch
+from streamppo.driver import lock, silence, stages, watch
 from streamppo.errors import RunError
 
 
@@ -54,7 +54,7 @@ class FakeRay:
         patch.setattr(ray, "wait", self.wait)
         patch.setattr(ray, "kill", lambda actor: self.killed.append(actor.name))
         patch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
-        for module in (watch, crew, stages):
+        for module in (watch, silence, stages):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:

@@ -56,19 +56,6 @@ def test_an_actor_that_stops_generating_ends_the_run(driver_case: Make) -> None:
         run.answer("rollout-0.run()", None)
 
 
-def test_silent_actors_are_replaced_and_the_queue_is_asked_four_times_within_the_limit(driver_case: Make) -> None:
-    run = driver_case(2, "watchdog.heartbeat_s=40")
-    run.tick()
-    assert run.watched("silent") == []
-    run.ray.now += 10
-    run.tick()
-    asked = "queue.silent(['rollout-0', 'rollout-1'], 40.0)"
-    assert run.watched("silent") == [asked]
-    run.answer(asked, ["rollout-1"])
-    assert run.names() == ["rollout-0", "rollout-2"]
-    assert run.record.restarts == [("rollout", "rollout-1: silent for more than 40 s")]
-
-
 def test_before_the_learner_has_pushed_weights_nobody_starts(driver_case: Make) -> None:
     run = driver_case(1)
     run.crew.generating = False

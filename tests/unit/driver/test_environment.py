@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ def test_a_ray_of_our_own_is_on_loopback_at_nice_0_without_events_and_a_cluster_
     assert own["environment"]["RAY_worker_niceness"] == own["environment"]["RAY_task_events_report_interval_ms"] == "0"
     assert joined["cluster"] and "_node_ip_address" not in joined
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in joined["environment"]
+
+
+def test_nobody_else_can_read_the_token_of_a_ray_of_our_own(
+    started: list[dict[str, Any]], math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+
+    def init(**options: Any) -> None:
+        token.parent.mkdir()
+        token.touch(mode=0o644)
+
+    cluster.init_ray(math_config())
+    assert started, "without a token, as Rays before 2.60 are, it starts too"
+    monkeypatch.setattr(cluster.ray, "init", init)
+    cluster.init_ray(math_config())
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 
 def test_a_setting_of_the_users_own_wins(
@@ -232,13 +250,14 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_answered_at_once_with_the_way_to_go_on_and_raised_where_the_driver_looks(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     interrupts = Interrupts()
     interrupts.run = Path("runs/math")
     interrupts.check()
+    assert signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN), "it would end the tests"
     os.kill(os.getpid(), number)
     said = capfd.readouterr().out
     assert said.startswith(f"{number.name}: stopping") and said.endswith("streamppo resume runs/math\n")

@@ -1,6 +1,9 @@
 """The process group of the learner's ranks."""
 
+import os
 import socket
+import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,6 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.learner import device
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
 
 def limit(group: dist.ProcessGroup | None) -> object:
     """The limit of a collective of `group`."""
@@ -16,10 +22,36 @@ def limit(group: dist.ProcessGroup | None) -> object:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
+@pytest.fixture(autouse=True)
+def interfaces_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in INTERFACES:
+        # Set first, so that it is taken back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def address() -> tuple[str, int]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return "127.0.0.1", free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "by_the_user", "expected"),
+    [("127.0.0.1", None, LOOPBACK), ("127.0.0.1", "eth1", "eth1"), ("10.0.0.1", None, None)],
+    ids=["local", "local-set", "cluster"],
+)
+def test_the_ranks_of_a_local_run_talk_on_loopback_alone(
+    monkeypatch: pytest.MonkeyPatch, host: str, by_the_user: str | None, expected: str | None
+) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(device, "_store", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.extend(map(os.environ.get, INTERFACES)))
+    if by_the_user is not None:
+        for name in INTERFACES:
+            monkeypatch.setenv(name, by_the_user)
+    device.join(torch.device("cpu"), (host, 1), 0, 1)
+    assert seen == [expected, expected]
 
 
 def test_collectives_have_long_limits_while_models_are_read_and_short_ones_after(address: tuple[str, int]) -> None:
@@ -29,6 +61,7 @@ def test_collectives_have_long_limits_while_models_are_read_and_short_ones_after
         assert (limit(dist.group.WORLD), limit(mesh.get_group())) == (device.LOAD, device.LOAD)
         device.expect_updates(mesh)
         assert (limit(dist.group.WORLD), limit(mesh.get_group())) == (device.UPDATE, device.UPDATE)
-        assert device.UPDATE < device.LOAD
+        # NCCL's own limit is 10 minutes: too short for a model that is read, and enough for an update.
+        assert device.UPDATE <= timedelta(minutes=10) < timedelta(hours=1) <= device.LOAD
     finally:
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """The journal: what it keeps, what it forgets, and that no damage goes unnoticed."""
 
+import math
 import random
 import shutil
 import sqlite3
@@ -312,25 +313,33 @@ def test_a_writer_waits_for_the_process_that_has_locked_the_journal_and_names_it
     other = sqlite3.connect(mine.path, isolation_level=None)
     other.execute("begin immediate")
     before = everything(mine)
-    monkeypatch.setattr(journal_module, "LOCKED_S", 0.0)
-    with pytest.raises(JournalError, match=r"journal\.sqlite: (another )?process.* has locked it for 0 s$"):
+    waiting = Waiting(other)
+    monkeypatch.setattr(journal_module, "time", waiting)
+    monkeypatch.setattr(journal_module, "log", waiting)
+    with pytest.raises(JournalError, match=r"journal\.sqlite: (another )?process.* has locked it for 120 s$"):
         mine.write(Changes(COUNTERS, (slot(9),)))
     assert everything(mine) == before
-    monkeypatch.setattr(journal_module, "LOCKED_S", 60.0)
-    monkeypatch.setattr(journal_module, "log", Unlocking(other))
+    waiting.unlocked_after_s = waiting.now + 100
     mine.write(Changes(COUNTERS, (slot(9),)))
     assert slot(9) in mine.slots()
 
 
-class Unlocking:
-    """A log whose first line comes when the other process is done."""
+class Waiting:
+    """Clock and log of a writer that looks at the lock every 10 s, until the other process is done."""
 
     def __init__(self, other: sqlite3.Connection) -> None:
         self._other = other
+        self.now = 0.0
+        self.unlocked_after_s = math.inf
+
+    def monotonic(self) -> float:
+        self.now += 10
+        return self.now
 
     def info(self, message: str, *of: object) -> None:
         assert "journal.sqlite: the queue waits for " in message % of
-        self._other.execute("commit")
+        if self.now > self.unlocked_after_s:
+            self._other.execute("commit")
 
 
 def test_the_process_that_holds_the_lock_is_named_by_its_number(tmp_path: Path) -> None:

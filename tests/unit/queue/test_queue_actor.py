@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from streamppo.commands import inspect as inspection
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Environment, Source
 from streamppo.errors import CheckpointError, Diverged, JournalError, ModelError, QueueError, TooManyFailures
+from streamppo.queue import actor as queue_actor
 from streamppo.queue import archive, report, snapshot
 from streamppo.queue.actor import QueueActor
 from streamppo.queue.defects import Limits, defect, limits_of
@@ -546,13 +548,21 @@ def test_a_stop_between_two_ranks_that_wait_for_the_same_batch_leaves_none_witho
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_an_actor_that_calls_is_not_silent(actor_of: Callable[..., QueueActor]) -> None:
+def test_an_actor_that_calls_or_gives_a_sign_of_life_is_not_silent(
+    actor_of: Callable[..., QueueActor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(queue_actor, "time", clock)
+
     async def main() -> None:
         actor = actor_of()
-        assert await actor.silent(["a", "b"], 0.2) == []
-        await asyncio.sleep(0.3)
+        assert await actor.silent(["a", "b", "c"], 60.0) == []
+        clock.now = 59.0
+        assert await actor.silent(["a", "b", "c"], 60.0) == []
         await actor.swapped("a", 0)
-        assert await actor.silent(["a", "b"], 0.2) == ["b"]
+        await actor.beat("c")
+        clock.now = 61.0
+        assert await actor.silent(["a", "b", "c", "new"], 60.0) == ["b"]
 
     asyncio.run(main())
 
@@ -564,6 +574,7 @@ def test_the_archive_in_the_place_of_the_queue_gives_the_archived_batches(
         batch = await made_version_1(actor_of())
         source = ArchiveSource(str(tmp_path))
         assert decode(await source.take(0), Batch) == batch
+        await source.beat("learner")
         await source.publish(push(1), [], b"", 0)
         assert list(await source.digests()) == [1]
 

@@ -1,0 +1,18 @@
+"""A loss that takes longer, once in a process, than a process may be silent in the test that has it."""
+
+import itertools
+import time
+
+from torch import Tensor
+
+from streamppo.algorithms.own_loss import LossInputs
+
+SLOW_CALL = 4
+SLOW_S = 20.0
+_calls = itertools.count(1)
+
+
+def loss(inputs: LossInputs) -> Tensor:
+    if next(_calls) == SLOW_CALL:
+        time.sleep(SLOW_S)
+    return -inputs.advantages_BT * inputs.ratio_BT
