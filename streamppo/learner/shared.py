@@ -60,7 +60,7 @@ def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int) -> Re
     """Read rows whose completions begin at `start_B` in the layout that is less work for a model of width `hidden`."""
     made = plan(inputs_BL, start_B, width_B)
     rows, width = len(made.width_G), int(made.width_G.max())
-    if work(rows, width, hidden) > WORTH * work(*inputs_BL.shape, hidden):
+    if work(rows, width, hidden) > WORTH * work(len(inputs_BL), inputs_BL.shape[1], hidden):
         return padded(inputs_BL, width_B)
     return shared(inputs_BL, start_B, width_B, made)
 
@@ -92,7 +92,7 @@ def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Plan:
 
 
 def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan) -> Reading:
-    """One row for each prompt, as `made` says. What is computed for padding sees padding and a prompt."""
+    """One row for each prompt, as `made` says. Padding sees padding and the prompt, and nothing sees padding."""
     G, W, device = len(made.width_G), int(made.width_G.max()), inputs_BL.device
     position_BL = torch.arange(inputs_BL.shape[1], device=device).expand(inputs_BL.shape)
     is_prompt_BL = position_BL < start_B[:, None]
