@@ -53,20 +53,20 @@ def measure(updates: int, overrides: list[str]) -> list[Growth]:
     with tempfile.TemporaryDirectory() as runs:
         settings = [*SMALLEST, f"updates={updates}", *overrides]
         command = [sys.executable, "-m", "streamppo", "run", str(CONFIG), "--runs", runs, *settings]
-        with (Path(runs) / "log").open("w") as log, _ended(subprocess.Popen(command, stdout=log, stderr=log)) as run:
+        with (Path(runs) / "log").open("w") as log, ended(subprocess.Popen(command, stdout=log, stderr=log)) as run:
             early, seen = _resident_at(run, Path(runs) / "math", EARLY * updates)
-            late, made = _resident_at(run, Path(runs) / "math", LATE * updates)
+            late, reached = _resident_at(run, Path(runs) / "math", LATE * updates)
             if run.wait():
                 sys.exit((Path(runs) / "log").read_text()[-4000:])
     return [
-        Growth(name, early[pid, name], kib, (kib - early[pid, name]) / (made - seen))
+        Growth(name, early[pid, name], kib, (kib - early[pid, name]) / (reached - seen))
         for (pid, name), kib in late.items()
         if (pid, name) in early
     ]
 
 
 @contextlib.contextmanager
-def _ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+def ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
     """End the run with the block, also where a time limit ends the benchmark."""
     try:
         yield run
@@ -79,7 +79,7 @@ def _resident_at(
     run: "subprocess.Popen[bytes]", folder: Path, version: float
 ) -> tuple[dict[tuple[int, str], float], int]:
     """Resident KiB of every process of the run once `version` is made, and the version that was made by then."""
-    while run.poll() is None and _made(folder) < version:
+    while run.poll() is None and made(folder) < version:
         time.sleep(LOOK_S)
     found: dict[tuple[int, str], float] = {}
     root = psutil.Process(run.pid)
@@ -87,7 +87,7 @@ def _resident_at(
         with contextlib.suppress(psutil.Error):
             name = "driver" if process == root else _name(process)
             found[process.pid, name] = process.memory_info().rss / 1024
-    return found, _made(folder)
+    return found, made(folder)
 
 
 def _name(process: psutil.Process) -> str:
@@ -96,7 +96,7 @@ def _name(process: psutil.Process) -> str:
     return Path(title[0]).name.split()[0].split(".")[0] if title else process.name()
 
 
-def _made(folder: Path) -> int:
+def made(folder: Path) -> int:
     """Count the updates, from the end of metrics.jsonl alone."""
     path = folder / lines.METRICS
     if not path.exists():

@@ -57,6 +57,8 @@ class Model(Section, frozen=True):
     """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and embedded engine."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
+    share_prompts: bool = True
+    """With sdpa, the learner computes a prompt once for its samples in a micro-batch, where that is less work."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     tiny: Tiny = Tiny()

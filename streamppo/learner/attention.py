@@ -4,6 +4,7 @@ B trajectories, L prompt + completion tokens (padded), N tokens of all rows with
 
 padded    [B, L], for sdpa and eager: causal attention keeps padding on the right from every real token
 joined    [1, N], for flash-attn: rows end to end, told apart by where they begin; nothing is computed for padding
+shared    [G, W], for sdpa where it is less work than `padded`: the samples of a prompt as one row (learner/shared.py)
 """
 
 import logging
@@ -32,10 +33,13 @@ LEAK = 1e-3
 
 
 class Reading(NamedTuple):
-    """Rows as a transformer reads them: its arguments, and the place of each row in its flattened output."""
+    """Rows as a transformer reads them: its arguments, and the place of each token of a row in its flattened output.
+
+    Places beyond the end of a row mean nothing.
+    """
 
     arguments: dict[str, Tensor | int]
-    first_B: Tensor
+    place_BL: Tensor
 
 
 Layout = Callable[[Tensor, Tensor], Reading]
@@ -44,8 +48,8 @@ Layout = Callable[[Tensor, Tensor], Reading]
 
 def padded(inputs_BL: Tensor, width_B: Tensor) -> Reading:
     """Row after row, each as wide as the longest."""
-    count_B, width_L = inputs_BL.shape
-    return Reading({"input_ids": inputs_BL}, torch.arange(count_B, device=width_B.device) * width_L)
+    place_BL = torch.arange(inputs_BL.numel(), device=width_B.device).view(inputs_BL.shape)
+    return Reading({"input_ids": inputs_BL}, place_BL)
 
 
 def joined(inputs_BL: Tensor, width_B: Tensor) -> Reading:
@@ -66,7 +70,7 @@ def joined(inputs_BL: Tensor, width_B: Tensor) -> Reading:
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    return Reading(arguments, bounds[:-1])
+    return Reading(arguments, bounds[:-1, None] + place_BL)
 
 
 def layout(implementation: str) -> Layout:
@@ -114,18 +118,21 @@ def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "S
 
 
 @torch.no_grad()
-def leak(transformer: "PreTrainedModel") -> float:
-    """Read two rows end to end and alone; return the largest difference, as a share of the largest hidden state.
+def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
+    """Read two rows `together` and alone; return the largest difference, as a share of the largest hidden state.
 
-    Attention is told where a row begins. Convolutions and recurrent states, as hybrid models have, may not be: what
-    they keep of one row reaches the next.
+    The rows begin with the same token. Attention is told which tokens are of a row. Convolutions and recurrent states,
+    as hybrid models have, may not be: what they keep of one row reaches the next.
     """
     width_B = torch.tensor(PROBED)
     inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
-    together_ND = transformer(**joined(inputs_BL, width_B).arguments, use_cache=False).last_hidden_state[0]
+    inputs_BL[:, 0] = inputs_BL[0, 0]
+    reading = together(inputs_BL, width_B)
+    together_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
     rows = [inputs_BL[row : row + 1, :width] for row, width in enumerate(PROBED)]
     alone_ND = torch.cat([transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
-    return ((together_ND - alone_ND).abs().max() / alone_ND.abs().max()).item()
+    place_N = torch.cat([reading.place_BL[row, :width] for row, width in enumerate(PROBED)])
+    return ((together_ND[place_N] - alone_ND).abs().max() / alone_ND.abs().max()).item()
 
 
 def installed(name: str) -> bool:

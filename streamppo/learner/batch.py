@@ -74,49 +74,47 @@ def pad(batch: Batch) -> PaddedBatch:
     trajectories = batch.trajectories
     start_B = torch.tensor([len(one.prompt_tokens) // 4 for one in trajectories])
     length_B = torch.tensor([one.num_tokens for one in trajectories])
-    mask_BT = torch.from_numpy(_padded([flags(one.mask) for one in trajectories], False))
-    versions_BT = torch.from_numpy(_padded([ints(one.versions) for one in trajectories], batch.version)).long()
-    inputs = [np.concatenate([ints(one.prompt_tokens), ints(one.tokens)]) for one in trajectories]
+    mask_BT = _padded(flags(b"".join(one.mask for one in trajectories)), length_B, 0)
+    versions_BT = _padded(ints(b"".join(one.versions for one in trajectories)), length_B, batch.version).long()
+    inputs = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
     reward_B = torch.tensor([one.reward for one in trajectories], dtype=torch.float32)
     return PaddedBatch(
         version=batch.version,
-        inputs_BL=torch.from_numpy(_padded(inputs, 0)).long(),
+        inputs_BL=_padded(inputs, start_B + length_B, 0).long(),
         start_B=start_B,
         length_B=length_B,
         mask_BT=mask_BT,
         fresh_BT=mask_BT & (versions_BT >= batch.min_version),
         lag_BT=batch.version - versions_BT,
-        behavior_logprobs_BT=torch.from_numpy(_padded([floats(one.logprobs) for one in trajectories], 0.0)),
+        behavior_logprobs_BT=_padded(floats(b"".join(one.logprobs for one in trajectories)), length_B, 0),
         reward_B=reward_B,
         rewards_BT=_rewards(trajectories, reward_B, mask_BT),
         truncated_B=torch.tensor([one.finish == "length" for one in trajectories]),
         prompt_B=torch.tensor([one.identity.prompt for one in trajectories]),
         components_B=_components(trajectories),
-        candidates=_candidates(trajectories),
-        teacher_logprobs_BT=_teacher_logprobs(trajectories),
+        candidates=_candidates(trajectories, length_B),
+        teacher_logprobs_BT=_teacher_logprobs(trajectories, length_B),
     )
 
 
-def _teacher_logprobs(trajectories: Sequence[Trajectory]) -> Tensor | None:
+def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:
     """The log-probs that a teacher's server gave; NaN for a trajectory that has none."""
     if not any(one.teacher_logprobs for one in trajectories):
         return None
-    lacking = [np.full(0 if one.teacher_logprobs else one.num_tokens, np.nan, np.float32) for one in trajectories]
-    given = [floats(one.teacher_logprobs) for one in trajectories]
-    return torch.from_numpy(_padded([np.concatenate(pair) for pair in zip(given, lacking, strict=True)], 0.0))
+    given = [one.teacher_logprobs or np.full(one.num_tokens, np.nan, "<f4").tobytes() for one in trajectories]
+    return _padded(floats(b"".join(given)), length_B, 0)
 
 
-def _candidates(trajectories: Sequence[Trajectory]) -> Candidates | None:
+def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candidates | None:
     """The candidates of all tokens; those of a trajectory without any are the whole vocabulary."""
     if not any(one.candidate_counts for one in trajectories):
         return None
-    counts = [ints(one.candidate_counts or bytes(4 * one.num_tokens)).astype(np.int64) for one in trajectories]
-    first = np.cumsum(np.concatenate(counts)) - np.concatenate(counts)
-    starts = np.split(first, np.cumsum([one.num_tokens for one in trajectories])[:-1])
+    joined = b"".join(one.candidate_counts or bytes(4 * one.num_tokens) for one in trajectories)
+    counts = ints(joined).astype(np.int64)
     return Candidates(
         tokens_M=torch.from_numpy(np.concatenate([ints(one.candidates) for one in trajectories])),
-        starts=torch.from_numpy(_padded(starts, 0)),
-        counts=torch.from_numpy(_padded(counts, 0)),
+        starts=_padded(np.cumsum(counts) - counts, length_B, 0),
+        counts=_padded(counts, length_B, 0),
     )
 
 
@@ -135,11 +133,12 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     return {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
 
 
-def _padded(columns: Sequence[np.ndarray], value: float) -> np.ndarray:
-    padded = np.full((len(columns), max(map(len, columns))), value, dtype=columns[0].dtype)
-    for row, column in zip(padded, columns, strict=True):
-        row[: len(column)] = column
-    return padded
+def _padded(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
+    """A flat column of all rows, one after another, as rows that are padded on the right with `value`."""
+    lengths = length_B.numpy()
+    padded = np.full((len(lengths), lengths.max()), value, dtype=joined.dtype)
+    padded[np.arange(lengths.max()) < lengths[:, None]] = joined
+    return torch.from_numpy(padded)
 
 
 def unpadded(column_BT: Tensor, length_B: Tensor) -> bytes:

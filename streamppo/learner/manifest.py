@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of a checkpoint that is no tensor.
 
     `version` is the queue's position too: batch number `version` is the next to be trained on. `digest` is that of the

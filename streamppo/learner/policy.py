@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
-from streamppo.learner import attention, pretrained
+from streamppo.learner import attention, pretrained, shared
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
@@ -53,7 +53,7 @@ class Policy(nn.Module):
     """Log-probs and entropies at `temperature`, and values, of given completions.
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Both
-    read rows in the same `layout`.
+    read rows in the same `layout`; with `share_prompts` samples of a prompt as one, where that is less work.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Policy(nn.Module):
         *,
         float32_head: bool = True,
         layout: Layout = attention.padded,
+        share_prompts: bool = False,
     ) -> None:
         super().__init__()
         self.lm = lm
@@ -71,6 +72,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.float32_head = float32_head
         self.layout = layout
+        self.share_prompts = share_prompts
         self.value_head = nn.Linear((lm if critic is None else critic).config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -80,7 +82,7 @@ class Policy(nn.Module):
         width_T, device = rows.mask_BT.shape[1], rows.start_B.device
         width_L, last_B = rows.inputs_BL.shape[1], rows.start_B + rows.length_B - 1
         at_BT = torch.minimum(rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device), last_B[:, None])
-        reading = self.layout(rows.inputs_BL, rows.start_B + rows.length_B)
+        reading = self._reading(rows.inputs_BL, rows.start_B, rows.start_B + rows.length_B)
         valid_BT = torch.arange(width_T, device=device) < rows.length_B[:, None]
         scored, hidden_BTD = nothing(rows), None
         if part != "critic":
@@ -112,6 +114,11 @@ class Policy(nn.Module):
         own = [] if self.critic is None else list(self.critic.parameters())
         return [*own, *self.value_head.parameters()]
 
+    def _reading(self, inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Reading:
+        if self.share_prompts:
+            return shared.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size)
+        return self.layout(inputs_BL, width_B)
+
     def _values(self, reading: Reading, at_BT: Tensor, hidden_BTD: Tensor | None) -> Tensor:
         if self.critic is not None or hidden_BTD is None:
             hidden_BTD = self._hidden(self.lm.base_model if self.critic is None else self.critic, reading, at_BT)
@@ -121,7 +128,7 @@ class Policy(nn.Module):
     def _hidden(self, transformer: Any, reading: Reading, at_BT: Tensor) -> Tensor:
         hidden_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
         # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts the indices, here D times fewer.
-        return hidden_ND[reading.first_B[:, None] + at_BT]
+        return hidden_ND[reading.place_BL.gather(1, at_BT)]
 
 
 def nothing(rows: PaddedBatch) -> Scored:
@@ -152,11 +159,14 @@ def load(
     device = mesh.device_type
     whole = _whole(path, critic) if dist.get_rank() == 0 else None
     chosen = attention.choose(config, device)
-    chosen = attention.without_leaks(chosen, config, path, [] if whole is None else _transformers(whole))
+    made = [] if whole is None else _transformers(whole)
+    chosen = attention.without_leaks(chosen, config, path, made)
+    share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
     with torch.device("meta"):
         lm, own = _read(path, critic, chosen, weights=False)
         layout = attention.layout(chosen)
-        policy = Policy(lm, temperature, own.transformer, float32_head=config.float32_head, layout=layout)
+        policy = Policy(lm, temperature, own.transformer, layout=layout, share_prompts=share_prompts)
+        policy.float32_head = config.float32_head
     transformers = _transformers(policy)
     if config.gradient_checkpointing:
         for transformer in transformers:

@@ -177,8 +177,7 @@ class QueueActor(ArchivedRuns):
         if self._queue.limits is None:
             self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
         try:
-            for trajectory in decode(trajectories, tuple[Trajectory, ...]):
-                self._queue.put(trajectory)
+            self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
             for failure in decode(failures, tuple[Failure, ...]):
                 self._queue.fail(failure)
         finally:

@@ -31,11 +31,11 @@ import msgspec
 import numpy as np
 import zarr
 from numpy.typing import NDArray
-from zarr.codecs import ZstdCodec
 from zarr.storage import ZipStore
 
 from streamppo import durable
 from streamppo.errors import JournalError
+from streamppo.queue import zarr_zip
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
 from streamppo.types import Batch, Identity, Trajectory, flags, floats, ints
@@ -217,10 +217,7 @@ def _write(path: Path, batch: Batch, values: bytes) -> None:
         attributes["component_names"] = names
     if not all(one.versions_known for one in trajectories):
         columns["versions_known"] = np.array([one.versions_known for one in trajectories])
-    with ZipStore(path, mode="w") as store:
-        group = zarr.create_group(store, attributes=attributes)
-        for name, column in columns.items():
-            group.create_array(name, data=column, chunks=column.shape, compressors=ZstdCodec(level=1))
+    zarr_zip.write(path, columns, attributes)
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:

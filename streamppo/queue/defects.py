@@ -4,6 +4,8 @@
 # pyright: standard
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +70,46 @@ def _prompt_limit(config: Config) -> int | None:
     if config.environment is not None or not isinstance(config.task, DataTask):
         return None
     return max(source.max_prompt_tokens for source in config.task.sources.values())
+
+
+def defects(trajectories: Sequence[Trajectory], limits: Limits | None) -> list[str | None]:
+    """For each trajectory what `defect` says of it; those of a delivery that are sound are found out all at once."""
+    if trajectories and all(map(_is_even, trajectories)) and _are_sound(trajectories, limits):
+        return [None] * len(trajectories)
+    return [defect(one, limits) for one in trajectories]
+
+
+def _is_even(one: Trajectory) -> bool:
+    """True for columns of one length, and none but those that every trajectory has."""
+    size, prompt = len(one.tokens), len(one.prompt_tokens)
+    is_plain = not (one.token_rewards or one.candidates or one.candidate_counts or one.teacher_logprobs)
+    return is_plain and size == len(one.logprobs) == len(one.versions) == 4 * len(one.mask) > 0 < prompt == prompt & ~3
+
+
+def _are_sound(trajectories: Sequence[Trajectory], limits: Limits | None) -> bool:
+    """True if even columns hold nothing that `defect` refuses. False says only that one has to look at each."""
+    marks = b"".join(one.mask for one in trajectories)
+    if max(marks) > 1 or not all(b"\1" in one.mask for one in trajectories):
+        return False
+    logprobs = floats(b"".join(one.logprobs for one in trajectories))[flags(marks)]
+    # No comparison holds for NaN.
+    if not (logprobs.min() > -np.inf and logprobs.max() <= LOGPROB_SLACK):
+        return False
+    if not all(math.isfinite(one.reward) for one in trajectories):
+        return False
+    if limits is None:
+        return True
+    if (
+        limits.candidates
+        or limits.components
+        or limits.teacher
+        or max(one.num_tokens for one in trajectories) > limits.completion
+    ):
+        return False
+    if limits.prompt is not None and max(len(one.prompt_tokens) for one in trajectories) > 4 * limits.prompt:
+        return False
+    tokens = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
+    return bool(tokens.min() >= 0 and tokens.max() < limits.vocabulary)
 
 
 def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 from streamppo.config.correction import Resample
 from streamppo.errors import QueueError
-from streamppo.queue.defects import Limits, defect
+from streamppo.queue.defects import Limits, defect, defects
 from streamppo.queue.failures import FailureWindow
 from streamppo.queue.records import DeadLetter, Ended, Ending
 from streamppo.queue.slot import Slot, SlotState, Unit, count_older
@@ -64,16 +64,24 @@ class QueueRules:
         mine = [slot for slot in slots if (slot.actor, slot.call) == (actor, call)]
         return tuple(Ticket(identity=slot.identity, slot=slot.number) for slot in mine)
 
+    def put_all(self, trajectories: Sequence[Trajectory]) -> None:
+        """Store finished trajectories, each as `put` does."""
+        for trajectory, reason in zip(trajectories, defects(trajectories, self.limits), strict=True):
+            self._put(trajectory, reason)
+
     def put(self, trajectory: Trajectory) -> bool:
         """Store a finished trajectory. False if nobody waits for it: delivered twice, or by one given up for dead.
 
         A trajectory that cannot be trained on is a dead letter, and a failure of its slot.
         Raises `QueueError` for tokens of a version that was never published.
         """
+        return self._put(trajectory, defect(trajectory, self.limits))
+
+    def _put(self, trajectory: Trajectory, reason: str | None) -> bool:
         slot = self._issued(trajectory.identity)
         if slot is None:
             return False
-        if reason := defect(trajectory, self.limits):
+        if reason:
             self.state.unwritten.dead_letters.append(DeadLetter(trajectory=trajectory, reason=reason))
             self.state.counts["dead_letters"] += 1
             self._fail(slot, "dead_letter", "engine", reason)

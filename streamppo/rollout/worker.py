@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from streamppo.tasks.rewards.reward_model import RewardModel
 
 log = logging.getLogger(__name__)
+GATHER_S = 0.02
+"""Seconds for which free places and finished trajectories gather: each call costs the queue and this actor a fixed sum.
+
+A completion of a language model takes hundreds of times as long."""
 
 
 class Answer(NamedTuple):
@@ -126,10 +130,14 @@ class Worker:
     # --- the life of a trajectory ----------------------------------------------------------------------------
 
     async def _issue(self, group: asyncio.TaskGroup) -> None:
-        """Ask for as many tickets as there is room for, without end; during a request, more room appears."""
+        """Ask for as many tickets as there is room for, without end; before and during a request more room appears."""
         room, call = self._config.rollout.in_flight, 0
         while True:
-            while room == 0 or not self._free.locked():
+            if room == 0:
+                await self._free.acquire()
+                room = 1
+            await asyncio.sleep(GATHER_S)
+            while not self._free.locked():
                 await self._free.acquire()
                 room += 1
             answer = await self._queue.issue.remote(self._name, self._engine.version, room, call)
@@ -166,9 +174,10 @@ class Worker:
         return episode.reward(await self._rewards.score(prompt, episode.text(prompt, self._player.tokenizer)))
 
     async def _deliver(self) -> None:
-        """Make one delivery after another, without end; during a delivery, the next one gathers."""
+        """Make one delivery after another, without end; before and during a delivery, results gather."""
         while True:
             await self._delivery_due.wait()
+            await asyncio.sleep(GATHER_S)
             self._delivery_due.clear()
             results, self._finished = self._finished, []
             trajectories = tuple(result for result in results if isinstance(result, Trajectory))

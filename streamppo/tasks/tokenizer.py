@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,6 +23,9 @@ PADDING, END = 0, 1
 SPECIALS = 3
 """Token ids before those of its characters: these two and that of an unknown one."""
 
+KEPT = 64
+"""Prompts whose tokens are kept: the samples of a prompt are played one soon after another."""
+
 
 class Tokenizer:
     """A thin face on the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none."""
@@ -38,6 +42,7 @@ class Tokenizer:
         # Without its files transformers makes one that knows nothing but its special tokens.
         if self.vocabulary <= len(self._tokenizer.all_special_ids):
             raise TaskError(f"{path}: no tokenizer is there")
+        self._encoded = lru_cache(maxsize=KEPT)(self._encode)
 
     def numbers(self) -> dict[str, int]:
         """Return the id of every token by its text."""
@@ -71,9 +76,14 @@ class Tokenizer:
         return ids
 
     def encode(self, prompt: Prompt) -> Ints:
-        """Return the token ids [P] of a prompt, cut to its `max_tokens`."""
-        ids = self.ids(prompt)
-        return np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
+        """Return the token ids [P] of a prompt, cut to its `max_tokens`; read-only, for its samples share them."""
+        return self._encoded(prompt.text, prompt.messages, prompt.max_tokens)
+
+    def _encode(self, text: str, messages: tuple[Message, ...], max_tokens: int | None) -> Ints:
+        ids = self.ids(Prompt(text=text, columns={}, messages=messages))
+        made = np.asarray(ids if max_tokens is None else ids[-max_tokens:], dtype=np.int32)
+        made.flags.writeable = False
+        return made
 
     def observation(self, said: Said) -> Ints:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.

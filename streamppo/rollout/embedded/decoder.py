@@ -103,6 +103,10 @@ class Decoder:
         hidden_B1C = self._layers(tokens_B[:, None], None, (at_B, longest))
         return self._logits(hidden_B1C[:, 0])
 
+    def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
+        """Copy the first `length` cached tokens of each of some rows to another row."""
+        self.cache[:, targets_B, :length] = self.cache[:, sources_B, :length]
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` cached tokens of one row to another."""
         self.cache[:, target, :length] = self.cache[:, source, :length]

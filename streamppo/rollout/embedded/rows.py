@@ -111,16 +111,28 @@ class Rows:
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _prefill(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
-        lengths = np.array([len(text) for text in texts])
-        tokens_BP = np.zeros((len(texts), int(lengths.max())), np.int64)
-        for row, text in zip(tokens_BP, texts, strict=True):
-            row[: len(text)] = text
+        """Fill the cache of `rows` with `texts`, each different one computed once: samples of a prompt share it."""
+        numbers: dict[bytes, int] = {}
+        of_row = np.array([numbers.setdefault(text.tobytes(), len(numbers)) for text in texts])
+        _, firsts = np.unique(of_row, return_index=True)
+        lengths = np.array([len(texts[first]) for first in firsts])
+        tokens_BP = np.zeros((len(firsts), int(lengths.max())), np.int64)
+        for row, first in zip(tokens_BP, firsts, strict=True):
+            row[: len(texts[first])] = texts[first]
         device = self._decoder.device
-        return self._decoder.prefill(
+        logits_BV = self._decoder.prefill(
             torch.from_numpy(tokens_BP).to(device),
             torch.from_numpy(lengths).to(device),
-            torch.from_numpy(rows).to(device),
+            torch.from_numpy(rows[firsts]).to(device),
         )
+        if len(firsts) == len(texts):
+            return logits_BV
+        copies = np.setdiff1d(np.arange(len(texts)), firsts)
+        sources, targets = rows[firsts[of_row[copies]]], rows[copies]
+        self._decoder.copy(
+            torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), int(lengths.max())
+        )
+        return logits_BV[torch.from_numpy(of_row).to(device)]
 
     @torch.inference_mode()
     def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:

@@ -159,7 +159,7 @@ def test_a_checkpoint_is_whole_whatever_has_not_learned_yet(folder: Path, tmp_pa
 def test_moments_made_at_the_start_are_those_made_at_the_first_gradient(folder: Path) -> None:
     one, two = (case.updater(case.config_of("learner.minibatches=3"), folder) for _ in range(2))
     one.optimizer, learner = optimizer.adamw(one.policy, one.config), one.config.learner
-    two.optimizer = torch.optim.AdamW(two.policy.parameters(), learner.lr, learner.betas, weight_decay=0.0)
+    two.optimizer = torch.optim.AdamW(two.policy.parameters(), learner.lr, learner.betas, weight_decay=0.0, fused=True)
     for updater in (one, two):
         updater.update(pad(case.batch()))
     expected = case.whole(two.policy)

@@ -102,6 +102,26 @@ def test_log_probs_are_those_of_transformers_for_ragged_prompts_and_refilled_row
         assert stopped or len(done.tokens) == sampling.max_tokens
 
 
+def test_samples_of_a_prompt_that_are_admitted_together_share_its_prefill_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, (short, long, *_) = make("qwen2"), sorted(prompts(9), key=len)[::4]
+    computed: list[int] = []
+    real = Decoder.prefill
+
+    def counted(decoder: Decoder, tokens_BP: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+        computed.append(len(tokens_BP))
+        return real(decoder, tokens_BP, *arguments)
+
+    monkeypatch.setattr(Decoder, "prefill", counted)
+    requests = [long, short, short, long, short, long]
+    completions = completions_of(model, requests, [Sampling(12)] * 6, slots=6, eos=36)
+    assert len(short) < len(long) and computed == [2]
+    for prompt, done in zip(requests, completions, strict=True):
+        np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
+    assert len({done.tokens.tobytes() for done in completions}) == 6
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-tied"])
 def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(name: str) -> None:
     model, tokens_BP = make(name), torch.tensor([[3, 4, 5], [6, 7, 8]])

@@ -6,8 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 from conftest import trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from streamppo.queue.defects import Limits, defect
+from streamppo.queue.defects import Limits, defect, defects
+from streamppo.types import Trajectory
 
 CUT = np.array([5, 7, 5, 6, 7], np.int32), np.array([2, 0, 3], np.int32)
 """Candidates of three tokens, 5, 6 and 7."""
@@ -70,3 +73,55 @@ def test_log_probs_of_a_teacher_are_numbers_for_every_token_that_the_policy_samp
     one = msgspec.structs.replace(one, teacher_logprobs=np.float32(logprobs).tobytes())
     assert defect(one, Limits(17, 5, None, teacher=True)) == reason
     assert defect(one, Limits(17, 5, None)) == (reason if logprobs else None)
+
+
+# --- a whole delivery ----------------------------------------------------------------------------------------
+
+DAMAGE: dict[str, object] = {
+    "tokens": np.array([5, 16], np.int32).tobytes(),
+    "logprobs": np.float32([-1.0, np.nan]).tobytes(),
+    "versions": b"",
+    "mask": bytes([1, 2]),
+    "prompt_tokens": bytes(3),
+    "reward": float("inf"),
+    "token_rewards": np.float32([0.5, 0.5]).tobytes(),
+    "candidate_counts": np.int32([0, 0]).tobytes(),
+    "teacher_logprobs": np.float32([-1.0, np.inf]).tobytes(),
+    "components": {"right": 1.0},
+}
+"""Columns for a trajectory of two tokens, some of them wrong, some only unusual."""
+MORE = {
+    "tokens": [np.array([5, -1], np.int32).tobytes(), np.array([5, 17], np.int32).tobytes(), b"", bytes(12)],
+    "logprobs": [np.float32([-1.0, 0.1]).tobytes(), np.float32([-np.inf, -1.0]).tobytes(), bytes(4)],
+    "mask": [bytes([0, 0]), bytes([0, 1]), bytes(3)],
+    "prompt_tokens": [b"", np.array([16, 20], np.int32).tobytes(), bytes(16), np.array([-4], np.int32).tobytes()],
+    "reward": [float("nan"), 2.0],
+}
+CHANGES = [{name: value} for name, values in DAMAGE.items() for value in [values, *MORE.get(name, [])]]
+LIMITS = [
+    None,
+    Limits(17, 5, None),
+    Limits(17, 1, 3),
+    Limits(17, 5, 2),
+    Limits(17, 5, None, candidates=True),
+    Limits(17, 5, None, components=frozenset({"right"})),
+    Limits(17, 5, None, teacher=True),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from([{}, {}, {}, *CHANGES]), max_size=4), st.sampled_from(LIMITS))
+def test_a_delivery_is_judged_as_each_of_its_trajectories_is(
+    changes: list[dict[str, object]], limits: Limits | None
+) -> None:
+    sound: Trajectory = trajectory([5, 6])
+    delivery = [msgspec.structs.replace(sound, **change) for change in changes]
+    assert defects(delivery, limits) == [defect(one, limits) for one in delivery]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_one_bad_trajectory_among_good_ones_is_named(change: dict[str, object]) -> None:
+    sound: Trajectory = trajectory([5, 6])
+    limits = Limits(17, 5, 3)
+    bad = msgspec.structs.replace(sound, **change)
+    assert defects([sound, bad, sound], limits) == [None, defect(bad, limits), None]

@@ -15,7 +15,7 @@ from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskEr
 from streamppo.rollout import follower
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.follower import Follower
-from streamppo.rollout.worker import Worker
+from streamppo.rollout.worker import GATHER_S, Worker
 from streamppo.types import (
     EvaluationReport,
     Failure,
@@ -315,3 +315,47 @@ def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Cal
     assert beats[-1] >= 90
     gaps = [late - early for early, late in itertools.pairwise(beats)]
     assert max(gaps) < config.watchdog.heartbeat_s
+
+
+# --- calls to the queue ----------------------------------------------------------------------------------------
+
+
+class Staggered(Player):
+    """Says 2 to prompt n after n milliseconds."""
+
+    async def play(self, prompt: Prompt, sampling: Any) -> Episode:
+        await asyncio.sleep(int(prompt.text) / 1000)
+        return await super().play(prompt, sampling)
+
+
+class Timed(Tickets):
+    """Notes the time and the size of each delivery."""
+
+    deliveries: list[tuple[float, int]]
+
+    async def _deliver(self, trajectories: bytes, failures: bytes) -> None:
+        before = len(self.trajectories)
+        await super()._deliver(trajectories, failures)
+        self.deliveries.append((asyncio.get_running_loop().time(), len(self.trajectories) - before))
+
+
+def test_trajectories_that_finish_one_soon_after_another_share_a_delivery_and_wait_no_longer(
+    math_config: Callable[..., Config],
+) -> None:
+    async def story() -> Timed:
+        worker, _ = working(math_config(), *map(str, range(100)))
+        queue: Any = Timed(100)
+        queue.deliveries = []
+        worker._queue, worker._player = queue, Staggered()  # pyright: ignore[reportAttributeAccessIssue]
+        running = asyncio.create_task(worker.run())
+        await asyncio.sleep(1.0)
+        running.cancel()
+        return queue
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        queue = runner.run(story())
+    assert sum(size for _, size in queue.deliveries) == 100
+    assert len(queue.deliveries) <= 0.1 / GATHER_S + 2
+    assert len(queue.asked) <= 0.1 / GATHER_S + 3
+    # The last one ends 99 ms after the tickets, which came after the first moment of gathering.
+    assert queue.deliveries[-1][0] <= 0.1 + 3 * GATHER_S

@@ -1,0 +1,101 @@
+"""CPU milliseconds of one update, by process: they hardly depend on what else the machine does.
+
+    python benchmarks/cost.py --json cost.json [--updates 200] [--repeat 3] [rollout.max_tokens=64 ...]
+
+Measured between two updates of a run of configs/math.toml without evaluations, when all processes are warm; a table of
+the median over the repetitions, the smallest and the largest.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.growth import ended, made
+from benchmarks.runs import machine
+
+CONFIG = Path(__file__).parent.parent / "configs" / "math.toml"
+QUIET = ("evaluation={every=0, prompts=8}", "checkpoint.every=0")
+WARM = 40
+"""Updates before the first look."""
+NAMES = {"ray::RolloutActor": "rollout", "ray::Rank": "learner", "ray::QueueActor": "queue", "ray::": "other actors"}
+"""How the title of a process begins, and its name in the table; the rest is Ray's own."""
+LOOK_S = 0.2
+
+
+def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
+    """CPU milliseconds an update of every kind of process, and `wall`, from one run. Ends if the run fails."""
+    with tempfile.TemporaryDirectory() as runs:
+        log, last = Path(runs) / "log", WARM + updates
+        settings = [*QUIET, f"updates={last + 10}", *overrides]
+        command = [sys.executable, "-m", "streamppo", "run", str(CONFIG), "--runs", runs, *settings]
+        with log.open("w") as output, ended(subprocess.Popen(command, stdout=output, stderr=output)) as run:
+            first, begin, seen = _at(run, Path(runs) / "math", WARM)
+            then, end, reached = _at(run, Path(runs) / "math", last)
+            if run.poll() or reached < last:
+                sys.exit(log.read_text()[-4000:])
+    spent: Counter[str] = Counter()
+    for key, seconds in then.items():
+        spent[key[1]] += 1e3 * (seconds - first.get(key, 0.0)) / (reached - seen)  # pyright: ignore[reportArgumentType]
+    return {**spent, "all": sum(spent.values()), "wall": 1e3 * (end - begin) / (reached - seen)}
+
+
+def _at(run: "subprocess.Popen[bytes]", folder: Path, version: int) -> tuple[dict[tuple[int, str], float], float, int]:
+    """CPU seconds of every process once `version` is made, the time, and the version that was made by then."""
+    while run.poll() is None and made(folder) < version:
+        time.sleep(LOOK_S)
+    found: dict[tuple[int, str], float] = {}
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(run.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                found[process.pid, "driver" if process == root else _name(process)] = times.user + times.system
+    return found, time.perf_counter(), made(folder)
+
+
+def _name(process: psutil.Process) -> str:
+    title = " ".join(process.cmdline())
+    return next((name for begin, name in NAMES.items() if title.startswith(begin)), "ray")
+
+
+def _table(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    names = sorted({name for row in rows for name in row}, key=lambda name: -rows[0].get(name, 0.0))
+    columns = {name: [row.get(name, 0.0) for row in rows] for name in names}
+    return {
+        name: {"median": statistics.median(column), "min": min(column), "max": max(column)}
+        for name, column in columns.items()
+    }
+
+
+def main() -> None:
+    """Measure, print a table, and write it down with the machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    rows = [measure(options.updates, options.overrides) for _ in range(options.repeat)]
+    table = _table(rows)
+    print(f"{'CPU ms an update':20} {'median':>8} {'min':>8} {'max':>8}")
+    for name, row in table.items():
+        print(f"{name:20} {row['median']:8.1f} {row['min']:8.1f} {row['max']:8.1f}")
+    if options.json:
+        content = {"machine": machine(), "updates": options.updates, "overrides": options.overrides, "runs": rows}
+        options.json.write_text(json.dumps({**content, "table": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

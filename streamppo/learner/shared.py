@@ -1,0 +1,128 @@
+"""The samples of a prompt as one row: the prompt is computed once, forward and backward, and so are its positions.
+
+B trajectories, L prompt + completion tokens (padded), G different prompts, W tokens of a prompt and of all completions
+that follow it (padded).
+
+    prompt p0 p1 p2, samples a0 a1 and b0 b1 b2:
+
+    row         p0 p1 p2 a0 a1 b0 b1 b2
+    position     0  1  2  3  4  3  4  5
+    b1 sees      x  x  x        x  x          the prompt, and its own completion so far
+
+It pays where prompts are long beside completions and have many samples: with P prompt tokens, n samples and T tokens of
+each, P + n T tokens are computed in place of n (P + T), and W * W pairs of tokens in place of n (P + T) * (P + T).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamppo.config.engine import FAMILIES
+from streamppo.learner.attention import LEAK, Reading, leak, padded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WORTH = 0.9
+"""The share of the work of `padded` below which prompts are shared."""
+
+
+class Plan(NamedTuple):
+    """The row [B] of each trajectory, where its completion begins in it [B], and the tokens of every row [G]."""
+
+    row_B: Tensor
+    begin_B: Tensor
+    width_G: Tensor
+
+
+def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
+    """True if all `transformers` compute samples in one row as they compute them alone. A collective.
+
+    They are whole, on the CPU, with an attention that is plain torch; rank 0 has them, the others none. The families
+    are those whose attention looks at all that a mask shows: a sliding window would count other completions' tokens.
+    """
+    found = [all(_can_share(transformer) for transformer in transformers)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _can_share(transformer: "PreTrainedModel") -> bool:
+    config = transformer.config
+    known = config.model_type in FAMILIES and not getattr(config, "use_sliding_window", False)
+    return known and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
+
+
+def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int) -> Reading:
+    """Read rows whose completions begin at `start_B` in the layout that is less work for a model of width `hidden`."""
+    made = plan(inputs_BL, start_B, width_B)
+    rows, width = len(made.width_G), int(made.width_G.max())
+    if work(rows, width, hidden) > WORTH * work(len(inputs_BL), inputs_BL.shape[1], hidden):
+        return padded(inputs_BL, width_B)
+    return shared(inputs_BL, start_B, width_B, made)
+
+
+def work(rows: int, width: int, hidden: int) -> float:
+    """The work of a layer, in multiples of that of its matrices on one token.
+
+    For a model of width D a token costs about 24 D * D operations there and 4 W D in attention over W tokens.
+    """
+    return rows * width * (1 + width / (6 * hidden))
+
+
+def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Plan:
+    """Put trajectories with the same prompt tokens into one row, in their order."""
+    place_L = torch.arange(inputs_BL.shape[1], device=inputs_BL.device)
+    # No token is -1, so that no prompt equals the beginning of a longer one.
+    prompts_BL = inputs_BL.masked_fill(place_L >= start_B[:, None], -1)
+    _, row_B = prompts_BL.unique(dim=0, return_inverse=True)
+    order_B = row_B.argsort(stable=True)
+    completion_B = (width_B - start_B)[order_B]
+    before_B = completion_B.cumsum(0) - completion_B
+    count_G = row_B.bincount()
+    first_G = count_G.cumsum(0) - count_G
+    in_row_B = before_B - before_B[first_G][row_B[order_B]]
+    begin_B = torch.empty_like(start_B)
+    begin_B[order_B] = start_B[order_B] + in_row_B
+    last_G = order_B[first_G + count_G - 1]
+    return Plan(row_B, begin_B, begin_B[last_G] + (width_B - start_B)[last_G])
+
+
+def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan) -> Reading:
+    """One row for each prompt, as `made` says. Padding sees padding and the prompt, and nothing sees padding."""
+    G, W, device = len(made.width_G), int(made.width_G.max()), inputs_BL.device
+    position_BL = torch.arange(inputs_BL.shape[1], device=device).expand(inputs_BL.shape)
+    is_prompt_BL = position_BL < start_B[:, None]
+    inside_BL = position_BL < width_B[:, None]
+    in_row_BL = torch.where(is_prompt_BL, position_BL, made.begin_B[:, None] + position_BL - start_B[:, None])
+    place_BL = made.row_B[:, None] * W + in_row_BL
+    # Samples of a prompt write the same tokens at the same places.
+    place_N, prompt = place_BL[inside_BL], len(inputs_BL)
+    branch_BL = torch.arange(prompt, device=device)[:, None].masked_fill(is_prompt_BL, prompt)
+
+    def laid_out(column_BL: Tensor, padding: int) -> Tensor:
+        row_N = torch.full((G * W,), padding, dtype=column_BL.dtype, device=device)
+        row_N[place_N] = column_BL[inside_BL]
+        return row_N.view(G, W)
+
+    branch_GW = laid_out(branch_BL, -1)
+    sees_GWW = (branch_GW[:, None] == prompt) | (branch_GW[:, None] == branch_GW[:, :, None])
+    arguments: dict[str, Tensor | int] = {
+        "input_ids": laid_out(inputs_BL, 0),
+        "position_ids": laid_out(position_BL, 0),
+        "attention_mask": sees_GWW.tril_()[:, None],
+    }
+    return Reading(arguments, place_BL)
+
+
+def _probe(inputs_BL: Tensor, width_B: Tensor, *, dtype: torch.dtype) -> Reading:
+    """Rows that share their first token, with a mask as every plain attention takes it: what is not seen is -inf."""
+    start_B = torch.ones_like(width_B)
+    reading = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B))
+    sees = reading.arguments["attention_mask"]
+    assert isinstance(sees, Tensor)
+    added = torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
+    return reading._replace(arguments={**reading.arguments, "attention_mask": added})

@@ -1,0 +1,176 @@
+"""Samples of a prompt as one row: the same scores and gradients as alone, for less work, and only where it is less."""
+
+from pathlib import Path
+
+import learner_case as case
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from streamppo.learner import policy as model
+from streamppo.learner import pretrained, shared
+from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.policy import Policy
+from streamppo.types import Batch, Trajectory, ints
+
+COLUMNS = ("logprobs_BT", "entropy_BT", "values_BT", "bootstrap_B")
+
+
+def grouped(prompts: list[list[int]], lengths: list[int], seed: int = 0) -> PaddedBatch:
+    """Trajectories with these prompts and completions of these lengths."""
+    generator, like = np.random.default_rng(seed), case.batch().trajectories
+    made = [
+        _with(generator, like[n], prompt, count) for n, (prompt, count) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    return pad(Batch(version=3, min_version=0, trajectories=tuple(made)))
+
+
+def _with(generator: np.random.Generator, like: Trajectory, prompt: list[int], count: int) -> Trajectory:
+    return replace(
+        like,
+        prompt_tokens=np.array(prompt, np.int32).tobytes(),
+        tokens=generator.integers(1, 17, count).astype(np.int32).tobytes(),
+        logprobs=(-generator.random(count) * 4).astype(np.float32).tobytes(),
+        versions=np.full(count, 2, np.int32).tobytes(),
+        mask=np.ones(count, np.bool_).tobytes(),
+    )
+
+
+# Samples that are not side by side, one that is alone, a prompt that is the beginning of others.
+A, LONGER, ZERO, OTHER = [5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 0], [9]
+ROWS = grouped([A, LONGER, A, OTHER, LONGER, A, A, ZERO], [4, 1, 2, 3, 5, 4, 1, 2])
+
+
+def policy(folder: Path, *, share_prompts: bool, checkpointing: bool = False) -> Policy:
+    torch.manual_seed(9)
+    made = Policy(pretrained.read(folder, "sdpa"), 0.7, share_prompts=share_prompts)
+    torch.nn.init.normal_(made.value_head.weight)
+    if checkpointing:
+        model._checkpoint_activations(made.lm.base_model)
+    return made
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share prompts also where it is more work."""
+    monkeypatch.setattr(shared, "WORTH", 100.0)
+
+
+@pytest.mark.usefixtures("always")
+def test_every_row_is_scored_as_if_it_were_alone(folder: Path) -> None:
+    made, plain = policy(folder, share_prompts=True), policy(folder, share_prompts=False)
+    with torch.no_grad():
+        scored = made(ROWS, "both")
+        for row in range(len(ROWS.start_B)):
+            single = ROWS.select(torch.tensor([row]))
+            one, length = plain(single, "both"), int(single.length_B)
+            for name in COLUMNS[:3]:
+                torch.testing.assert_close(
+                    getattr(scored, name)[row, :length], getattr(one, name)[0], rtol=0, atol=2e-5
+                )
+            torch.testing.assert_close(scored.bootstrap_B[row], one.bootstrap_B[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_rows_alone(folder: Path, checkpointing: bool) -> None:
+    gradients: list[dict[str, torch.Tensor]] = []
+    for share_prompts in (True, False):
+        made = policy(folder, share_prompts=share_prompts, checkpointing=checkpointing)
+        scored = made(ROWS, "both")
+        weights = torch.Generator().manual_seed(1)
+        sum(
+            (torch.rand(getattr(scored, name).shape, generator=weights) * getattr(scored, name)).sum()
+            for name in COLUMNS
+        ).backward()  # pyright: ignore
+        gradients.append({name: one.grad for name, one in made.named_parameters() if one.grad is not None})
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(
+            gradients[0][name], gradient, rtol=0, atol=1e-5 * gradient.abs().max().item(), msg=name
+        )
+
+
+@pytest.mark.usefixtures("always")
+def test_a_prompt_is_computed_once_and_no_token_of_another_completion_is_seen() -> None:
+    width_B = ROWS.start_B + ROWS.length_B
+    reading = shared.shared(ROWS.inputs_BL, ROWS.start_B, width_B, shared.plan(ROWS.inputs_BL, ROWS.start_B, width_B))
+    tokens_GW, sees = reading.arguments["input_ids"], reading.arguments["attention_mask"]
+    assert isinstance(tokens_GW, torch.Tensor) and isinstance(sees, torch.Tensor)
+    assert tokens_GW.shape == (4, 3 + 4 + 2 + 4 + 1)
+    assert tokens_GW[0, :7].tolist() == [*A, *ROWS.inputs_BL[0, 3:7].tolist()]
+    for row, (start, width) in enumerate(zip(ROWS.start_B.tolist(), width_B.tolist(), strict=True)):
+        own = reading.place_BL[row, :width]
+        assert tokens_GW.flatten()[own].tolist() == ROWS.inputs_BL[row, :width].tolist()
+        line, places = int(own[-1]) // tokens_GW.shape[1], own % tokens_GW.shape[1]
+        for at in range(start, width):
+            assert sees[line, 0, places[at]].nonzero().flatten().tolist() == places[: at + 1].tolist()
+
+
+def test_it_is_done_where_it_is_less_work_and_by_as_much_as_operations_say(folder: Path) -> None:
+    def counted(rows: PaddedBatch, *, share_prompts: bool) -> int:
+        with FlopCounterMode(display=False) as counter:
+            policy(folder, share_prompts=share_prompts)(rows, "both").logprobs_BT.sum().backward()
+        return counter.get_total_flops()
+
+    prompt = list(range(2, 14))
+    asked = grouped([prompt] * 4 + [prompt[::-1]] * 4, [3] * 8)
+    assert counted(asked, share_prompts=True) < 0.6 * counted(asked, share_prompts=False)
+    alone = grouped([prompt[n:] for n in range(8)], [3] * 8)
+    assert counted(alone, share_prompts=True) == counted(alone, share_prompts=False)
+    long = grouped([[4]] * 8, [150] * 8)
+    assert counted(long, share_prompts=True) == counted(long, share_prompts=False)
+
+
+# --- whole updates, and models that cannot ---------------------------------------------------------------------
+
+
+def same_prompts() -> PaddedBatch:
+    """The batch of the other tests, in which the samples of a prompt have one, ten tokens longer."""
+    batch = case.batch()
+    more = np.arange(2, 12, dtype=np.int32)
+    firsts = {one.identity.prompt: one for one in reversed(batch.trajectories)}
+    prompts = {n: np.concatenate([more, ints(one.prompt_tokens)]).tobytes() for n, one in firsts.items()}
+    made = [replace(one, prompt_tokens=prompts[one.identity.prompt]) for one in batch.trajectories]
+    return pad(replace(batch, trajectories=tuple(made)))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("critic", ["head", "policy"])
+def test_an_update_is_the_same_with_prompts_shared_and_not(
+    folder: Path, critic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, used = same_prompts(), list[bool]()
+    real = shared.shared
+    monkeypatch.setattr(shared, "shared", lambda *arguments: used.append(True) or real(*arguments))
+    choices = (f"algorithm.critic.model={critic}", "learner.minibatches=2", "algorithm.kl.loss_beta=0.1")
+    one = case.updated(folder, rows, *choices)
+    assert used
+    used.clear()
+    case.assert_same(one, case.updated(folder, rows, *choices, "model.share_prompts=false"))
+    assert not used
+
+
+def _made(ranks: int, folder: Path) -> tuple[case.Weights, dict[str, float]]:
+    return case.updated(folder, same_prompts(), "learner.minibatches=2", f"learner.ranks={ranks}")
+
+
+def test_ranks_change_nothing(folder: Path, tmp_path: Path) -> None:
+    case.assert_same(*(case.by_ranks(_made, ranks, tmp_path, folder) for ranks in (1, 2)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_models_that_look_at_more_than_the_mask_shows_share_nothing(folder: Path, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+
+    def shares(path: Path, *overrides: str, critic: str = "head") -> bool:
+        return model.load(case.config_of(*overrides).model, path, 1.0, mesh, critic).share_prompts
+
+    assert shares(folder) and shares(folder, critic="policy")
+    assert not shares(folder, "model.attention=eager")
+    sliding = Qwen2Config(**case.SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    Qwen2ForCausalLM(sliding).save_pretrained(tmp_path)
+    assert not shares(tmp_path) and not shares(folder, critic=str(tmp_path))
