@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import psutil
@@ -23,7 +23,6 @@ from ray.cluster_utils import Cluster
 from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_updates
 
 from streamppo.config import file as configfile
-from streamppo.config.algorithm import Advantage
 from streamppo.queue import archive
 from streamppo.queue.journal import Journal
 from streamppo.tasks.library.arithmetic import ALPHABET
@@ -392,11 +391,9 @@ def mathematics(path: Path) -> tuple[str, ...]:
     return (f"algorithm={inline(config['algorithm'])}", samples, *learner)
 
 
-GROUPS, REWARDED = "queue.samples_per_prompt=4", (draw.SEVERAL,)
 SHIPPED = {path.stem: mathematics(path) for path in sorted((REPOSITORY / "configs").glob("*.toml"))}
 ESTIMATORS = {
-    kind: (f"algorithm.advantage={{kind='{kind}', {draw.REQUIRED.get(f'advantage.{kind}', '')}}}", GROUPS, *REWARDED)
-    for kind in (str(one.__struct_config__.tag) for one in get_args(Advantage))
+    chosen.split("'")[1]: (chosen, "queue.samples_per_prompt=4", draw.SEVERAL) for chosen in draw.choices()["advantage"]
 }
 PROXIMAL = {
     "behavior": ("algorithm.proximal=behavior", "algorithm.correction={kind='off'}", "learner.minibatches=2"),

@@ -402,4 +402,4 @@ def test_an_engine_keeps_its_share_of_what_is_free_for_weights_and_cache() -> No
     elsewhere = ["rollout.engine={kind='sglang', urls=['http://h:1'], transport='group'}"]
     assert memory.engine(configfile.load(MATH, elsewhere), model, 64, 1.0) is None
     slots = memory.engine(configfile.load(MATH), model, 64, free=1.0)
-    assert slots is not None and slots.tokens == 64 * 64
+    assert slots is not None and slots.tokens == config.rollout.slots * 64
