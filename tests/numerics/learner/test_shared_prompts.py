@@ -171,6 +171,6 @@ def test_models_that_look_at_more_than_the_mask_shows_share_nothing(folder: Path
 
     assert shares(folder) and shares(folder, critic="policy")
     assert not shares(folder, "model.attention=eager")
-    sliding = Qwen2Config(**case.SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    sliding = Qwen2Config(**case.SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=1)
     Qwen2ForCausalLM(sliding).save_pretrained(tmp_path)
     assert not shares(tmp_path) and not shares(folder, critic=str(tmp_path))
