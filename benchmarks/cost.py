@@ -7,14 +7,13 @@ the median over the repetitions, the smallest and the largest.
 """
 
 import argparse
-import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.growth import ended, made
+from benchmarks.growth import ended, look
 from benchmarks.runs import machine
 
 CONFIG = Path(__file__).parent.parent / "configs" / "math.toml"
@@ -31,7 +30,6 @@ WARM = 40
 """Updates before the first look."""
 NAMES = {"ray::RolloutActor": "rollout", "ray::Rank": "learner", "ray::QueueActor": "queue", "ray::": "other actors"}
 """How the title of a process begins, and its name in the table; the rest is Ray's own."""
-LOOK_S = 0.2
 
 
 def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
@@ -41,28 +39,21 @@ def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
         settings = [*QUIET, f"updates={last + 10}", *overrides]
         command = [sys.executable, "-m", "streamppo", "run", str(CONFIG), "--runs", runs, *settings]
         with log.open("w") as output, ended(subprocess.Popen(command, stdout=output, stderr=output)) as run:
-            first, begin, seen = _at(run, Path(runs) / "math", WARM)
-            then, end, reached = _at(run, Path(runs) / "math", last)
+            first, seen = look(run, Path(runs) / "math", WARM, name=_name, read=_cpu_s)
+            begin = time.perf_counter()
+            then, reached = look(run, Path(runs) / "math", last, name=_name, read=_cpu_s)
+            end = time.perf_counter()
             if run.poll() or reached < last:
                 sys.exit(log.read_text()[-4000:])
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     for key, seconds in then.items():
-        spent[key[1]] += 1e3 * (seconds - first.get(key, 0.0)) / (reached - seen)  # pyright: ignore[reportArgumentType]
+        spent[key[1]] += 1e3 * (seconds - first.get(key, 0.0)) / (reached - seen)
     return {**spent, "all": sum(spent.values()), "wall": 1e3 * (end - begin) / (reached - seen)}
 
 
-def _at(run: "subprocess.Popen[bytes]", folder: Path, version: int) -> tuple[dict[tuple[int, str], float], float, int]:
-    """CPU seconds of every process once `version` is made, the time, and the version that was made by then."""
-    while run.poll() is None and made(folder) < version:
-        time.sleep(LOOK_S)
-    found: dict[tuple[int, str], float] = {}
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(run.pid)
-        for process in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                found[process.pid, "driver" if process == root else _name(process)] = times.user + times.system
-    return found, time.perf_counter(), made(folder)
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def _name(process: psutil.Process) -> str:

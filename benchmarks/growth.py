@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,11 +51,12 @@ class Growth(NamedTuple):
 def measure(updates: int, overrides: list[str]) -> list[Growth]:
     """Run that many updates; the growth of every process that was there at both times. Ends if the run fails."""
     with tempfile.TemporaryDirectory() as runs:
+        folder = Path(runs) / "math"
         settings = [*SMALLEST, f"updates={updates}", *overrides]
         command = [sys.executable, "-m", "streamppo", "run", str(CONFIG), "--runs", runs, *settings]
         with (Path(runs) / "log").open("w") as log, ended(subprocess.Popen(command, stdout=log, stderr=log)) as run:
-            early, seen = _resident_at(run, Path(runs) / "math", EARLY * updates)
-            late, reached = _resident_at(run, Path(runs) / "math", LATE * updates)
+            early, seen = look(run, folder, EARLY * updates, name=_name, read=_resident_kib)
+            late, reached = look(run, folder, LATE * updates, name=_name, read=_resident_kib)
             if run.wait():
                 sys.exit((Path(runs) / "log").read_text()[-4000:])
     return [
@@ -75,19 +76,31 @@ def ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]
         run.wait()
 
 
-def _resident_at(
-    run: "subprocess.Popen[bytes]", folder: Path, version: float
+def look(
+    run: "subprocess.Popen[bytes]",
+    folder: Path,
+    version: float,
+    *,
+    name: Callable[[psutil.Process], str],
+    read: Callable[[psutil.Process], float],
 ) -> tuple[dict[tuple[int, str], float], int]:
-    """Resident KiB of every process of the run once `version` is made, and the version that was made by then."""
+    """`read` every process of the run once `version` is made, and the version that was made by then.
+
+    The values are by number and name of the process.
+    """
     while run.poll() is None and made(folder) < version:
         time.sleep(LOOK_S)
     found: dict[tuple[int, str], float] = {}
-    root = psutil.Process(run.pid)
-    for process in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):
-            name = "driver" if process == root else _name(process)
-            found[process.pid, name] = process.memory_info().rss / 1024
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(run.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                found[process.pid, "driver" if process == root else name(process)] = read(process)
     return found, made(folder)
+
+
+def _resident_kib(process: psutil.Process) -> float:
+    return process.memory_info().rss / 1024
 
 
 def _name(process: psutil.Process) -> str:
