@@ -224,14 +224,14 @@ class Job(NamedTuple):
     overrides: list[str]
 
 
-def jobs(options: argparse.Namespace, data: Path) -> list[Job]:
+def jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
     """All trials of a campaign; the same options always make the same ones, and more `--trials` add to them."""
     generator, made = random.Random(options.seed), list[Job]()
     for number in range(options.trials):
         kinds, seed = [generator.choice(list(KINDS)) for _ in range(options.kills)], generator.randrange(2**31)
         # The drawn choices are those of the trial's own seed, however many the configuration offers.
         fixed = [*SHORT, *options.set]
-        drawn = draw.draw(random.Random(seed), options.config, fixed, data) if options.draw else []
+        drawn = draw.draw(random.Random(seed), options.config, fixed, folder) if options.draw else []
         made.append(Job(number, kinds, seed, [*options.set, *drawn]))
     return made
 
@@ -246,9 +246,9 @@ def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
     return {**job._asdict(), "trial": {**made._asdict(), "kills": [kill._asdict() for kill in made.kills]}}
 
 
-def campaign(options: argparse.Namespace, data: Path, log: Path | None) -> Iterator[list[dict[str, Any]]]:
+def campaign(options: argparse.Namespace, folder: Path, log: Path | None) -> Iterator[list[dict[str, Any]]]:
     """After every trial: the lines of all that were made, those of an earlier call included, which `log` keeps."""
-    wanted = jobs(options, data)
+    wanted = jobs(options, folder)
     lines_made = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
     for line in lines_made:
         if (
@@ -304,12 +304,13 @@ def main() -> None:
         "scale": options.scale,
         "runs_at_a_time": options.parallel,
     }
-    # The trials of a data task name it, so it has the same place in every call.
-    data = Path(tempfile.gettempdir()) / "streamppo-chaos.jsonl"
-    draw.write_data(data)
+    # Trials name their data and their teacher, so these have the same place in every call.
+    folder = Path(tempfile.gettempdir()) / "streamppo-chaos"
+    if options.draw:
+        draw.write(folder, options.config)
     log = options.json.with_suffix(".jsonl") if options.json else None
     found: dict[str, Any] = {}
-    for lines_made in campaign(options, data, log):
+    for lines_made in campaign(options, folder, log):
         found = described | result(lines_made)
         if options.json:
             options.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -64,7 +64,14 @@ TASKS = {
     ),
     "data": ("task={kind='data', sources={data={data='DATA', held_out=0.2}}}",),
 }
-"""Overrides of each task that needs no extra; `DATA` becomes a file of additions."""
+"""Overrides of each task that needs no extra; `DATA` becomes a file of additions. All have the same characters."""
+TEACHERS = (
+    "{}",
+    "{}",
+    "{model='TEACHER', weight=0.1}",
+    "{model='TEACHER', weight=0.05, signal='reward'}",
+)
+"""Values of algorithm.teacher; `TEACHER` becomes the folder of a builtin:tiny."""
 LEFT_OUT = {"reasoning_gym", "verifiers"}
 """Tasks that need packages of their own."""
 SCORER = f"kind='function', function='{ADDITION}'"
@@ -75,6 +82,8 @@ REWARDS = (
     SEVERAL,
 )
 TRIES = 10_000
+DATA, TEACHER = "data.jsonl", "teacher"
+"""The file and the folder that `write` makes."""
 
 
 def choices() -> dict[str, list[str]]:
@@ -92,13 +101,14 @@ def tasks() -> set[str]:
     return {str(kind.__struct_config__.tag) for kind in get_args(Task)}
 
 
-def draw(generator: random.Random, config: Path, fixed: Sequence[str], data: Path) -> list[str]:
-    """Overrides of `config` and of `fixed` that make a valid configuration. A data task reads the file `data`."""
+def draw(generator: random.Random, config: Path, fixed: Sequence[str], folder: Path) -> list[str]:
+    """Overrides of `config` and of `fixed` that make a valid configuration; data and teacher are those of `folder`."""
     for _ in range(TRIES):
         kind = generator.choice(sorted(TASKS))
         drawn = [generator.choice(options) for options in choices().values()]
         drawn += [f"{name}={generator.choice(values)}" for name, values in FIELDS.items()]
-        drawn += [text.replace("DATA", str(data)) for text in TASKS[kind]]
+        drawn += [text.replace("DATA", str(folder / DATA)) for text in TASKS[kind]]
+        drawn.append(f"algorithm.teacher={generator.choice(TEACHERS)}".replace("TEACHER", str(folder / TEACHER)))
         drawn.append("reward={}" if kind == "calculator" else generator.choice(REWARDS))
         if any("'gdpo'" in one for one in drawn) and drawn[-1] != SEVERAL:
             continue
@@ -110,11 +120,16 @@ def draw(generator: random.Random, config: Path, fixed: Sequence[str], data: Pat
     raise RuntimeError(f"no valid configuration in {TRIES} tries")
 
 
-def write_data(path: Path) -> None:
-    """Write the rows of a data task: additions that builtin:tiny was taught."""
+def write(folder: Path, config: Path) -> None:
+    """Write into `folder` the rows of a data task, additions that builtin:tiny was taught, and a teacher."""
+    from streamppo.learner import tiny
+
     problems = [(first, second) for first in range(10, 100, 3) for second in range(10, 100, 7)]
     rows = [{"prompt": f"{first}+{second}=", "answer": str(first + second)} for first, second in problems]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.mkdir(exist_ok=True)
+    (folder / DATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not (folder / TEACHER).exists():
+        tiny.make(configfile.load(config), folder / TEACHER)
 
 
 def _values(kind: inspect.Type, field: str) -> Iterator[str]:
