@@ -12,10 +12,6 @@ import msgspec
 
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
-from streamppo.learner.batch import pad
-from streamppo.learner.fetch import lag_histogram
-from streamppo.learner.metrics import described
-from streamppo.learner.objective import trained_tokens
 from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.journal import Journal
 from streamppo.telemetry import metrics_file
@@ -48,6 +44,12 @@ def lost_lines(record: Record, folder: Path) -> None:
 
 def _remake(record: Record, archive: Archive, configs: Mapping[int, bytes], version: int) -> bool:
     """Write the line of an update again. False, with a log line, if its batch cannot be read."""
+    # Lines are seldom lost, and these import torch.
+    from streamppo.learner.batch import pad
+    from streamppo.learner.fetch import lag_histogram
+    from streamppo.learner.metrics import described
+    from streamppo.learner.objective import trained_tokens
+
     try:
         batch = pad(archive.batch(version - 1))
     except JournalError as error:

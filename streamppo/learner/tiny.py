@@ -122,11 +122,9 @@ def _warm_up(
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """Right-padded prompts with answers, and labels on the answers and their end alone; [B, L] each."""
-    rows = []
-    for problem in problems:
-        prompt = tokenizer(problem.text)["input_ids"]
-        answer = [*tokenizer(problem.columns["answer"])["input_ids"], tokenizer.eos_token_id]
-        rows.append((prompt, answer))
+    prompts = tokenizer([problem.text for problem in problems])["input_ids"]
+    answers = tokenizer([problem.columns["answer"] for problem in problems])["input_ids"]
+    rows = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
     inputs_BL = torch.zeros(len(rows), width, dtype=torch.long)
     labels_BL = torch.full((len(rows), width), IGNORED)

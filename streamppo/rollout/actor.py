@@ -7,23 +7,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import ray
-import torch
 
 from streamppo import process
 from streamppo.config.sections import Config
-from streamppo.rollout import worker
-from streamppo.rollout.worker import Worker
 from streamppo.types import encode
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
     from streamppo.queue.actor import QueueActor
+    from streamppo.rollout.worker import Worker
     from streamppo.tasks.rewards.reward_model import RewardModel
 
 
 class RolloutActor:
-    """A mailbox: `start` makes the worker, and every other call waits for it. All calls share one event loop."""
+    """A mailbox: `start` makes the worker, and every other call waits for it. All calls share one event loop.
+
+    torch is imported where an actor is made: the driver knows the class alone, and starts seconds earlier without it.
+    So is all else that `start` needs, while the learner loads the model or makes it.
+    """
 
     def __init__(
         self,
@@ -32,7 +34,13 @@ class RolloutActor:
         queue: "ActorProxy[QueueActor]",
         reward_models: "Mapping[str, ActorProxy[RewardModel]]",
     ) -> None:
+        import torch
+
+        from streamppo.rollout import worker
+
         process.log_to_stdout(name)
+        worker.load_libraries()
+        self._begin = worker.start
         self._config = msgspec.msgpack.decode(config, type=Config)
         self._name, self._queue, self._reward_models = name, queue, reward_models
         self._worker: Future[Worker] = Future()
@@ -41,7 +49,7 @@ class RolloutActor:
     @ray.method
     async def start(self, model_path: str) -> int:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
-        made = await worker.start(self._config, self._name, self._queue, self._reward_models, model_path)
+        made = await self._begin(self._config, self._name, self._queue, self._reward_models, model_path)
         process.collect_rarely()
         self._worker.set_result(made)
         return made.version
@@ -64,5 +72,5 @@ class RolloutActor:
         """Return the counters since the start, as an `EngineReport`."""
         return encode((await self._started()).report())
 
-    async def _started(self) -> Worker:
+    async def _started(self) -> "Worker":
         return await asyncio.wrap_future(self._worker)

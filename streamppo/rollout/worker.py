@@ -13,6 +13,7 @@ A teacher that is a server is asked beside the rewards.
 import asyncio
 import logging
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from streamppo.config.sections import Config
@@ -59,6 +60,12 @@ class Answer(NamedTuple):
     oldest: int
     newest: int
     reason: str = ""
+
+
+def load_libraries() -> None:
+    """Import what `start` needs of transformers. It takes seconds, which are free as long as there is no model."""
+    for name in ("auto.tokenization_auto", "llama.modeling_llama"):
+        import_module(f"transformers.models.{name}")
 
 
 async def start(

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.learner import rank as module
-from streamppo.learner.rank import Rank
+from streamppo.learner import training as module
+from streamppo.learner.training import Training
 from streamppo.queue.source import BEAT_S
-from streamppo.types import encode
 
 
 class Parts:
@@ -32,7 +31,7 @@ class Parts:
         patch.setattr(module, "time", SimpleNamespace(sleep=self.sleep))
         patch.setattr(module.ray, "get", lambda ref: ref)
         patch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "my id"))
-        patch.setattr(Rank, "_follow_queue", lambda *_: None)
+        patch.setattr(Training, "_follow_queue", lambda *_: None)
         self.push, self.start = self.noting("push"), self.noting("fetch")
 
     def noting(self, name: str) -> Callable[..., Any]:
@@ -52,7 +51,7 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = Parts(monkeypatch)
-    made: Any = Rank(encode(math_config()), 0, parts.queue, 0)
+    made: Any = Training(math_config(), 0, parts.queue, 0)
     made._fetcher = parts
     assert made.setup(("127.0.0.1", 1), "model", None) == 7
     assert parts.asked == ["acquire", "join", "build", "expect_updates", "push", "fetch"]
