@@ -107,10 +107,6 @@ class Decoder:
         """Copy the first `length` cached tokens of each of some rows to another row."""
         self.cache[:, targets_B, :length] = self.cache[:, sources_B, :length]
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` cached tokens of one row to another."""
-        self.cache[:, target, :length] = self.cache[:, source, :length]
-
     # --- the forward -----------------------------------------------------------------------------------------
 
     def _layers(self, tokens_BP: Tensor, rows_B: Tensor | None, decoding: tuple[Tensor, int] | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The running completions of the embedded engine, one in each row. Synchronous; called in the engine's thread.
 
-Rows 0 .. count-1 are running, so that a step works on views of the cache; when a row ends, the last row moves into its
-place. `at` tokens of a row are in the cache; `fed` is the token that the next step puts there.
+Rows 0 .. count-1 are running, so that a step works on views of the cache; when rows end, the last ones move into their
+places. `at` tokens of a row are in the cache; `fed` is the token that the next step puts there.
 """
 
 import asyncio
@@ -104,9 +104,7 @@ class Rows:
 
     def remove_cancelled(self) -> None:
         """Free the rows of cancelled requests."""
-        for row in reversed(range(self.count)):
-            if self.requests[row].done.done():
-                self._remove(row)
+        self._free(np.array([row for row, request in enumerate(self.requests) if request.done.done()], np.int64))
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
@@ -148,7 +146,11 @@ class Rows:
         self.tokens += len(rows)
         stopped = self._ends[tokens]
         ended = stopped | (self._length[rows] >= self._limit[rows])
-        return [self._end(int(rows[n]), bool(stopped[n])) for n in np.flatnonzero(ended)[::-1]]
+        completed = [
+            self._complete(int(row), bool(stop)) for row, stop in zip(rows[ended], stopped[ended], strict=True)
+        ]
+        self._free(rows[ended])
+        return completed
 
     def _note_candidates(self, rows: np.ndarray, inside_BV: torch.Tensor) -> None:
         """Note the tokens that a token was drawn from, in the rows that top-p or top-k cut."""
@@ -168,8 +170,8 @@ class Rows:
         temperature, top_p, top_k = torch.from_numpy(knobs).to(self._decoder.device).unbind(1)
         return Draws(temperature, top_p, top_k.long())
 
-    def _end(self, row: int, stopped: bool) -> Request:
-        """Complete the request of one row and free the row. Rows end from the highest down: the last one was seen."""
+    def _complete(self, row: int, stopped: bool) -> Request:
+        """Give the request of one row its completion."""
         request, length = self.requests[row], int(self._length[row])
         request.completion = Completion(
             tokens=self._out[row, :length].copy(),
@@ -178,20 +180,23 @@ class Rows:
             finish="stop" if stopped else "length",
             candidates=_joined(request.candidates) if request.sampling.cuts else None,
         )
-        self._remove(row)
         return request
 
-    def _remove(self, row: int) -> None:
-        last = self.count - 1
-        if row != last:
-            self._decoder.move(last, row, int(self._at[last]))
+    def _free(self, rows: np.ndarray) -> None:
+        """Free `rows`, which rise: the last rows that go on take the places of those before them, all in one copy."""
+        left = self.count - len(rows)
+        holes, last = rows[rows < left], np.setdiff1d(np.arange(left, self.count), rows)
+        if len(holes):
+            device, width = self._decoder.device, int(self._at[last].max())
+            self._decoder.copy(torch.from_numpy(last).to(device), torch.from_numpy(holes).to(device), width)
             for column in (self._at, self._length, self._limit, self._sampling):
-                column[row] = column[last]
-            length = int(self._length[last])
+                column[holes] = column[last]
+            length = int(self._length[last].max())
             for column in (self._out, self._logprobs, self._versions):
-                column[row, :length] = column[last, :length]
-            self.requests[row] = self.requests[last]
-        self.requests.pop()
+                column[holes, :length] = column[last, :length]
+            for hole, row in zip(holes, last, strict=True):
+                self.requests[hole] = self.requests[row]
+        del self.requests[left:]
 
 
 def _joined(sets: Sequence[Ints]) -> Candidates:
