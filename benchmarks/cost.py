@@ -1,9 +1,10 @@
-"""CPU milliseconds of one update, by process: they hardly depend on what else the machine does.
+"""CPU milliseconds of one update, by process and by phase: they hardly depend on what else the machine does.
 
     python benchmarks/cost.py --json cost.json [--updates 200] [--repeat 3] [rollout.max_tokens=64 ...]
 
 Measured between two updates of a run of configs/math.toml without evaluations, when all processes are warm; a table of
-the median over the repetitions, the smallest and the largest.
+the median over the repetitions, the smallest and the largest. Below it, the phases of each process over the whole run
+(streamppo/process.py); `elsewhere` is all else of a process, its start-up too.
 """
 
 import argparse
@@ -23,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.growth import ended, look
 from benchmarks.runs import machine
+from streamppo.process import WHOLE
+from streamppo.telemetry import metrics_file, spending
 
 CONFIG = Path(__file__).parent.parent / "configs" / "math.toml"
 QUIET = ("evaluation={every=0, prompts=8}", "checkpoint.every=0")
@@ -33,7 +36,7 @@ NAMES = {"ray::RolloutActor": "rollout", "ray::Rank": "learner", "ray::QueueActo
 
 
 def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
-    """CPU milliseconds an update of every kind of process, and `wall`, from one run. Ends if the run fails."""
+    """CPU milliseconds an update of every kind of process and phase, and `wall`. Ends if the run fails."""
     with tempfile.TemporaryDirectory() as runs:
         log, last = Path(runs) / "log", WARM + updates
         settings = [*QUIET, f"updates={last + 10}", *overrides]
@@ -45,10 +48,21 @@ def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
             end = time.perf_counter()
             if run.poll() or reached < last:
                 sys.exit(log.read_text()[-4000:])
+        phases = _phases(Path(runs) / "math")
     spent: defaultdict[str, float] = defaultdict(float)
     for key, seconds in then.items():
         spent[key[1]] += 1e3 * (seconds - first.get(key, 0.0)) / (reached - seen)
-    return {**spent, "all": sum(spent.values()), "wall": 1e3 * (end - begin) / (reached - seen)}
+    return {**spent, "all": sum(spent.values()), "wall": 1e3 * (end - begin) / (reached - seen), **phases}
+
+
+def _phases(run: Path) -> dict[str, float]:
+    """CPU milliseconds an update by `process: phase`; rollout actors together."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for process, spent in spending.per_update(metrics_file.read(run)).items():
+        for name, one in spent.items():
+            if name != WHOLE:
+                found[f"{process.partition('-')[0]}: {name}"] += one.cpu_ms
+    return found
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -62,7 +76,8 @@ def _name(process: psutil.Process) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    names = sorted({name for row in rows for name in row}, key=lambda name: -rows[0].get(name, 0.0))
+    found = {name for row in rows for name in row}
+    names = sorted(found, key=lambda name: (name.partition(":")[0] if ":" in name else "", -rows[0].get(name, 0.0)))
     columns = {name: [row.get(name, 0.0) for row in rows] for name in names}
     return {
         name: {"median": statistics.median(column), "min": min(column), "max": max(column)}
@@ -80,9 +95,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = [measure(options.updates, options.overrides) for _ in range(options.repeat)]
     table = _table(rows)
-    print(f"{'CPU ms an update':20} {'median':>8} {'min':>8} {'max':>8}")
+    print(f"{'CPU ms an update':24} {'median':>8} {'min':>8} {'max':>8}")
     for name, row in table.items():
-        print(f"{name:20} {row['median']:8.1f} {row['min']:8.1f} {row['max']:8.1f}")
+        print(f"{name:24} {row['median']:8.1f} {row['min']:8.1f} {row['max']:8.1f}")
     if options.json:
         content = {"machine": machine(), "updates": options.updates, "overrides": options.overrides, "runs": rows}
         options.json.write_text(json.dumps({**content, "table": table}, indent=1) + "\n")

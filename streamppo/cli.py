@@ -166,10 +166,15 @@ def inspect(
     update: Annotated[Whole | None, Parameter(help="The version that the batch made (default: the newest).")] = None,
     dead_letters: Annotated[bool, Parameter(help="Show what could not be trained on, and why.")] = False,
     prompt: Annotated[Whole | None, Parameter(help="Show what became of every attempt at this prompt.")] = None,
+    time: Annotated[bool, Parameter(help="Show where the time of an update goes, by process.")] = False,
     n: Annotated[Whole, Parameter(help="Trajectories to show (default: 4).")] = 4,
 ) -> int:
     """Show text, tokens, rewards, versions and lag of what a run was trained on."""
     folder = _existing(folder)
+    if time:
+        from streamppo.commands import time_table
+
+        return time_table.show(folder)
     config = configfile.load(folder / configfile.CONFIG)
     from streamppo.commands import inspect as command
 

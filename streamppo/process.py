@@ -1,4 +1,4 @@
-"""How a process of ours behaves: when Python looks for reference cycles in it, and where its output goes.
+"""How a process of ours behaves: when Python looks for reference cycles in it, where its output and its time go.
 
 Cycles: a trajectory that waits a second for its reward survives the cheap passes, and so Python makes a full one every
 second. It walks every object there is, 0.3 s beside torch and transformers, and nothing else happens meanwhile. Nothing
@@ -7,6 +7,9 @@ that a trajectory consists of makes cycles.
 Log lines: every module logs to `logging.getLogger(__name__)`; each process of ours calls `log_to_stdout` once. Ray
 brings an actor's standard output to the driver's, which may lose its reader (`| head`, a terminal that is closed): the
 rest then goes to a file, and the run goes on.
+
+Phases: calls, wall seconds and CPU seconds of each phase of its work since its start. Reports carry them to the driver,
+and metrics.jsonl keeps them (`telemetry/catalogue.py` names every phase). Phases do not contain each other.
 """
 
 import gc
@@ -14,10 +17,13 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -26,6 +32,9 @@ MORE_OBJECTS = 200_000
 """A pass comes when so many objects more are alive than at the last one: tens of MiB that cycles may hold."""
 CLEAR_LINE = "\r\033[K"
 """On a terminal: back to the line's beginning, and the live line that stands there is wiped."""
+
+WHOLE = "process"
+"""The phase that is the process itself, with all of its threads."""
 
 
 def collect_rarely() -> None:
@@ -100,3 +109,51 @@ class _Lines(logging.Handler):
             sys.stdout.flush()
         except OSError:
             self.handleError(record)
+
+
+# --- phases ----------------------------------------------------------------------------------------------------------
+
+
+class Spent(NamedTuple):
+    """Time of a phase. `cpu_s` is of the threads that were in it alone, not of helpers that they wait for."""
+
+    calls: int
+    wall_s: float
+    cpu_s: float
+
+
+_STARTED = time.perf_counter()
+_spent: dict[str, Spent] = {}
+_lock = Lock()
+
+
+class phase(ContextDecorator):
+    """Count the block, or every call of the function, as `name`. For a block that awaits there is `add`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _recreate_cm(self) -> "phase":
+        """Several threads may be in one function."""
+        return phase(self._name)
+
+    def __enter__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.thread_time()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        add(self._name, time.perf_counter() - self._wall, time.thread_time() - self._cpu)
+
+
+def add(name: str, wall_s: float, cpu_s: float = 0.0) -> None:
+    """Count one more call of a phase. A phase that awaits has no CPU time of its own: others run meanwhile."""
+    with _lock:
+        calls, wall, cpu = _spent.get(name, (0, 0.0, 0.0))
+        _spent[name] = Spent(calls + 1, wall + wall_s, cpu + cpu_s)
+
+
+def spent() -> dict[str, Spent]:
+    """Return the time of every phase of this process since its start, and of the process as a whole."""
+    with _lock:
+        return {**_spent, WHOLE: Spent(1, time.perf_counter() - _STARTED, time.process_time())}

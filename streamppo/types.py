@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from streamppo.process import Spent
+
 Ints: TypeAlias = NDArray[np.int32]
 Floats: TypeAlias = NDArray[np.float32]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -248,6 +250,7 @@ class QueueReport(Crossing, frozen=True):
     failed: dict[str, int]
     mean_tokens_consumed: float
     mean_tokens_dropped: float
+    phases: dict[str, Spent] = {}
 
 
 class ScorerReport(Crossing, frozen=True):
@@ -287,6 +290,7 @@ class EngineReport(Crossing, frozen=True):
     scorers: tuple[ScorerReport, ...] = ()
     too_long: dict[str, int] = {}
     stalls: dict[str, int] = {}
+    phases: dict[str, Spent] = {}
 
 
 class EvaluationReport(Crossing, frozen=True):
@@ -309,3 +313,4 @@ class UpdateReport(Crossing, frozen=True):
     version: int
     metrics: dict[str, float]
     lag_histogram: dict[int, int]
+    phases: dict[str, Spent] = {}

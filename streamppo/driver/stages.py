@@ -29,6 +29,7 @@ from streamppo.driver.cluster import actor_id, describe, inside, kill, refuse_de
 from streamppo.driver.crew import Crew
 from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.memory import MemoryKills
+from streamppo.driver.phase_reports import PhaseReports
 from streamppo.driver.placement import Placement, refuse_impossible
 from streamppo.driver.silence import Silence
 from streamppo.driver.watch import TICK_S, Calls, Stage
@@ -74,6 +75,7 @@ class Stages:
             model_path=model_path(config, folder),
         )
         self._silence = Silence(self.queue, self.calls, self._silent, config.watchdog.heartbeat_s)
+        self._phases = PhaseReports(self.queue, self.calls, record.phases)
         self.crew.resize(config.rollout.actors)
         self._groups = itertools.count()
         self.ranks = make_ranks(config, as_source(self.queue), self._placement, next(self._groups))
@@ -212,6 +214,7 @@ class Stages:
         refuse_dead_ray()
         self._silence.check([*(seat.name for seat in self.crew.at_work()), *self._loaded_ranks])
         self._check_scale()
+        self._phases.check(self.crew.at_work())
         # Engines that start have a limit and an error of their own.
         starting = self.crew.generating and not self.crew.at_work()
         stall_s = self.config.watchdog.stall_s + (self.config.rollout.engine.start_s if starting else 0.0)

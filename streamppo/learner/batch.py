@@ -17,6 +17,7 @@ from torch import Tensor
 
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.masked import on_last_token
+from streamppo.process import phase
 from streamppo.types import Batch, Trajectory, flags, floats, ints
 
 
@@ -69,6 +70,7 @@ class PaddedBatch(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
 
+@phase("pack")
 def pad(batch: Batch) -> PaddedBatch:
     """Right-padded CPU tensors of a whole batch."""
     trajectories = batch.trajectories

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import ray
 from ray.actor import ActorProxy
 
+from streamppo import process
 from streamppo.errors import JournalError
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.queue.source import BatchSource
@@ -52,6 +53,7 @@ class Fetcher:
     def _fetch(self, version: int) -> Fetched | None:
         begin = time.perf_counter()
         data = ray.get(self._source.take.remote(version))
+        process.add("fetch", time.perf_counter() - begin)
         if not data:
             return None
         batch = pad(decode(data, Batch))

@@ -23,6 +23,7 @@ from streamppo.learner.metrics import PolicyPass, Sums
 from streamppo.learner.objective import Objective
 from streamppo.learner.policy import Part, Scored
 from streamppo.learner.targets import Targets
+from streamppo.process import phase
 
 
 class Share(NamedTuple):
@@ -48,6 +49,7 @@ class Loss(NamedTuple):
     targets: Targets
     entropy_weight: float
 
+    @phase("loss")
     def share(self, rows: Tensor, part: Part, current: Scored, counts: Denominators) -> Share:
         """The share of `rows`, scored as `current`, in a minibatch whose global counts are `counts`."""
         if not len(rows):

@@ -22,6 +22,7 @@ from streamppo.learner import attention, pretrained, shared
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
+from streamppo.process import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -265,6 +266,7 @@ def release(policy: Policy) -> None:
     order.clear()
 
 
+@phase("snapshot")
 def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
     """The whole policy, without its critic, on the CPU under its HF names; on rank 0 alone, and a collective for all.
 

@@ -18,6 +18,7 @@ import transformers
 from ray.actor import ActorProxy
 from torch.distributed.device_mesh import init_device_mesh
 
+from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.learner import device, optimizer, tiny
 from streamppo.learner.batch import unpadded
@@ -92,7 +93,9 @@ class Training:
             "update_s": time.perf_counter() - begin,
             "push_ms": push_ms,
         }
-        return UpdateReport(version=learner.version, metrics=metrics, lag_histogram=fetched.lags)
+        return UpdateReport(
+            version=learner.version, metrics=metrics, lag_histogram=fetched.lags, phases=process.spent()
+        )
 
     def configure(self, config: Config) -> None:
         """Let `config` hold from the present version on, as it did in a run that was resumed with changes."""

@@ -40,6 +40,7 @@ from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
 from streamppo.learner.reference import follow
 from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, of_server
+from streamppo.process import phase
 
 log = logging.getLogger(__name__)
 
@@ -133,13 +134,13 @@ class Updater:
                 for piece in self._micro_batches(batch, rows):
                     current = self._current(batch, piece, epoch.part, graph)
                     share = loss.share(piece, epoch.part, current, counts)
-                    # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
-                    (share.loss * self.ranks).backward()
+                    self.backward(share.loss)
                     shares.append(share._replace(loss=share.loss.detach()))
                 minibatches.append(self._step(epoch, batch.version, rows, shares))
         self._tell_of_empty_steps(batch.version, minibatches)
         return Updated(objective, batch, targets, minibatches, start, scored)
 
+    @phase("metrics")
     def metrics(self, updated: Updated) -> dict[str, float]:
         """Return an update's numbers, equal on every rank but for times; steer `beta`, `bonus` by them. A collective.
 
@@ -194,7 +195,8 @@ class Updater:
         scored, graph = self._before(objective, batch, pieces)
         try:
             frozen = Frozen(self._frozen(self.reference, batch, pieces), self._taught(batch, pieces))
-            return find_targets(objective, self.config, batch, scored, frozen, beta=self.beta), graph
+            with phase("targets"):
+                return find_targets(objective, self.config, batch, scored, frozen, beta=self.beta), graph
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
@@ -260,6 +262,12 @@ class Updater:
         """The scores of `rows` by the present weights: those of `graph`, if it is of use, or of a new pass."""
         return _score(self.policy, batch, rows, part) if graph is None or part == "critic" else graph
 
+    @phase("backward")
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch's share of the loss."""
+        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
+        (loss * self.ranks).backward()
+
     def _step(self, epoch: Epoch, version: int, rows: Tensor, shares: Sequence[Share]) -> Minibatch:
         """Use the gradient of a minibatch, unless the policy has moved too far already. A collective."""
         sums = shares[0].sums
@@ -298,6 +306,7 @@ class Updater:
         dist.all_reduce(tokens_6, group=self.group)
         return update_statistics_of(tokens_6).k3
 
+    @phase("optimizer")
     def _optimize(self, epoch: Epoch, version: int) -> float | None:
         """Clip and step. Returns the gradient's norm, or None where no step is due.
 
@@ -370,6 +379,7 @@ class Updater:
         return metrics
 
 
+@phase("forward")
 def _score(policy: Policy, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
     """`policy` on some rows. An empty micro-batch still passes one row: the pass is a collective."""
     return policy(batch.select(rows if len(rows) else torch.tensor([0])), part)

@@ -24,6 +24,7 @@ from uuid import uuid4
 
 import msgspec
 import ray
+from msgspec import structs
 
 from streamppo import process
 from streamppo.config.change import learning
@@ -138,7 +139,7 @@ class QueueActor(ArchivedRuns):
     @ray.method
     async def report(self) -> bytes:
         """The queue's counters."""
-        return encode(report.report(self._queue.state))
+        return encode(structs.replace(report.report(self._queue.state), phases=process.spent()))
 
     @ray.method
     async def waiting_for(self) -> str:

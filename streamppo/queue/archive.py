@@ -35,6 +35,7 @@ from zarr.storage import ZipStore
 
 from streamppo import durable
 from streamppo.errors import JournalError
+from streamppo.process import phase
 from streamppo.queue import zarr_zip
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
@@ -78,6 +79,7 @@ class Archive:
         """The versions whose batch is here, in order."""
         return sorted(self.checksums)
 
+    @phase("archive")
     def write(self, batch: Batch, values: bytes = b"") -> Archived:
         """Make `batch` durable, but for its name, which `settle` gives it; returns the journal's record of the file.
 

@@ -26,6 +26,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.errors import JournalError
+from streamppo.process import phase
 from streamppo.queue.records import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
 from streamppo.types import decode, encode
 
@@ -92,6 +93,7 @@ class Journal:
         with self._transaction(fencing=True):
             pass
 
+    @phase("journal")
     def write(
         self, changes: Changes, made: Sequence[Made] = (), before_commit: Callable[[Made], None] | None = None
     ) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from streamppo.config.correction import Resample
 from streamppo.errors import QueueError
+from streamppo.process import phase
 from streamppo.queue.defects import Limits, defect, defects
 from streamppo.queue.failures import FailureWindow
 from streamppo.queue.records import DeadLetter, Ended, Ending
@@ -43,6 +44,7 @@ class QueueRules:
 
     # --- rollout's side --------------------------------------------------------------------------------------
 
+    @phase("issue")
     def issue(self, actor: str, engine_version: int, limit: int, call: int) -> tuple[Ticket, ...]:
         """Up to `limit` tickets for `actor`: slots to be sampled again first, oldest first, then new ones.
 
@@ -64,6 +66,7 @@ class QueueRules:
         mine = [slot for slot in slots if (slot.actor, slot.call) == (actor, call)]
         return tuple(Ticket(identity=slot.identity, slot=slot.number) for slot in mine)
 
+    @phase("store")
     def put_all(self, trajectories: Sequence[Trajectory]) -> None:
         """Store finished trajectories, each as `put` does."""
         for trajectory, reason in zip(trajectories, defects(trajectories, self.limits), strict=True):
@@ -120,6 +123,7 @@ class QueueRules:
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
+    @phase("take")
     def take(self, version: int, *, leased_only: bool = False) -> Batch | None:
         """Lease the batch of the update from `version`, or None while it is not whole.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
+from streamppo.process import phase
 from streamppo.rollout.engine import Candidates, Completion, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
@@ -105,7 +106,8 @@ class Player:
     async def play(self, prompt: Prompt, sampling: Sampling) -> Episode:
         """Play one episode. Raises one of `FAILURES`."""
         if self._environment is None or self._make is None or self._stalls is None:
-            tokens = self.tokenizer.encode(prompt)
+            with phase("tokenize"):
+                tokens = self.tokenizer.encode(prompt)
             completion = await self._engine.generate(tokens, sampling)
             count = len(completion.tokens)
             return Episode(

@@ -12,12 +12,15 @@ A teacher that is a server is asked beside the rewards.
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, TeacherFailed
+from streamppo.process import phase
 from streamppo.queue.source import BEAT_S
 from streamppo.rollout import build, teacher
 from streamppo.rollout.episode import FAILURES, Episode, Player
@@ -148,12 +151,16 @@ class Worker:
                 await self._free.acquire()
                 room += 1
             answer = await self._queue.issue.remote(self._name, self._engine.version, room, call)
-            tickets = decode(answer, tuple[Ticket, ...])
-            # A call that gave tickets is over. The same call again gives the same tickets, if they did not arrive.
-            call += bool(tickets)
-            for ticket in tickets:
-                room -= 1
-                group.create_task(self._sample(ticket))
+            room, call = self._admit(answer, group, room, call)
+
+    @phase("admit")
+    def _admit(self, answer: bytes, group: asyncio.TaskGroup, room: int, call: int) -> tuple[int, int]:
+        """Begin the trajectories of the tickets in `answer`. Returns the room that is left, and the next call."""
+        tickets = decode(answer, tuple[Ticket, ...])
+        for ticket in tickets:
+            group.create_task(self._sample(ticket))
+        # A call that gave tickets is over. The same call again gives the same tickets, if they did not arrive.
+        return room - len(tickets), call + bool(tickets)
 
     async def _sample(self, ticket: Ticket) -> None:
         """Take one trajectory from its ticket to the next delivery."""
@@ -178,7 +185,10 @@ class Worker:
         return await asyncio.gather(self._score(prompt, episode), self._teacher.score(episode))
 
     async def _score(self, prompt: Prompt, episode: Episode) -> Reward:
-        return episode.reward(await self._rewards.score(prompt, episode.text(prompt, self._player.tokenizer)))
+        begin = time.perf_counter()
+        scored = await self._rewards.score(prompt, episode.text(prompt, self._player.tokenizer))
+        process.add("reward", time.perf_counter() - begin)
+        return episode.reward(scored)
 
     async def _deliver(self) -> None:
         """Make one delivery after another, without end; before and during a delivery, results gather."""
@@ -186,10 +196,12 @@ class Worker:
             await self._delivery_due.wait()
             await asyncio.sleep(GATHER_S)
             self._delivery_due.clear()
-            results, self._finished = self._finished, []
-            trajectories = tuple(result for result in results if isinstance(result, Trajectory))
-            failures = tuple(result for result in results if isinstance(result, Failure))
-            await self._queue.deliver.remote(encode(trajectories), encode(failures))
+            with phase("deliver"):
+                results, self._finished = self._finished, []
+                trajectories = tuple(result for result in results if isinstance(result, Trajectory))
+                failures = tuple(result for result in results if isinstance(result, Failure))
+                delivery = encode(trajectories), encode(failures)
+            await self._queue.deliver.remote(*delivery)
 
     # --- evaluation and counters -----------------------------------------------------------------------------
 
@@ -236,6 +248,7 @@ class Worker:
             scorers=(*self._rewards.report(), *([self._teacher.report()] if self._teacher else [])),
             too_long=self._task.lengths(),
             stalls=self._player.stalls(),
+            phases=process.spent(),
         )
 
 

@@ -6,6 +6,7 @@ LINES = {
     "remade": "the version whose line was lost, and the metrics that its archived batch tells",
     "redone": "the version that an update made once more; the update's line, of the first time, was there",
     "evaluation": "the version after which it was asked for; accuracy, prompts with and without a score, versions seen",
+    "phases": "a process, with all its phases since it started: calls, wall seconds, CPU seconds; now and then",
     "restart": "the stage that died and is started again; why",
     "end": "the driver ends: `finished`, or why it ends early; a driver that was killed has no such line",
 }
@@ -18,6 +19,34 @@ BESIDE = {
 }
 """In every update's line, beside its metrics."""
 
+
+PHASES = {
+    "process": "the whole process, all of its threads; the rest beside its phases is overhead, and Ray",
+    "admit": "rollout: tickets that came become trajectories in flight",
+    "tokenize": "rollout: a prompt into tokens, where no sample of it was seen before",
+    "prefill": "rollout, embedded engine: prompts into its cache, and their first tokens",
+    "decode": "rollout, embedded engine: a token for every running row",
+    "swap": "rollout, embedded engine: new weights into its own form",
+    "verify": "rollout: the checksums of weights that were pulled",
+    "reward": "rollout: from asking for a score to having it; waits, so no CPU time",
+    "deliver": "rollout: finished trajectories into bytes",
+    "issue": "queue: tickets, given or looked for",
+    "store": "queue: delivered trajectories, checked and stored",
+    "take": "queue: the choice of a batch, made or looked for",
+    "journal": "queue: a transaction",
+    "archive": "queue: the batch of a version",
+    "fetch": "learner: from asking for a batch to having it, beside the update before; waits, so no CPU time",
+    "pack": "learner: a batch into padded rows, beside the update before",
+    "forward": "learner: every forward pass, of reference and teacher too",
+    "targets": "learner: advantages, corrections, and what the loss needs of the whole batch",
+    "loss": "learner: the loss of a micro-batch",
+    "backward": "learner: the gradients of a micro-batch",
+    "optimizer": "learner: clipping, and a step",
+    "metrics": "learner: the numbers of an update",
+    "snapshot": "learner: a copy of the weights, to push",
+    "publish": "learner: the copy hashed, stored and made known, beside training",
+}
+"""In lines of phases, by the kind of process that has them. Of ranks the first one has a line."""
 
 UPDATE = {
     "reward": "mean reward of the batch",

@@ -69,6 +69,14 @@ class EvaluationLine(TypedDict):
     versions: tuple[int, int]
 
 
+class PhasesLine(TypedDict):
+    """The time of a process's phases since it started: calls, wall seconds and CPU seconds of each."""
+
+    phases: str
+    wall_s: float
+    spent: dict[str, tuple[int, float, float]]
+
+
 class RestartLine(TypedDict):
     """A stage died and is started again."""
 
@@ -84,13 +92,14 @@ class EndLine(TypedDict):
     wall_s: float
 
 
-Line: TypeAlias = PartLine | UpdateLine | RemadeLine | RedoneLine | EvaluationLine | RestartLine | EndLine
+Line: TypeAlias = PartLine | UpdateLine | RemadeLine | RedoneLine | EvaluationLine | PhasesLine | RestartLine | EndLine
 KINDS: dict[str, type[Line]] = {
     "part": PartLine,
     "update": UpdateLine,
     "remade": RemadeLine,
     "redone": RedoneLine,
     "evaluation": EvaluationLine,
+    "phases": PhasesLine,
     "restart": RestartLine,
     "end": EndLine,
 }

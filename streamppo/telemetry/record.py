@@ -17,6 +17,7 @@ from pathlib import Path
 
 from streamppo import durable
 from streamppo.errors import RunError
+from streamppo.process import Spent
 from streamppo.telemetry import metrics_file, summary
 from streamppo.telemetry.live import LiveLine
 from streamppo.telemetry.summary import Summary
@@ -26,6 +27,9 @@ PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
+
+PHASES_S = 10.0
+"""Seconds between two lines about the learner's phases."""
 
 DAMAGE_SHOWN = 3
 """Damaged lines that are named one by one."""
@@ -50,6 +54,7 @@ class Record:
         self.version = max(metrics_file.recorded(before), default=0)
         self._started = started - max((line["wall_s"] for line in before), default=0.0)
         self._live = LiveLine()
+        self._phases_at = time.monotonic()
         for sentence in damage[:DAMAGE_SHOWN]:
             log.info(sentence)
         if len(damage) > DAMAGE_SHOWN:
@@ -85,7 +90,11 @@ class Record:
             return False
         self._write("update", report.version, {**report.metrics, "lag_histogram": _named(report.lag_histogram)})
         self.version = report.version
-        self._live.show(self._line(report), last=report.version == self.updates)
+        is_last = report.version == self.updates
+        if is_last or time.monotonic() - self._phases_at > PHASES_S:
+            self._phases_at = time.monotonic()
+            self.phases("learner-0", report.phases)
+        self._live.show(self._line(report), last=is_last)
         return True
 
     def remade(self, version: int, metrics: Mapping[str, float], lag_histogram: Mapping[int, int]) -> None:
@@ -111,6 +120,10 @@ class Record:
         """Write down that a stage died, and is started again."""
         self._write("restart", stage, {"reason": reason})
         log.info(f"{reason}; starting {stage} again")
+
+    def phases(self, process: str, spent: Mapping[str, Spent]) -> None:
+        """Write down the phases of a process since it started."""
+        self._write("phases", process, {"spent": spent})
 
     def _line(self, report: UpdateReport) -> str:
         m = report.metrics
@@ -142,6 +155,10 @@ class Record:
         path = self.folder / SUMMARY
         try:
             with self._after(outcome):
+                if queue is not None:
+                    self.phases("queue", queue.phases)
+                for engine in engines:
+                    self.phases(engine.actor, engine.phases)
                 self._write("end", outcome)
             content: Summary = {
                 "outcome": outcome,

@@ -39,6 +39,7 @@ class Lag(TypedDict):
 class OfLines(TypedDict):
     """Numbers that the lines of metrics.jsonl give.
 
+    `phases` are the newest of every process (`telemetry.catalogue.PHASES`): calls, wall seconds, CPU seconds.
     `lag` is of all tokens that were sampled, `trained_lag` of those within `max_lag`. `evaluations` are in the order of
     their versions, and `eval_accuracy` is that of the first version and of the last.
     """
@@ -58,6 +59,7 @@ class OfLines(TypedDict):
     learner_idle_share: float
     pushes: int
     push_ms: float
+    phases: dict[str, dict[str, tuple[int, float, float]]]
 
 
 class OfQueue(TypedDict):
@@ -125,6 +127,7 @@ def of_lines(lines: Sequence[Line]) -> OfLines:
         "learner_idle_share": sum(line["wait_s"] for line in updates) / max(update_s, 1e-9),
         "pushes": len(known),
         "push_ms": sum(line["push_ms"] for line in updates) / max(len(updates), 1),
+        "phases": {line["phases"]: line["spent"] for line in lines if "phases" in line},
     }
 
 

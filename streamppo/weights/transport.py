@@ -14,6 +14,7 @@ import ray
 import torch
 from numpy.typing import NDArray
 
+from streamppo.process import phase
 from streamppo.types import Push, decode, encode
 from streamppo.weights import buckets
 
@@ -58,6 +59,7 @@ class Pusher:
         if self._carried is not None:
             self._thread.submit(lambda: self._carried and self._publish(*self._carried))
 
+    @phase("publish")
     def _carry(self, version: int, snapshot: Mapping[str, torch.Tensor], values: bytes) -> Pushed:
         start = time.perf_counter()
         push, arrays = buckets.flatten(version, self._base, snapshot, self._bucket_bytes)
@@ -67,6 +69,7 @@ class Pusher:
         return Pushed(push.digest, (time.perf_counter() - start) * 1e3)
 
 
+@phase("verify")
 def unpack(push_bytes: bytes, fetched: Sequence[NDArray[np.uint8]]) -> tuple[Push, dict[str, torch.Tensor]]:
     """Verify one version's fetched buckets. Raises `WeightsError` when bytes and checksums differ."""
     push = decode(push_bytes, Push)

@@ -89,6 +89,9 @@ class Recorded:
     def complete_to(self) -> int:
         return self.version
 
+    def phases(self, process: str, spent: object) -> None:
+        pass
+
     def begin(self, version: int) -> None:
         """The learner stands at `version`."""
 

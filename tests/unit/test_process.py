@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -126,3 +127,29 @@ def test_output_that_has_lost_its_reader_goes_on_in_a_file(tmp_path: Path) -> No
         child.stdin.close()
         assert child.wait() == 7
     assert (tmp_path / "logs" / "driver.log").read_text() == "a line that nobody reads\nanother\na log line\n"
+
+
+@process.phase("counted")
+def busy(rounds: int) -> int:
+    return sum(n * n for n in range(rounds))
+
+
+def test_a_phase_counts_calls_and_the_time_of_its_own_thread_also_when_it_fails() -> None:
+    threads = [Thread(target=busy, args=(200_000,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with pytest.raises(ValueError, match="planted"), process.phase("counted"):
+        raise ValueError("planted")
+    counted, whole = process.spent()["counted"], process.spent()[process.WHOLE]
+    assert counted.calls == 5
+    # Each call waits for the others' turns, and its CPU time is its own alone.
+    assert 0 < counted.cpu_s <= counted.wall_s
+    assert counted.cpu_s < whole.cpu_s
+
+
+def test_a_phase_that_waits_has_no_cpu_time() -> None:
+    process.add("waited", 2.0)
+    process.add("waited", 3.0)
+    assert process.spent()["waited"] == (2, 5.0, 0.0)

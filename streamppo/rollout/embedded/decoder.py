@@ -20,6 +20,7 @@ from torch import Tensor
 
 from streamppo.config.engine import FAMILIES
 from streamppo.errors import ModelError
+from streamppo.process import phase
 from streamppo.rollout.fit import Architecture, check_fit
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Decoder:
         shape = (config.num_hidden_layers, rows, max_tokens, 2 * self.kv_heads, self.head_width)
         self.cache = torch.zeros(shape, dtype=dtype, device=self.device)
 
+    @phase("swap")
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the weights by `tensors` (HF names). Raises `WeightsError`, and keeps the old, if they do not fit."""
         check_fit(self._expected, tensors)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from streamppo.process import phase
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.engine import Candidates, Completion, Sampling
@@ -69,6 +70,7 @@ class Rows:
         """Number of running rows."""
         return len(self.requests)
 
+    @phase("prefill")
     def admit(self, requests: Sequence[Request], version: int) -> list[Request]:
         """Prefill new rows and sample their first tokens. Returns the requests that end at once."""
         first = self.count
@@ -83,6 +85,7 @@ class Rows:
         logits_BV = self._prefill([request.prompt for request in requests], rows)
         return self._advance(rows, logits_BV, version)
 
+    @phase("decode")
     def step(self, version: int) -> list[Request]:
         """Sample one token for every running row. Returns the requests that end with it."""
         rows = np.arange(self.count)

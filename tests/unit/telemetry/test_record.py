@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from streamppo.commands import replay as rerun
+from streamppo.process import Spent
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.catalogue import BESIDE, LINES
 from streamppo.telemetry.record import FINISHED, SUMMARY, Record
@@ -102,6 +104,16 @@ def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
     whole.close(FINISHED, None, [])
     assert {next(iter(line)) for line in lines.read(tmp_path)} == LINES.keys()
     assert all(line.keys() == BESIDE.keys() | report(1).metrics.keys() for line in lines.updates(tmp_path))
+
+
+def test_the_newest_phases_of_every_process_are_in_the_summary(tmp_path: Path) -> None:
+    record = part(tmp_path)
+    record.phases("queue", {"process": Spent(1, 9.0, 3.0), "journal": Spent(7, 2.0, 1.0)})
+    record.phases("queue", {"process": Spent(1, 19.0, 6.0), "journal": Spent(8, 3.0, 1.5)})
+    record.update(structs.replace(report(30), phases={"pack": Spent(1, 0.5, 0.4)}))
+    record.close(FINISHED, None, [])
+    queue = {"process": [1, 19.0, 6.0], "journal": [8, 3.0, 1.5]}
+    assert said(tmp_path)["phases"] == {"queue": queue, "learner-0": {"pack": [1, 0.5, 0.4]}}
 
 
 def test_the_last_line_is_about_the_whole_run(tmp_path: Path) -> None:
