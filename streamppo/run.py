@@ -16,7 +16,7 @@
                          record        the report, `AHEAD - 1` updates later; the learner never waits for the driver
                          evaluate      if due; answered beside the next updates
 
-From here to `backward()`: run -> train -> Rank.update -> learner/training.py -> learner/update.py.
+From here to `backward()`: run -> train -> Rank.update -> learner/update.py.
 """
 
 import errno

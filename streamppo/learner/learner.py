@@ -55,6 +55,10 @@ class Learner:
         self.updater.remember(before.beta, before.bad_steps, before.steered_bonus, reference_moved=moved)
         self.config = config
 
+    def follow_schedule(self) -> None:
+        """Set the learning rate of the next update."""
+        optimizer.follow_schedule(self.optimizer, self.config, self.version)
+
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
         """Teach the critic alone the returns of `batches`, at the full learning rate."""
         optimizer.set_rate(self.optimizer, 1.0)

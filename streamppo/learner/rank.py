@@ -1,31 +1,54 @@
-"""The Ray actor of a learner rank: a mailbox around one `Training`."""
+"""One learner rank: the Ray actor around a `Learner`.
 
+consumes     the batch of version v (leased: asking again gives the same)
+produces     version v + 1 in the ledger, a report, now and then a checkpoint
+waits for    the batch, which was fetched and padded while the update before it ran
+unblocks     every engine's pull, and the queue's next take
+"""
+# Ray leaves parts of its signatures untyped.
+# pyright: reportUnknownMemberType=false
+
+import time
+from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import msgspec
 import ray
+from ray.actor import ActorProxy
 
 from streamppo import process
 from streamppo.config.sections import Config
-from streamppo.types import encode
+from streamppo.queue.source import BEAT_S, BatchSource
+from streamppo.types import UpdateReport, encode
 
 if TYPE_CHECKING:
-    from ray.actor import ActorProxy
-
-    from streamppo.queue.source import BatchSource
+    from streamppo.learner.learner import Learner
+    from streamppo.weights.transport import BucketRef
 
 
 class Rank:
     """A mailbox. Calls come from the driver, one at a time; ranks get the same calls in the same order.
 
-    torch is imported where a rank is made: the driver knows the class alone, and starts seconds earlier without it.
+    `setup` comes before every call that needs the learner. `epoch` counts the groups of ranks that this run has had.
+    Everything that needs torch is imported by a rank: the driver knows the class alone, and starts seconds earlier.
     """
 
-    def __init__(self, config: bytes, rank: int, queue: "ActorProxy[BatchSource]", epoch: int) -> None:
-        from streamppo.learner.training import Training
+    def __init__(self, config: bytes, rank: int, queue: ActorProxy[BatchSource], epoch: int) -> None:
+        import torch
+        import transformers
+
+        from streamppo.learner.fetch import Fetcher
 
         process.log_to_stdout(f"learner-{rank}")
-        self._training = Training(msgspec.msgpack.decode(config, type=Config), rank, queue, epoch)
+        self._config = msgspec.msgpack.decode(config, type=Config)
+        self._rank = rank
+        self._queue = queue
+        self._epoch = epoch
+        self._fetcher = Fetcher(queue)
+        self._built: Learner | None = None
+        torch.set_num_threads(self._config.learner.threads)
+        transformers.utils.logging.disable_progress_bar()
 
     @ray.method
     def rendezvous(self) -> tuple[str, int]:
@@ -37,38 +60,106 @@ class Rank:
     @ray.method
     def make_model(self, folder: str) -> None:
         """Create builtin:tiny at `folder`, unless it is there."""
-        self._training.make_model(folder)
+        from streamppo.learner import tiny
+
+        if not Path(folder).exists():
+            tiny.make(self._config, Path(folder))
 
     @ray.method
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None) -> int:
         """Join the group, load the model or a checkpoint, push the first version. Returns that version."""
-        return self._training.setup(address, model_path, resume_from)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from streamppo.learner import device
+        from streamppo.learner.learner import build
+
+        ranks, critic = self._config.learner.ranks, self._config.algorithm.critic
+        place = device.acquire(self._config.learner.gpus)
+        device.join(place, address, self._rank, ranks)
+        mesh = init_device_mesh(place.type, (ranks,))
+        learner = self._built = build(self._config, model_path, mesh, self._publish, resume_from)
+        device.expect_updates(mesh)
+        if critic.pretrain and resume_from is None:
+            learner.pretrain(self._fetcher.archived(critic.pretrain))
+        if self._rank == 0:
+            life = ray.get(self._queue.another_life.remote(""))
+            Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
+        learner.push()
+        self._fetcher.start(learner.version)
+        Thread(target=self._beat, name="beat", daemon=True).start()
+        return learner.version
 
     @ray.method
     def update(self) -> bytes:
-        """Make the next version. Returns an encoded `UpdateReport`, nothing if the run was stopped.
+        """Make the next version. Returns an `UpdateReport`, equal on every rank but for times; nothing if stopped.
 
         Raises `CheckpointError` if the checkpoint that was written beside training could not be written.
         """
-        report = self._training.update()
-        return b"" if report is None else encode(report)
+        begin, learner = time.perf_counter(), self._learner()
+        learner.saver.check()
+        if (fetched := self._fetcher.result()) is None:
+            return b""
+        wait_s = time.perf_counter() - begin
+        assert fetched.batch.version == learner.version, "a batch of another version"
+        if learner.version + 1 < learner.config.updates:
+            self._fetcher.start(learner.version + 1)
+        learner.follow_schedule()
+        batch, updater = fetched.batch.to(learner.updater.device), learner.updater
+        updated = updater.update(batch)
+        metrics, values = updater.metrics(updated), updater.values(updated)
+        learner.version += 1
+        push_ms = learner.push(values)
+        metrics |= {
+            "wait_s": wait_s,
+            "fetch_s": fetched.fetch_s,
+            "update_s": time.perf_counter() - begin,
+            "push_ms": push_ms,
+        }
+        lags, phases = fetched.lags, process.spent()
+        return encode(UpdateReport(version=learner.version, metrics=metrics, lag_histogram=lags, phases=phases))
 
     @ray.method
     def configure(self, config: bytes) -> None:
         """Let `config` hold from the present version on, as it did in a run that was resumed with changes."""
-        self._training.configure(msgspec.msgpack.decode(config, type=Config))
+        self._config = msgspec.msgpack.decode(config, type=Config)
+        learner = self._learner()
+        learner.configure(self._config)
+        self._fetcher.start(learner.version)
 
     @ray.method
     def settle(self) -> None:
         """Wait until the last push is published and the last checkpoint has its name."""
-        self._training.settle()
+        learner = self._learner()
+        learner.pusher.last.result()
+        learner.saver.wait()
 
     @ray.method
     def save(self, folder: str) -> None:
         """Start a checkpoint of the present version under `folder`; it is written beside training. A collective."""
-        self._training.save(folder)
+        self._learner().save(Path(folder))
 
     @ray.method
     def export(self, folder: str) -> str:
         """Write the policy as a Hugging Face folder. A collective. Returns the digest of the last push."""
-        return self._training.export(folder)
+        return self._learner().export(Path(folder))
+
+    def _learner(self) -> "Learner":
+        assert self._built is not None, "setup comes first"
+        return self._built
+
+    def _publish(self, push: bytes, refs: "list[BucketRef]", values: bytes) -> None:
+        ray.get(self._queue.publish.remote(push, refs, values, self._epoch))
+
+    def _beat(self) -> None:
+        """Tell the queue without end that this process lives, beside all work; a collective that hangs is not told."""
+        me = ray.get_runtime_context().get_actor_id()
+        assert me is not None, "a rank is an actor"
+        while True:
+            ray.get(self._queue.beat.remote(me))
+            time.sleep(BEAT_S)
+
+    def _follow_queue(self, life: str, learner: "Learner") -> None:
+        """Give the last weights once more to every queue that was started again: it has none."""
+        while True:
+            life = ray.get(self._queue.another_life.remote(life))
+            learner.pusher.again()

@@ -23,7 +23,7 @@ from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import attention
-from streamppo.learner.batch import PaddedBatch, micro_batches, row_order
+from streamppo.learner.batch import PaddedBatch, micro_batches, row_order, unpadded
 from streamppo.learner.left_out import left_out_shares
 from streamppo.learner.loss import Loss, Share
 from streamppo.learner.metrics import (
@@ -170,9 +170,11 @@ class Updater:
         self._move_reference(batch.version)
         return made
 
-    def values(self, updated: Updated) -> Tensor | None:
-        """[B, T] values that the critic, if there is one, gave the batch before the update."""
-        return updated.targets.scored.values_BT if self.config.algorithm.has_critic else None
+    def values(self, updated: Updated) -> bytes:
+        """The float32 values that the critic gave the batch before the update, without padding; nothing without one."""
+        if not self.config.algorithm.has_critic:
+            return b""
+        return unpadded(updated.targets.scored.values_BT, updated.batch.length_B)
 
     def pretrain(self, batch: PaddedBatch) -> float:
         """Teach the critic alone the returns of `batch`, which may be another run's.

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import device_mesh
 
 from streamppo.config.sections import Config
-from streamppo.learner import training as module
-from streamppo.learner.training import Training
+from streamppo.learner import device, learner
+from streamppo.learner import rank as module
+from streamppo.learner.rank import Rank
 from streamppo.queue.source import BEAT_S
+from streamppo.types import encode
 
 
 class Parts:
@@ -24,14 +27,14 @@ class Parts:
         self.version = 7
         note = SimpleNamespace(remote=lambda *_: "life")
         self.queue: Any = SimpleNamespace(another_life=note, beat=SimpleNamespace(remote=self.beat))
-        names = ("acquire", "join", "expect_updates")
-        patch.setattr(module, "device", SimpleNamespace(**{name: self.noting(name) for name in names}))
-        patch.setattr(module, "build", lambda *_: (self.asked.append("build"), self)[1])
-        patch.setattr(module, "init_device_mesh", lambda *_: None)
+        for name in ("acquire", "join", "expect_updates"):
+            patch.setattr(device, name, self.noting(name))
+        patch.setattr(learner, "build", lambda *_: (self.asked.append("build"), self)[1])
+        patch.setattr(device_mesh, "init_device_mesh", lambda *_: None)
         patch.setattr(module, "time", SimpleNamespace(sleep=self.sleep))
         patch.setattr(module.ray, "get", lambda ref: ref)
         patch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "my id"))
-        patch.setattr(Training, "_follow_queue", lambda *_: None)
+        patch.setattr(Rank, "_follow_queue", lambda *_: None)
         self.push, self.start = self.noting("push"), self.noting("fetch")
 
     def noting(self, name: str) -> Callable[..., Any]:
@@ -51,7 +54,7 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = Parts(monkeypatch)
-    made: Any = Training(math_config(), 0, parts.queue, 0)
+    made: Any = Rank(encode(math_config()), 0, parts.queue, 0)
     made._fetcher = parts
     assert made.setup(("127.0.0.1", 1), "model", None) == 7
     assert parts.asked == ["acquire", "join", "build", "expect_updates", "push", "fetch"]
