@@ -54,7 +54,7 @@ class Model(Section, frozen=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of learner and engine."""
     float32_head: bool = True
-    """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and embedded engine."""
+    """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and engine."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
     share_prompts: bool = True
