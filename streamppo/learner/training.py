@@ -53,7 +53,7 @@ class Training:
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None) -> int:
         """Join the group, load the model or a checkpoint, push the first version. Returns that version."""
         ranks, critic = self._config.learner.ranks, self._config.algorithm.critic
-        place = device.acquire(self._config.learner.gpus)
+        place = device.acquire(self._config.learner.gpus, exact=self._config.learner.exact)
         device.join(place, address, self._rank, ranks)
         mesh = init_device_mesh(place.type, (ranks,))
         learner = self._built = build(self._config, model_path, mesh, self._publish, resume_from)

@@ -60,7 +60,7 @@ UPDATES = [
     ["algorithm.advantage.kind=vtrace"],
     ["algorithm.kl.loss_beta=0.1"],
     ["algorithm.kl.loss_beta=0.1", "algorithm.kl.offload=true"],
-    ["algorithm.critic.model=policy", "model.gradient_checkpointing=true", "learner.minibatches=2"],
+    ["algorithm.critic.model=policy", "model.gradient_checkpointing=selective", "learner.minibatches=2"],
     ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=2", "learner.norm=max-norm"],
 ]
 
