@@ -5,6 +5,8 @@ N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass k
 few [C, V] float32 tensors, plus the weight's own gradient.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -14,11 +16,29 @@ from torch.autograd.function import FunctionCtx
 from streamppo.algorithms.candidates import Candidates
 
 
+class Products(NamedTuple):
+    """The head's matrix products, of factors in the weight's type.
+
+    A gradient of logits is a factor in them as a sum of `parts` numbers of that type: two of bfloat16 keep 16 of its 24
+    bits, one keeps 8.
+    """
+
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    parts: int
+
+
+PLAIN = Products(torch.matmul, parts=1)
+"""Products in the type of their factors."""
+WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
+"""Products of 16-bit factors, summed and returned in float32: a GPU's tensor cores have them, a CPU has not."""
+
+
 class Extent(NamedTuple):
-    """Tokens whose logits exist at one time, and the candidates that these are cut to."""
+    """Tokens whose logits exist at one time, the candidates that these are cut to, and the products that make them."""
 
     chunk: int
     candidates: Candidates | None
+    products: Products = PLAIN
 
 
 class HeadContext(FunctionCtx):
@@ -50,13 +70,13 @@ class ChunkedHead(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
-        inverse_temperature_N: Tensor,
+        inverse_temperature_N: Tensor | None,
         extent: Extent,
     ) -> tuple[Tensor, Tensor]:
         rows: list[tuple[Tensor, Tensor, Tensor]] = []
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for part in slices(hidden_ND.shape[0], extent.chunk):
-                logits_CV = chunk_logits(hidden_ND[part], weight_VD, inverse_temperature_N[part])
+                logits_CV = chunk_logits(hidden_ND[part], weight_VD, at(inverse_temperature_N, part), extent.products)
                 outside_CV = mask_logits(logits_CV, extent.candidates, part)
                 normaliser_C = logits_CV.logsumexp(-1)
                 logprobs_C = logits_CV.gather(-1, targets_N[part, None]).squeeze(-1) - normaliser_C
@@ -67,7 +87,8 @@ class ChunkedHead(torch.autograd.Function):
                 entropy_C = -torch.einsum("cv,cv->c", p_CV, logits_CV)
                 rows.append((logprobs_C, entropy_C, normaliser_C))
         logprobs_N, entropy_N, normaliser_N = (torch.cat(column) for column in zip(*rows, strict=True))
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N)
+        saved = (hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N)
+        ctx.save_for_backward(*saved)  # pyright: ignore[reportArgumentType]
         ctx.extent = extent
         return logprobs_N, entropy_N
 
@@ -78,11 +99,13 @@ class ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        products = ctx.extent.products
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype) if wants_weight else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for part in slices(hidden_ND.shape[0], ctx.extent.chunk):
-                log_p_CV = chunk_logits(hidden_ND[part], weight_VD, inverse_temperature_N[part])
+                inverse_C = at(inverse_temperature_N, part)
+                log_p_CV = chunk_logits(hidden_ND[part], weight_VD, inverse_C, products)
                 outside_CV = mask_logits(log_p_CV, ctx.extent.candidates, part)
                 log_p_CV -= normaliser_N[part, None]
                 p_CV = log_p_CV.exp()
@@ -91,11 +114,14 @@ class ChunkedHead(torch.autograd.Function):
                 grad_CV = log_p_CV.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None])
                 grad_CV = grad_CV.sub_(grad_logprobs_N[part, None]).mul_(p_CV)
                 grad_CV.scatter_add_(-1, targets_N[part, None], grad_logprobs_N[part, None])
-                grad_CV = grad_CV.mul_(inverse_temperature_N[part, None]).to(weight_VD.dtype)
+                if inverse_C is not None:
+                    grad_CV.mul_(inverse_C[:, None])
+                factors = split(grad_CV, weight_VD.dtype, products.parts)
                 if grad_hidden_ND is not None:
-                    grad_hidden_ND[part] = (grad_CV @ weight_VD).to(hidden_ND.dtype)
+                    grad_hidden_ND[part] = sum_products(products, factors, weight_VD).to(hidden_ND.dtype)
                 if grad_weight_VD is not None:
-                    add_product(grad_weight_VD, grad_CV.T, hidden_ND[part].to(weight_VD.dtype))
+                    for factor_CV in factors:
+                        add_product(grad_weight_VD, factor_CV.T, hidden_ND[part].to(weight_VD.dtype), products)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight, None, None, None
 
@@ -109,12 +135,28 @@ def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -
     return outside_CV
 
 
-def add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
+def split(gradient_CV: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
+    """Write `gradient_CV`, which is used up, as a sum of so many tensors of `dtype`: each rounds what the last left."""
+    made = [gradient_CV.to(dtype)]
+    for _ in range(1, parts):
+        made.append(gradient_CV.sub_(made[-1]).to(dtype))
+    return made
+
+
+def sum_products(products: Products, factors: list[Tensor], right_VD: Tensor) -> Tensor:
+    """(sum of `factors`) @ right."""
+    total_CD = products.multiply(factors[0], right_VD)
+    for factor_CV in factors[1:]:
+        total_CD += products.multiply(factor_CV, right_VD)
+    return total_CD
+
+
+def add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor, products: Products) -> None:
     """total += left @ right, summed in total's type: in place where the types agree."""
     if total_VD.dtype == left_VC.dtype:
         total_VD.addmm_(left_VC, right_CD)
     else:
-        total_VD.add_(left_VC @ right_CD)
+        total_VD.add_(products.multiply(left_VC, right_CD))
 
 
 def slices(total: int, chunk: int) -> list[slice]:
@@ -122,11 +164,23 @@ def slices(total: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, total)) for start in range(0, max(total, 1), chunk)]
 
 
-def chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, inverse_temperature_C: Tensor) -> Tensor:
-    """[C, V] float32 (float64 stays): the product in the weight's own type, the rest in float32."""
-    logits_CV = hidden_CD.to(weight_VD.dtype) @ weight_VD.T
+def at(inverse_temperature_N: Tensor | None, part: slice) -> Tensor | None:
+    """The inverse temperatures of the tokens `part`; None where all are 1."""
+    return None if inverse_temperature_N is None else inverse_temperature_N[part]
+
+
+def chunk_logits(
+    hidden_CD: Tensor, weight_VD: Tensor, inverse_temperature_C: Tensor | None, products: Products
+) -> Tensor:
+    """[C, V] float32 (float64 stays): the product as `products` has it, the rest in float32."""
+    logits_CV = products.multiply(hidden_CD.to(weight_VD.dtype), weight_VD.T)
     logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
-    return logits_CV * inverse_temperature_C[:, None]
+    return logits_CV if inverse_temperature_C is None else logits_CV * inverse_temperature_C[:, None]
+
+
+def has_wide_products(hidden: Tensor, weight: Tensor) -> bool:
+    """True if both are of one 16-bit type and on a GPU, whose tensor cores sum their products in float32."""
+    return hidden.is_cuda and hidden.dtype == weight.dtype and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def chunked_logprobs_entropy(
@@ -145,11 +199,16 @@ def chunked_logprobs_entropy(
 
     Entropy is that of the full distribution. With `candidates` [N], log-probs and entropy are of the distribution
     over these alone, and every target must be one of its own. `temperature` is the one the tokens were sampled at, a
-    number or [N]. float32_matmul casts hidden and weight to float32 first (one copy of the weight, the closest
-    agreement with an engine); without it the product runs in the weight's type. Autocast does not reach inside. Every
-    target, masked or not, must be a token id in [0, V). Raises ValueError on shapes that do not
-    fit. Memory as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With chunk >= N this is
-    the plain formula.
+    number or [N]. Autocast does not reach inside. Every target, masked or not, must be a token id in [0, V). Raises
+    ValueError on shapes that do not fit. Memory as in Cut Cross-Entropy, https://arxiv.org/abs/2411.09009. With
+    chunk >= N this is the plain formula.
+
+    Without float32_matmul products are in the weight's type. With it they are those of float32, the closest agreement
+    with an engine: hidden and weight are cast first (one copy of the weight), or, where they are of 16 bits on a GPU,
+    multiplied as they are, and summed in float32. Products of two bfloat16 numbers fit into float32, so that this
+    differs by the order of sums alone. Backward, a gradient of logits is of float32: it is multiplied as the sum of two
+    numbers of 16 bits (relative error 2^-17). One would not do: rounding errors of 2^-9 do not cancel where the rows of
+    the weight have a mean in common and the gradients do.
     """
     N, D = hidden_ND.shape
     if weight_VD.dim() != 2 or weight_VD.shape[1] != D or targets_N.shape != (N,):
@@ -159,12 +218,15 @@ def chunked_logprobs_entropy(
         )
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    if float32_matmul and weight_VD.dtype != torch.float64:
+    products = WIDE if float32_matmul and has_wide_products(hidden_ND, weight_VD) else PLAIN
+    if float32_matmul and products is PLAIN and weight_VD.dtype != torch.float64:
         hidden_ND, weight_VD = hidden_ND.float(), weight_VD.float()
     wide = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
     if bool(torch.as_tensor(temperature <= 0).any()):
         raise ValueError("temperature must be positive (greedy sampling has no log-probs to learn from)")
-    temperature_ = torch.as_tensor(temperature, dtype=wide, device=hidden_ND.device)
-    inverse_temperature_N = temperature_.reciprocal().expand(N)
-    arguments = (hidden_ND, weight_VD, targets_N, inverse_temperature_N, Extent(chunk, candidates))
+    inverse_temperature_N = None
+    if isinstance(temperature, Tensor) or temperature != 1:
+        temperature_ = torch.as_tensor(temperature, dtype=wide, device=hidden_ND.device)
+        inverse_temperature_N = temperature_.reciprocal().expand(N)
+    arguments = (hidden_ND, weight_VD, targets_N, inverse_temperature_N, Extent(chunk, candidates, products))
     return cast(tuple[Tensor, Tensor], ChunkedHead.apply(*arguments))  # pyright: ignore[reportUnknownMemberType]

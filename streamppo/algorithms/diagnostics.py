@@ -19,6 +19,8 @@ LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8)
 HIGH, LOW = 2.0, 0.5
 """A weight above the one or below the other counts as high or low."""
+BLOCK_TOKENS = 2**18
+"""Tokens that diagnostics are computed for at one time, in rows; a longer row is a block of its own."""
 QUANTILES = (0.01, 0.5, 0.99)
 """Of an update's ratios: both tails and the median."""
 
@@ -75,9 +77,20 @@ def off_policy_sums(
     """[K, S] float64 sums by lag bucket; add over micro-batches and ranks, then `off_policy_of`.
 
     `lag_BT` is that of each token (int). A response counts in the bucket of its oldest unmasked token.
-    Log-ratios are clamped to +-20 only where they are exponentiated.
+    Log-ratios are clamped to +-20 only where they are exponentiated. Rows are taken in blocks of
+    `BLOCK_TOKENS`: a token takes 240 bytes while its block is summed up.
     """
-    check_tokens(mask_BT, lag_BT=lag_BT)
+    check_tokens(mask_BT, proximal=proximal_logprobs_BT, behavior=behavior_logprobs_BT, lag=lag_BT)
+    rows = max(1, BLOCK_TOKENS // max(1, mask_BT.shape[1]))
+    blocks = [slice(start, start + rows) for start in range(0, max(1, len(mask_BT)), rows)]
+    first, *others = (
+        _block_sums(proximal_logprobs_BT[block], behavior_logprobs_BT[block], mask_BT[block], lag_BT[block])
+        for block in blocks
+    )
+    return sum(others, start=first)
+
+
+def _block_sums(proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, lag_BT: Tensor) -> Tensor:
     log_w_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="token").double()
     w_BT = bounded_exp(log_w_BT)
     engine_BT, learner_BT = fill(behavior_logprobs_BT.detach(), mask_BT), fill(proximal_logprobs_BT.detach(), mask_BT)

@@ -3,13 +3,16 @@
 Estimates: allocators round up, and 1 to 3 GiB that CUDA, NCCL and SGLang's graphs take for themselves are not counted.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
+from streamppo.learner.layers import Selection
 from streamppo.learner.policy import HEAD_CHUNK, SHARD_LAYERS_ABOVE
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
@@ -18,7 +21,7 @@ LOGITS = 3
 """So many float32 tensors of logits live at one time, in the backward pass of the head."""
 VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, one on its way there."""
-BATCH = 256
+BATCH = 160
 """Bytes that a rank holds of each token of the whole batch, between the passes: numbers, metrics and diagnostics."""
 COPIES = 2
 """Versions of the weights in the memory of a rollout actor: the one that is served, and the next one on its way."""
@@ -29,7 +32,8 @@ PROBED = 64
 class Sizes(NamedTuple):
     """A model in numbers: parameters as counts, and bytes of one token in the compute type.
 
-    `layer` is one transformer layer; `rest` is everything outside of the layers: embeddings, norm, head.
+    `layer` is one transformer layer; `rest` is everything outside of the layers: embeddings, norm, head. Of its
+    `activations_per_layer` selective checkpointing keeps `selected_per_layer`, and the layer's input.
     """
 
     parameters: int
@@ -41,6 +45,7 @@ class Sizes(NamedTuple):
     element: int
     cache_per_token: int
     activations_per_layer: int
+    selected_per_layer: int
 
     @property
     def rest(self) -> int:
@@ -114,6 +119,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
         element=dtype.itemsize,
         cache_per_token=len(layers) * pair * dtype.itemsize,
         activations_per_layer=_activations(lm),
+        selected_per_layer=_selected(lm) + hf_config.num_attention_heads * head_width * dtype.itemsize,
     )
 
 
@@ -147,11 +153,43 @@ def _kept(body: torch.nn.Module) -> int:
             found[storage._cdata] = storage
         return tensor
 
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _pass(body)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def _pass(body: torch.nn.Module) -> None:
+    """Let `body`, which has no memory, read `PROBED` rows of one token."""
     tokens = torch.zeros(PROBED, 1, dtype=torch.long, device="meta")
     seen = torch.ones(PROBED, 1, 1, 1, dtype=torch.bool, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        body(input_ids=tokens, attention_mask=seen, use_cache=False)
-    return sum(storage.nbytes() for storage in found.values())
+    body(input_ids=tokens, attention_mask=seen, use_cache=False)
+
+
+class Selected(TorchDispatchMode):
+    """Counts the bytes of all products that selective checkpointing keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._selection = 0, Selection()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        """Run `func`, and count its result if it is kept."""
+        made = func(*args, **(kwargs or {}))
+        if self._selection.keeps(func) and isinstance(made, torch.Tensor):
+            self.bytes += made.nbytes
+        return made
+
+
+def _selected(lm: Any) -> int:
+    """Bytes of one token that selective checkpointing keeps of one layer's products; attention's are not counted."""
+    body = lm.base_model
+    all_layers, body.layers, body.config.num_hidden_layers = body.layers, body.layers[:1], 1
+    with Selected() as seen, torch.no_grad():
+        _pass(body)
+    body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
+    return seen.bytes // PROBED
 
 
 def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
@@ -162,8 +200,9 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     state        float32 weights, gradients and moments, over all ranks
     gathered     weights in the compute type of two layers and of all that is in no layer (a small model: all of it);
                  their gradients, and those in float32 on their way to the ranks
-    activations  of the micro-batch in every layer, or with checkpointing its input to each and one layer's
-    head         logits of a chunk, the head's float32 copy and its gradient
+    activations  of the micro-batch in every layer, or with checkpointing its input to each (and what is selected) and
+                 one layer's
+    head         logits of a chunk, the head's float32 copy (on a GPU a part of its gradient) and its gradient
     reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
                  before there are gradients
     batch        all rows of the batch, which every rank holds whole between its passes
@@ -176,8 +215,10 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     gathered = 2 * whole * model.element + MASTER * (whole if small else max(model.rest, model.layer))
     tokens = max(learner.micro_batch_tokens, longest)
     layers = tokens * model.activations_per_layer * model.layers
-    if config.model.gradient_checkpointing:
-        layers = tokens * (model.hidden * model.element * model.layers + model.activations_per_layer)
+    if config.model.gradient_checkpointing != "off":
+        kept = model.hidden * model.element
+        kept += model.selected_per_layer if config.model.gradient_checkpointing == "selective" else 0
+        layers = tokens * (kept * model.layers + model.activations_per_layer)
     reference, teacher = config.algorithm.kl, config.algorithm.teacher
     frozen = [reference.on and not reference.offload, bool(teacher.model) and not teacher.offload]
     return RankMemory(

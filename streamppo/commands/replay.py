@@ -1,6 +1,6 @@
 """`streamppo replay`: the run's updates once more, from its archive, by the learner's own code without any engine.
 
-without changes       every version must come out with the bytes that it had
+without changes       every version must come out with the bytes that it had, if `learner.exact` held for all of them
 with changes          what the same batches would have done under another configuration
 RUN/replays/1.json    the recorded numbers beside the new ones, for each version
 """
@@ -49,10 +49,11 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 
     If the first batches were not kept, it begins with the oldest checkpoint that the archive still covers.
 
-    Raises `Diverged` if there are no changes and a version has other weights than it had.
+    Raises `Diverged` if there are no changes, the run was exact, and a version has other weights than it had.
     """
     journal = Journal.of(run)
-    recorded, configs = journal.versions(), journal.configs()
+    recorded = journal.versions()
+    configs = {version: msgspec.msgpack.decode(config, type=Config) for version, config in journal.configs().items()}
     journal.close()
     last = max(recorded, default=0) if to is None else to
     if last not in recorded:
@@ -69,17 +70,17 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     finally:
         ray.shutdown()
     path = _report(run, changes, recorded, digests, reports)
-    if changes:
+    exact = all(config.learner.exact for config in configs.values())
+    if not changes:
+        _compare(recorded, digests, exact=exact)
+    if changes or not exact:
         _print_curves(_curves(run, reports))
-    else:
-        _compare(recorded, digests)
     echo(f"report: {path}")
     return 0
 
 
-def _changed(encoded: bytes, present: Config, changes: Sequence[str]) -> Config:
+def _changed(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
     """A recorded configuration with `changes`, and with the `present` places of files that were moved since."""
-    recorded = msgspec.msgpack.decode(encoded, type=Config)
     places = [f"{name}={json.dumps(place)}" for name, place in moved(recorded, present).items()]
     return configfile.change(recorded, [*places, *changes])
 
@@ -125,8 +126,8 @@ def _oldest_start(run: Path) -> Path | None:
     return covered[0]
 
 
-def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str]) -> None:
-    """Print one row for each version. Raises `Diverged` if a digest is another one."""
+def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact: bool) -> None:
+    """Print one row for each version. Raises `Diverged` if a digest of an exact run is another one."""
     rows = table("version", "weights", "")
     other: list[int] = []
     for version, digest in sorted(digests.items()):
@@ -134,11 +135,15 @@ def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str]) -> None:
         rows.add_row(f"{version}", digest[:16], "as recorded" if same else f"recorded: {recorded[version].digest[:16]}")
         other += [] if same else [version]
     console().print(rows)
-    if other:
+    if other and exact:
         raise Diverged(
             f"{len(other)} of {len(digests)} versions have other weights than they had, the first is {other[0]}: "
             "the software, the device or the number of ranks is another one"
         )
+    if not exact:
+        same = len(digests) - len(other)
+        echo(f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false others come near them")
+        return
     echo(f"{len(digests)} versions, all of them bit for bit as they were")
 
 

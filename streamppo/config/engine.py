@@ -5,9 +5,9 @@ Other rooms ask an engine here, and never which of them it is.
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
-from msgspec import Meta, structs
+from msgspec import Meta, field, structs
 
 from streamppo.config.base import Count, Kind, Seconds
 
@@ -15,6 +15,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of model_type that the embedded engine computes."""
 MOST_CANDIDATES = 4096
 """Candidates of a token that SGLang names at most."""
+Argument: TypeAlias = bool | int | float | str
 Fit = Callable[[float], int]
 """(share of a GPU's free memory) -> tokens of the cache that fit into it beside the weights."""
 
@@ -51,6 +52,24 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         return asked
 
 
+DECIDED = {
+    "model_path": "by model.path",
+    "dtype": "by model.dtype",
+    "enable_fp32_lm_head": "by model.float32_head",
+    "tp_size": "by rollout.gpus",
+    "max_running_requests": "by rollout.slots",
+    "attention_backend": "by rollout.engine.attention_backend",
+    "mem_fraction_static": "by rollout.engine.mem_fraction_static",
+    "max_total_tokens": "by rollout.engine.max_total_tokens",
+    "disable_radix_cache": "by rollout.engine.prefix_cache",
+    "random_seed": "by seed",
+    "skip_tokenizer_init": "token ids go in and come out",
+    "load_format": "all weights come from the learner",
+    "host": "our engines listen on loopback",
+}
+"""Arguments of SGLang that have a field of their own, or that nothing may change."""
+
+
 class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """SGLang, 0.5.17 or newer: every actor starts one on its GPUs, or uses a server that runs already."""
 
@@ -70,6 +89,8 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
     prefix_cache: bool = True
     """Prompts share the cache of a common beginning, within one version."""
+    args: dict[str, Argument] = field(default_factory=dict[str, Argument])
+    """Further arguments of an engine of our own, by SGLang's names: { schedule_policy = "lpm" }; not for `urls`."""
     start_s: Seconds = 900.0
     """An engine that has not started after so long has failed."""
 
@@ -81,6 +102,11 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         """Fields that belong to one transport alone."""
         if (self.transport == "disk") != bool(self.folder):
             yield 'folder is for transport = "disk", which needs it'
+        if self.args and self.urls:
+            yield "args are for engines that actors start: the servers at urls have arguments of their own"
+        for name in self.args:
+            if field := DECIDED.get(name):
+                yield f"args.{name} is decided elsewhere: {field}"
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 yield f"urls ({url!r}) must begin with http:// or https://"

@@ -54,20 +54,27 @@ class Model(Section, frozen=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of learner and engine."""
     float32_head: bool = True
-    """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and embedded engine."""
+    """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and engine."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
     share_prompts: bool = True
     """With sdpa, the learner computes a prompt once for its samples in a micro-batch, where that is less work."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing: Literal["off", "selective", "full"] = "off"
+    """Compute activations again in the backward pass, some or all but each layer's input: less memory, more time."""
+    compile: bool = False
+    """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
     tiny: Tiny = Tiny()
     """The model behind "builtin:tiny"."""
 
     def contradictions(self) -> Iterator[str]:
-        """Flash-attn computes in 16 bits."""
+        """Flash-attn computes in 16 bits; a compiler makes its own selection."""
         if self.attention in FLASH and self.dtype != "bfloat16":
             yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
+        if self.compile and self.gradient_checkpointing == "selective":
+            yield (
+                "gradient_checkpointing = 'selective' looks at single operations, and compile = true leaves none: "
+                "choose 'off', where the compiler selects by itself, or 'full'"
+            )
 
 
 # --- rollout -------------------------------------------------------------------------------------------------
@@ -167,6 +174,8 @@ class Learner(Machine, frozen=True, kw_only=True):
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
     """Tokens of one forward and backward on one rank, padding included; flash-attn has none."""
+    exact: bool = True
+    """The same bits every time, so that recovery and replay make the recorded weights; false is faster on a GPU."""
     bucket_bytes: Positive = 256 * 1024 * 1024
     """New weights travel to the engines in flat buckets of about this size."""
 
@@ -298,6 +307,11 @@ class Config(Section, frozen=True):
         if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
             yield refused
         yield from _gpus(self)
+        if self.model.compile and learner.exact:
+            yield (
+                "model.compile chooses operations by the sizes that it meets first, and a resumed run meets others: it "
+                "needs learner.exact = false"
+            )
         if not _names_folder(self.name):
             yield (
                 f"name ({_short(self.name)}) must be usable as the name of a folder: at most {LONGEST_NAME} bytes, "

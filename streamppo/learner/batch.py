@@ -7,7 +7,7 @@ causal attention no real token ever sees padding, so no attention mask is needed
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -159,23 +159,30 @@ def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
 
 
 def micro_batches(
-    rows: Tensor, tokens_B: Tensor, budget: int, ranks: int, *, padded: bool = True
+    rows: Tensor,
+    tokens_B: Tensor,
+    budget: int,
+    ranks: int,
+    *,
+    padded: bool = True,
+    work: Callable[[int], float] = float,
 ) -> list[list[Tensor]]:
     """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
-    Each row counts as many tokens as the longest of its micro-batch if rows are `padded`.
+    Each row counts as many tokens as the longest of its micro-batch if rows are `padded`. `work` is the cost of a row
+    of so many tokens, by default their number.
 
     Every rank gets the same number of micro-batches, because each of them is a collective: where rows run out, a
-    micro-batch is empty. Longest first, each row goes to the rank with the fewest tokens so far, so that padding is
+    micro-batch is empty. Longest first, each row goes to the rank with the least work so far, so that padding is
     short and loads are equal to within one row. A row that is longer than the budget gets a micro-batch of its own.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    loads = [0.0] * ranks
     for row, tokens in zip(by_length.tolist(), tokens_B[by_length].tolist(), strict=True):
         lightest = loads.index(min(loads))
         dealt[lightest].append(row)
-        loads[lightest] += tokens
+        loads[lightest] += work(tokens)
     split = _split_padded if padded else _split_joined
     shares = [split(mine := torch.tensor(some, dtype=torch.long), tokens_B[mine].tolist(), budget) for some in dealt]
     most = max(map(len, shares))

@@ -23,21 +23,22 @@ UPDATE = timedelta(minutes=10)
 """Limit of a collective in an update: a rank that is so late hangs, and the others end with an error."""
 
 
-def acquire(gpus: float) -> torch.device:
+def acquire(gpus: float, *, exact: bool = True) -> torch.device:
     """This process's device: the only GPU that it sees, made deterministic; the CPU, if it asked for none.
 
-    Redone updates must make the same bits, so every operation on a GPU is the deterministic one, and one that has none
-    is an error. Raises `RunError` if there is no GPU that torch can use.
+    Where updates are `exact`, redone ones must make the same bits: every operation on a GPU is the deterministic one,
+    and one that has none is an error. Raises `RunError` if there is no GPU that torch can use.
     """
     if not gpus:
         return torch.device("cpu")
-    os.environ.update(DETERMINISTIC)
+    if exact:
+        os.environ.update(DETERMINISTIC)
     if not torch.cuda.is_available():
         raise RunError(
             f"learner.gpus = {gpus:g}, and torch {torch.__version__} sees no GPU here: "
             "it needs a driver and a build of torch for CUDA"
         )
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(exact)
     # Nothing of ours reads what it has not written, and FSDP makes large buffers all the time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     device = torch.device("cuda", 0)

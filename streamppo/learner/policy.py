@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
-from streamppo.learner import attention, pretrained, shared
+from streamppo.learner import attention, layers, pretrained, shared
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
@@ -169,9 +169,10 @@ def load(
         policy = Policy(lm, temperature, own.transformer, layout=layout, share_prompts=share_prompts)
         policy.float32_head = config.float32_head
     transformers = _transformers(policy)
-    if config.gradient_checkpointing:
-        for transformer in transformers:
-            _checkpoint_activations(transformer)
+    for transformer in transformers:
+        layers.checkpoint_activations(transformer, config.gradient_checkpointing)
+        if config.compile:
+            layers.compile_layers(transformer)
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
@@ -179,7 +180,7 @@ def load(
     where = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
         for transformer in transformers:
-            for layer in _layers(transformer):
+            for layer in layers.layers_of(transformer):
                 fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
     # Values are regressed on returns: a weight of 8 bits would move them by up to 1 / 256 of their size.
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -237,19 +238,6 @@ def _fill(policy: Policy, whole: Policy | None, device: str) -> None:
             sent = source.to(device)
             dist.broadcast(sent, src=0)
             setattr(module, name, sent)
-
-
-def _checkpoint_activations(transformer: "PreTrainedModel") -> None:
-    """A layer checkpoints only in training mode; what is inside it stays in evaluation mode, without dropout."""
-    transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in _layers(transformer):
-        layer.training = True
-
-
-def _layers(transformer: Any) -> Iterable[nn.Module]:
-    if not hasattr(transformer, "layers"):
-        raise ModelError(f"{type(transformer).__name__} keeps its layers elsewhere than under `layers`: not supported")
-    return transformer.layers
 
 
 def release(policy: Policy) -> None:

@@ -74,7 +74,7 @@ class Rank:
         from streamppo.learner.learner import build
 
         ranks, critic = self._config.learner.ranks, self._config.algorithm.critic
-        place = device.acquire(self._config.learner.gpus)
+        place = device.acquire(self._config.learner.gpus, exact=self._config.learner.exact)
         device.join(place, address, self._rank, ranks)
         mesh = init_device_mesh(place.type, (ranks,))
         learner = self._built = build(self._config, model_path, mesh, self._publish, resume_from)

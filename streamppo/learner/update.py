@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
 from streamppo.learner.reference import follow
+from streamppo.learner.shared import work
 from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, of_server
 from streamppo.process import phase
 
@@ -258,7 +260,8 @@ class Updater:
         """This rank's micro-batches of `rows`: as many as every other rank's, some of them perhaps empty."""
         tokens_B, budget = (batch.start_B + batch.length_B).cpu(), self.config.learner.micro_batch_tokens
         is_padded = self.policy.layout is attention.padded
-        return micro_batches(rows, tokens_B, budget, self.ranks, padded=is_padded)[self.rank]
+        cost = partial(work, 1, hidden=self.policy.lm.config.hidden_size)
+        return micro_batches(rows, tokens_B, budget, self.ranks, padded=is_padded, work=cost)[self.rank]
 
     def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: Scored | None) -> Scored:
         """The scores of `rows` by the present weights: those of `graph`, if it is of use, or of a new pass."""

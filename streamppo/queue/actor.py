@@ -219,8 +219,8 @@ class QueueActor(ArchivedRuns):
         """Publish a version: archive and consume its batch, free its slots, and let engines pull its weights.
 
         `values` are the critic's, of every token of the batch (float32); empty without one. A version that was
-        published before must have the same weights again. Raises `Diverged` if it has others, and `QueueError` for a
-        learner that was given up for dead.
+        published before must have the same weights again where `learner.exact` says so, and keeps its first digest
+        elsewhere. Raises `Diverged` if it has others, and `QueueError` for a learner that was given up for dead.
         """
         described = decode(push, Push)
         version, self._learner = described.version, max(learner, self._learner)
@@ -234,7 +234,7 @@ class QueueActor(ArchivedRuns):
             self._made[version] = Made(version=version, digest=described.digest, archived=archived)
             self._unwritten.append(self._made[version])
             self._archiving.pop(version - 1, None)
-        elif known.digest != described.digest:
+        elif known.digest != described.digest and self.config.learner.exact:
             raise Diverged(
                 f"version {version} was made again and has other weights ({described.digest[:12]}, first "
                 f"{known.digest[:12]}): the software, the device or the number of ranks is another one"

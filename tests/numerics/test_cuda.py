@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from streamppo.algorithms import chunked_head
+from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.sections import FLASH
 from streamppo.learner import attention, device, optimizer, pretrained
 from streamppo.learner import policy as model
@@ -58,7 +60,7 @@ UPDATES = [
     ["algorithm.advantage.kind=vtrace"],
     ["algorithm.kl.loss_beta=0.1"],
     ["algorithm.kl.loss_beta=0.1", "algorithm.kl.offload=true"],
-    ["algorithm.critic.model=policy", "model.gradient_checkpointing=true", "learner.minibatches=2"],
+    ["algorithm.critic.model=policy", "model.gradient_checkpointing=selective", "learner.minibatches=2"],
     ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=2", "learner.norm=max-norm"],
 ]
 
@@ -76,6 +78,31 @@ def test_an_update_on_cuda_over_nccl_is_the_update_on_the_cpu_over_gloo(tmp_path
     for name, tensor in results["cpu"][0].items():
         torch.testing.assert_close(results["cuda"][0][name], tensor, rtol=0, atol=1e-5, msg=name)
     assert results["cuda"][1]["policy_loss"] == pytest.approx(results["cpu"][1]["policy_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_float32_head_on_tensor_cores_is_the_head_that_casts_to_float32(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(2)
+    hidden = torch.randn(300, 256, device="cuda").bfloat16().requires_grad_()
+    weight = (0.1 * (torch.randn(2000, 256, device="cuda") + torch.randn(256, device="cuda"))).bfloat16()
+    targets, up = torch.randint(0, 2000, (300,), device="cuda"), torch.randn(2, 300, device="cuda")
+
+    def found() -> list[torch.Tensor]:
+        leaves = (hidden, weight.requires_grad_())
+        scores = chunked_logprobs_entropy(*leaves, targets, temperature=temperature, chunk=128)
+        return [*scores, *torch.autograd.grad((torch.stack(scores) * up).sum(), leaves)]
+
+    assert chunked_head.has_wide_products(hidden, weight)
+    wide = found()
+    monkeypatch.setattr(chunked_head, "has_wide_products", lambda *_: False)
+    cast = found()
+    for one, other in zip(wide[:2], cast[:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+    for one, other in zip(wide[2:], cast[2:], strict=True):
+        assert (one - other).float().norm() < 1e-3 * other.float().norm()
 
 
 # --- bfloat16, attention, the same bits ----------------------------------------------------------------------

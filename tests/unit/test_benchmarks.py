@@ -1,11 +1,14 @@
 """What a benchmark measures is what it says that it measures."""
 
+import json
 import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import REPOSITORY
 
 from streamppo.config import file as configfile
@@ -13,7 +16,8 @@ from streamppo.config.reward import FunctionScorer
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import throughput
+from benchmarks import gpu_day, gpu_parts, throughput
+from benchmarks.gpu_day import Part
 from benchmarks.latency import LATENCY
 from benchmarks.runs import Run
 
@@ -57,3 +61,42 @@ def test_runs_of_one_lag_bound_differ_in_what_the_reward_takes_and_in_nothing_el
     (without, none), (with_latency, some) = asked
     assert without == with_latency
     assert (none, some) == ({LATENCY: "0.0"}, {LATENCY: "1.0"})
+
+
+# --- the day of a GPU ----------------------------------------------------------------------------------------
+
+
+def test_a_part_that_fails_or_takes_too_long_stops_no_other_and_says_why(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = gpu_day.run([Part("no_such", 90), Part("head", 1.1), Part("ray_run", 90), Part("push", 90)], 500, out)
+    assert json.loads(out.read_text()) == result
+    made: Any = result["parts"]
+    assert made["no_such"]["failed"] == "exit code 1"
+    assert "KeyError: 'no_such'" in made["no_such"]["output"][-1]
+    assert made["head"]["failed"] == "not within 1 s"
+    assert made["ray_run"]["left_out"] == "no GPU here"
+    assert made["push"]["result"]["bytes"] > 0
+    late: Any = gpu_day.run([Part("device", 90)], 0.5, None)
+    assert late["parts"]["device"]["left_out"] == "no time was left"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the parts are what they are for, and take their time")
+@pytest.mark.parametrize("name", ["device", "head", "layers", "end_to_end"])
+def test_every_part_that_needs_no_gpu_is_rehearsed(name: str) -> None:
+    found: Any = gpu_day.measured(name, 200)
+    assert set(found) == {"result"}, found
+    if name == "head":
+        distance = {kind: one["distance"]["grad_weight"] for kind, one in found["result"].items()}
+        assert distance["float32"] == 0 < distance["wide_two_parts"] < 5e-4 < distance["wide_one_part"]
+    if name == "layers":
+        assert set(found["result"]) == {"sdpa off", "sdpa selective", "sdpa full"}
+        assert all("median_ms" in one for one in found["result"].values())
+    if name == "end_to_end":
+        assert found["result"]["updates"] > 0
+        assert found["result"]["mismatch"] < 0.05
+
+
+def test_every_part_has_its_function_and_all_of_them_end_within_ten_minutes() -> None:
+    assert [part.name for part in gpu_day.PARTS if part.name not in gpu_parts.PARTS] == []
+    assert {part.name for part in gpu_day.PARTS} == set(gpu_parts.PARTS)
+    assert gpu_day.parser().parse_args([]).limit_s <= 600

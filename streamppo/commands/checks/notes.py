@@ -23,6 +23,10 @@ def notes(config: Config, task: Task | None) -> Findings:
             f"rollout.in_flight ({rollout.in_flight}) is below rollout.slots ({rollout.slots}): so many slots of an "
             "engine are never used"
         )
+    if not learner.exact:
+        yield _note(
+            "learner.exact is false: updates that are made again have weights near the recorded ones, not equal"
+        )
     yield from _cores(config)
     held_out = None if task is None else len(task.held_out(None))
     if held_out is not None and held_out < config.evaluation.prompts:

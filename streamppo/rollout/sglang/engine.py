@@ -229,7 +229,7 @@ class SGLangEngine:
         except ValueError as refused:
             raise ModelError(f"SGLang refuses a prompt of {len(prompt)} tokens: {refused}") from refused
         await self._until_death(self._certain.wait())
-        completion = wire.completion(answer, version, cuts=sampling.cuts)
+        completion = wire.completion(answer, version, cuts=sampling.cuts, kv=self._setup.kv)
         self._tokens += len(completion.tokens)
         return completion
 

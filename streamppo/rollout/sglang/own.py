@@ -6,6 +6,7 @@
 import asyncio
 import atexit
 import ctypes
+import inspect
 import os
 import signal
 import tempfile
@@ -158,6 +159,9 @@ async def start(settings: Settings, life: int) -> OwnEngine:
         try:
             async with asyncio.timeout(settings.start_s):
                 engine = await thread.run(_build(settings, settings.seed + life, log))
+        except ModelError:
+            await thread.end()
+            raise
         except Exception as error:
             # SGLang raises errors of every kind. Its output is complete once its processes have ended.
             await thread.end()
@@ -170,17 +174,21 @@ async def start(settings: Settings, life: int) -> OwnEngine:
 
 
 async def _build(settings: Settings, seed: int, log: str) -> SGLang:
-    """Construct SGLang's engine. Runs in SGLang's thread."""
+    """Construct SGLang's engine. Runs in SGLang's thread. Raises `ModelError` for an argument that it has not."""
+    arguments = settings.arguments
     os.environ.update(settings.environment)
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
     from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.server_args import ServerArgs
+
+    wire.check_arguments(arguments, inspect.signature(ServerArgs).parameters)
 
     class Logged(Engine):
         run_scheduler_process_func = staticmethod(_logged(run_scheduler_process, log))
         run_detokenizer_process_func = staticmethod(_logged(run_detokenizer_process, log))
 
-    return Logged(**settings.arguments, random_seed=seed)
+    return Logged(**arguments, random_seed=seed)
 
 
 def _logged(function: Callable[..., object], log: str) -> Callable[..., object]:

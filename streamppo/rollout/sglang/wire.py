@@ -3,9 +3,11 @@
 Token ids go in and come out, never text.
 """
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import metadata
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +23,8 @@ OLDEST = (0, 5, 17)
 FLUSHES_PAUSED = (0, 5, 21)
 """The first version whose paused engine can empty its cache of prefixes while requests wait; earlier ones die."""
 
+NAMES_GRAPHS = (0, 5, 21)
+"""The first version known to have a bound of its own on the graphs of decode steps."""
 NAMES_CANDIDATES = (0, 5, 21)
 """The first version known to return the tokens that top-p and top-k left."""
 
@@ -58,8 +62,8 @@ def arguments(
         "max_running_requests": rollout.slots,
         "mem_fraction_static": engine.mem_fraction_static,
         "disable_radix_cache": not engine.prefix_cache or unflushed,
-        # With it, the last token of the version before a pause in place counts as one of the next.
-        "disable_overlap_schedule": engine.kv == "keep",
+        # The first push writes every tensor, and is attested: nothing is read from the model's files.
+        "load_format": "dummy",
         "grammar_backend": "none",
         "host": "127.0.0.1",
         "log_level": "error",
@@ -68,14 +72,26 @@ def arguments(
     }
     if rollout.gpus:
         chosen = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
-        return made | {name: value for name, value in chosen.items() if value}
+        # A decode step of more completions than a graph was recorded for is launched operation by operation.
+        graphs = {"cuda_graph_max_bs_decode": rollout.slots} if version >= NAMES_GRAPHS else {}
+        return made | graphs | {name: value for name, value in chosen.items() if value} | dict(engine.args)
     return made | {
         "device": "cpu",
         "sampling_backend": "pytorch",
         "disable_cuda_graph": True,
         "attention_backend": engine.attention_backend or "torch_native",
         "max_total_tokens": engine.max_total_tokens or tokens,
+        **engine.args,
     }
+
+
+def check_arguments(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse an argument that SGLang has not, by its name and the nearest that it has. Raises `ModelError`."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f": did you mean {near[0]!r}?" if near else ""
+            raise ModelError(f"the installed SGLang has no argument {name!r} (rollout.engine.args){meant}")
 
 
 def ranks(config: Config) -> int:
@@ -87,7 +103,13 @@ def environment(config: Config, *, local: bool) -> dict[str, str]:
     """Write the environment of SGLang's processes. With `local` the model is a folder, and the hub is not asked."""
     offline = {"HF_HUB_OFFLINE": "1"} if local else {}
     # Log-probs come from the distribution that is sampled from, after temperature.
-    return {"OMP_NUM_THREADS": str(config.rollout.threads), "SGLANG_RETURN_ORIGINAL_LOGPROB": "0", **offline}
+    return {
+        "OMP_NUM_THREADS": str(config.rollout.threads),
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        # New weights are written behind the step under way, which otherwise would read some of them.
+        "SGLANG_FORCE_COARSE_WAR_BARRIER": "1",
+        **offline,
+    }
 
 
 def request(
@@ -112,12 +134,18 @@ def request(
     }
 
 
-def completion(answer: Mapping[str, Answer], oldest: int, *, cuts: bool = False) -> Completion:
+def completion(
+    answer: Mapping[str, Answer],
+    oldest: int,
+    *,
+    cuts: bool = False,
+    kv: Literal["keep", "recompute"] = "recompute",
+) -> Completion:
     """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
-    With `cuts`, top-p or top-k are on, and log-probs are among the candidates that it names. If SGLang does not say
-    which version sampled a token, `oldest` is taken for all of them: a lag is never understated.
-    Raises `ModelError` if the answer is no completion.
+    Its cache was kept or recomputed over swaps, as `kv` says. With `cuts`, top-p or top-k are on, and log-probs are
+    among the candidates that it names. If SGLang does not say which version sampled a token, `oldest` is taken for all
+    of them: a lag is never understated. Raises `ModelError` if the answer is no completion.
     """
     meta = answer["meta_info"]
     reason = meta.get("finish_reason") or {}
@@ -134,10 +162,13 @@ def completion(answer: Mapping[str, Answer], oldest: int, *, cuts: bool = False)
     if not np.isfinite(logprobs).all():
         raise ModelError("the log-probs are not finite: the weights have diverged")
     spans = meta.get("weight_versions")
+    known = None if spans is None else versions(spans, len(drawn))
+    if known is not None and kv == "keep":
+        known = one_later(known, oldest)
     return Completion(
         tokens=np.array([entry[1] for entry in drawn], np.int32),
         logprobs=logprobs,
-        versions=np.full(len(drawn), oldest, np.int32) if spans is None else versions(spans, len(drawn)),
+        versions=np.full(len(drawn), oldest, np.int32) if known is None else known,
         finish=finish,
         versions_known=spans is not None,
         candidates=candidates,
@@ -179,13 +210,17 @@ def versions(spans: Sequence[Mapping[str, Answer]], count: int) -> Ints:
     return made
 
 
+def one_later(versions_N: Ints, oldest: int) -> Ints:
+    """Let every boundary between versions be one token later, and a first token be of `oldest` at the youngest.
+
+    SGLang prepares a step while it computes the one before: a pause in place finds one computed whose tokens it has not
+    counted, so that they count as the next version's. A token that really is the next version's is taken for one older.
+    """
+    return np.concatenate([[np.int32(oldest)], versions_N[:-1]]).astype(np.int32)
+
+
 def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...]) -> None:
     """Refuse a server whose settings would make versions or caches wrong. Raises `ModelError`."""
-    if kv == "keep" and not info.get("disable_overlap_schedule"):
-        raise ModelError(
-            "with rollout.engine.kv = 'keep' the SGLang server needs --disable-overlap-schedule: otherwise the last "
-            "token of the version before counts as one of the next"
-        )
     if kv == "recompute" and version < FLUSHES_PAUSED and not info.get("disable_radix_cache"):
         raise ModelError("with rollout.engine.kv = 'recompute' an SGLang before 0.5.21 needs --disable-radix-cache")
 

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from largest import Largest
 from padded_rows import Mask, Padded, compact, logprob_rows, near, ragged_mask
 
+from streamppo.algorithms import diagnostics
 from streamppo.algorithms.diagnostics import (
     LAG_BUCKETS,
     Divergence,
@@ -120,6 +122,20 @@ def test_sums_add_over_micro_batches_and_an_empty_batch_is_zeros() -> None:
     empty = off_policy(p, b, torch.zeros_like(padded.mask), lag)
     assert set(empty.overall) == {0.0}
     assert empty.by_lag == {}
+
+
+def test_blocks_of_rows_change_no_sum_and_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    behavior = -torch.rand(64, 100, generator=generator)
+    proximal = behavior + 0.1 * torch.randn(64, 100, generator=generator)
+    mask, lag = torch.rand(64, 100, generator=generator) < 0.7, torch.arange(64)[:, None].expand(64, 100) % 11
+    whole = off_policy_sums(proximal, behavior, mask, lag)
+    for tokens in (1, 250, 6399):
+        monkeypatch.setattr(diagnostics, "BLOCK_TOKENS", tokens)
+        with Largest() as seen:
+            in_blocks = off_policy_sums(proximal, behavior, mask, lag)
+        torch.testing.assert_close(in_blocks, whole, rtol=1e-12, atol=1e-9)
+        assert seen.elements <= 11 * max(100, tokens)
 
 
 def test_update_statistics_and_ratio_quantiles_equal_their_definitions() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest import Largest
 
 from streamppo.algorithms import groups
 from streamppo.algorithms.advantages import whiten
@@ -12,19 +12,6 @@ from streamppo.algorithms.advantages import whiten
 B, SIZE = 16_384, 8
 ROWS = 64
 """Numbers per trajectory that one tensor may hold."""
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the elements of the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return made
 
 
 def whitened(scores_B: torch.Tensor, ids_B: torch.Tensor) -> torch.Tensor:

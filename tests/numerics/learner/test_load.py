@@ -34,7 +34,7 @@ SETTINGS = Qwen2Config(**case.SMALL | {"intermediate_size": 50}, tie_word_embedd
 
 def load(folder: Path, critic: str, mesh: object) -> model.Policy:
     torch.manual_seed(3)
-    config = case.config_of(f"model.gradient_checkpointing={str(critic == 'path').lower()}").model
+    config = case.config_of(f"model.gradient_checkpointing={'full' if critic == 'path' else 'off'}").model
     choice = str(folder / "critic") if critic == "path" else critic
     return model.load(config, folder / "policy", 1.0, mesh, choice)  # pyright: ignore[reportArgumentType]
 

@@ -1,5 +1,6 @@
 """Precision, memory and gradient norms of the learner's model; what is refused."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import learner_case as case
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamppo.errors import RunError, UpdateError
-from streamppo.learner import device
+from streamppo.errors import ConfigError, RunError, UpdateError
+from streamppo.learner import device, layers
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch, pad
 
@@ -56,14 +58,63 @@ def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(folder: P
 
 def test_gradient_checkpointing_computes_every_layer_again(folder: Path) -> None:
     calls = {}
-    for choice in ("false", "true"):
+    for choice in ("off", "selective", "full"):
         options = (f"model.gradient_checkpointing={choice}", "learner.epochs=2", "algorithm.critic.model=policy")
         updater = case.updater(case.config_of(*options, "learner.micro_batch_tokens=100000"), folder)
         calls[choice] = []
         for transformer in (updater.policy.lm.base_model, updater.policy.critic):
             transformer.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=calls[choice]: seen.append(1))
         updater.update(pad(case.batch()))
-    assert (len(calls["false"]), len(calls["true"])) == (2 + 4, 2 + 8)
+    assert {choice: len(seen) for choice, seen in calls.items()} == {"off": 2 + 4, "selective": 2 + 8, "full": 2 + 8}
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices that are computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() in layers.MATRIX
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_computes_half_of_the_products_again_and_changes_no_gradient(folder: Path) -> None:
+    counts, gradients = {}, {}
+    for choice in ("off", "selective", "full"):
+        updater = case.updater(
+            case.config_of(f"model.gradient_checkpointing={choice}", "algorithm.entropy=0.1"), folder
+        )
+        with Products() as seen:
+            updater.policy(pad(case.batch()), "policy").logprobs_BT.sum().backward()
+        counts[choice] = seen.count
+        gradients[choice] = [parameter.grad.full_tensor() for parameter in updater.policy.lm.parameters()]
+    # Of a layer's seven products the last, whose result nothing needs, is never computed again.
+    assert counts["full"] - counts["off"] == 2 * 6
+    assert counts["selective"] - counts["off"] == 2 * 3
+    for choice in ("selective", "full"):
+        assert all(torch.equal(one, other) for one, other in zip(gradients[choice], gradients["off"], strict=True))
+
+
+@pytest.mark.filterwarnings("default")
+def test_compiled_layers_compute_the_same_and_keep_their_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Everything but the making of kernels, which would take a compiler's time.
+    monkeypatch.setattr(layers.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    scores, names = [], []
+    for options in ((), ("model.compile=true", "learner.exact=false", "model.gradient_checkpointing=full")):
+        updater = case.updater(case.config_of(*options, "model.share_prompts=false"), folder)
+        scored = updater.policy(pad(case.batch()), "both")
+        scored.logprobs_BT.sum().backward()
+        names.append([name for name, _ in updater.policy.named_parameters()])
+        scores.append(scored.logprobs_BT.detach())
+    assert names[0] == names[1]
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-5)
+
+
+def test_what_a_compiler_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.compile .* needs learner.exact = false"):
+        case.config_of("model.compile=true")
+    with pytest.raises(ConfigError, match="'selective' looks at single operations"):
+        case.config_of("model.compile=true", "learner.exact=false", "model.gradient_checkpointing=selective")
 
 
 def test_an_offloaded_reference_stays_on_the_cpu_and_says_the_same(folder: Path) -> None:
@@ -170,5 +221,16 @@ def test_a_rank_on_a_gpu_computes_the_same_bits_every_time(monkeypatch: pytest.M
         assert device.acquire(1.0) == torch.device("cuda", 0)
         assert torch.are_deterministic_algorithms_enabled()
         assert device.os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+        device.acquire(1.0, exact=False)
+        assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_rank_that_need_not_be_exact_tells_no_library_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    device.acquire(1.0, exact=False)
+    assert device.os.environ == {}
+    assert not torch.are_deterministic_algorithms_enabled()

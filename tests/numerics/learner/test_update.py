@@ -67,7 +67,7 @@ CHOICES = [
     ["learner.norm=max-norm"],
     ["algorithm.kl.reward_beta=0.1"],
     ["algorithm.kl.loss_beta=0.1", "algorithm.kl.straight_through=true"],
-    ["algorithm.policy_loss.dual=3.0", "algorithm.entropy=0.1", "model.gradient_checkpointing=true"],
+    ["algorithm.policy_loss.dual=3.0", "algorithm.entropy=0.1", "model.gradient_checkpointing=full"],
 ]
 
 
@@ -382,6 +382,14 @@ def test_the_heaviest_rank_is_ahead_of_the_lightest_by_its_shortest_row_at_most(
         rows = [tokens_B[torch.cat(share)] for share in shares]
         heaviest = max(rows, key=lambda tokens: int(tokens.sum()))
         assert heaviest.sum() - min(int(tokens.sum()) for tokens in rows) <= heaviest.min()
+
+
+def test_rows_are_dealt_by_their_work_of_which_long_ones_have_more_than_tokens() -> None:
+    tokens_B = torch.tensor([100, *[10] * 10])
+    by_tokens = micro_batches(torch.arange(11), tokens_B, 400, 2)
+    by_work = micro_batches(torch.arange(11), tokens_B, 400, 2, work=lambda tokens: tokens + tokens**2 / 100)
+    assert [int(tokens_B[torch.cat(share)].sum()) for share in by_tokens] == [100, 100]
+    assert [len(torch.cat(share)) for share in by_work] == [1, 10]
 
 
 def test_padding_keeps_every_column_in_its_row() -> None:

@@ -370,8 +370,12 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
         memory.rank(configfile.change(config, place), model, longest=10).reference for place in (taught, asked)
     ]
     assert references == [model.parameters, 0]
-    light = memory.rank(configfile.change(config, ["model.gradient_checkpointing=true"]), model, longest=10)
+    light = memory.rank(configfile.change(config, ["model.gradient_checkpointing=full"]), model, longest=10)
     assert light.activations == 10 * (2 * 32 * 4 + model.activations_per_layer)
+    # Selected are attention's result, o, up and k: 32, 32, 48 and 16 numbers of a token in each layer.
+    assert model.selected_per_layer == (32 + 32 + 48 + 16) * 4
+    some = memory.rank(configfile.change(config, ["model.gradient_checkpointing=selective"]), model, longest=10)
+    assert some.activations == light.activations + 10 * 2 * model.selected_per_layer
 
 
 def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(

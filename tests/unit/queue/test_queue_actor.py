@@ -146,6 +146,22 @@ def test_what_was_trained_on_before_comes_from_the_archive_and_is_compared(
     asyncio.run(main())
 
 
+def test_weights_of_a_run_that_need_not_be_exact_may_be_others_and_the_journal_keeps_the_first(
+    actor_of: Callable[..., QueueActor], tmp_path: Path
+) -> None:
+    async def main() -> None:
+        await made_version_1(actor_of("learner.exact=false"))
+        first = journal(tmp_path).versions()[1].digest
+        actor = actor_of("learner.exact=false")
+        await actor.begin(0)
+        await actor.publish(push(0), [], b"", 0)
+        await actor.publish(push(1, "another"), [], b"", 0)
+        assert actor._ledger.newest == 1
+        assert journal(tmp_path).versions()[1].digest == first
+
+    asyncio.run(main())
+
+
 def test_a_queue_that_was_given_up_for_dead_and_still_writes_reaches_neither_journal_nor_archive(
     actor_of: Callable[..., QueueActor], tmp_path: Path
 ) -> None:
@@ -263,7 +279,7 @@ def test_what_a_run_keeps_cannot_be_changed(actor_of: Callable[..., QueueActor],
         with pytest.raises(CheckpointError, match=sentence):
             await actor_of(change).begin(1)
         assert list(actor_of()._journal.configs()) == [0]
-        await actor_of("model.gradient_checkpointing=true", "model.float32_head=false").begin(1)
+        await actor_of("model.gradient_checkpointing=full", "model.float32_head=false").begin(1)
 
     asyncio.run(main())
 

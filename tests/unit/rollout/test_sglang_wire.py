@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.errors import ModelError
+from streamppo.errors import ConfigError, ModelError
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.sglang import server, wire
 
@@ -123,13 +123,58 @@ def test_a_missing_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         wire.installed()
 
 
-def test_an_engine_of_our_own_overlaps_nothing_where_versions_would_be_off_by_one(math_config: Any) -> None:
-    kept = arguments(math_config("rollout.engine.kind=sglang"))
-    assert (kept["disable_overlap_schedule"], kept["disable_radix_cache"]) == (True, False)
+def test_where_the_cache_is_kept_boundaries_are_one_token_later_and_no_token_is_too_young() -> None:
+    spans = [span("4", 0, 2), span("6", 2, 3), span("7", 3, 5)]
+    kept = wire.completion(answer(5, weight_versions=spans), oldest=3, kv="keep")
+    assert kept.versions.tolist() == [3, 4, 4, 6, 7]
+    assert kept.versions.dtype == np.int32
+    whole = wire.completion(answer(5, weight_versions=[span("4", 0, 5)]), oldest=4, kv="keep")
+    assert whole.versions.tolist() == [4] * 5
+    # A retracted request has none under way.
+    assert wire.completion(answer(5, weight_versions=spans), oldest=3).versions.tolist() == [4, 4, 6, 7, 7]
+
+
+def test_an_engine_of_our_own_overlaps_and_shares_prefixes_unless_it_cannot_forget_them(math_config: Any) -> None:
     recomputed = math_config("rollout.engine.kind=sglang", "rollout.engine.kv=recompute")
-    assert arguments(recomputed)["disable_overlap_schedule"] is False
-    assert arguments(recomputed)["disable_radix_cache"] is False
+    for config in (math_config("rollout.engine.kind=sglang"), recomputed):
+        assert "disable_overlap_schedule" not in arguments(config)
+        assert arguments(config)["disable_radix_cache"] is False
     assert arguments(recomputed, (0, 5, 20))["disable_radix_cache"] is True
+
+
+def test_no_weights_are_read_and_decode_steps_are_graphs_up_to_all_slots(math_config: Any) -> None:
+    config = math_config("rollout.engine.kind=sglang", "rollout.gpus=1", "rollout.slots=48")
+    assert (arguments(config)["load_format"], arguments(config)["cuda_graph_max_bs_decode"]) == ("dummy", 48)
+    assert "cuda_graph_max_bs_decode" not in arguments(config, (0, 5, 20))
+    assert "cuda_graph_max_bs_decode" not in arguments(math_config("rollout.engine.kind=sglang"))
+
+
+def test_arguments_of_the_user_are_passed_on_and_win_over_those_without_a_field(math_config: Any) -> None:
+    given = "rollout.engine={kind='sglang', args={cuda_graph_max_bs_decode=8, log_level='info', x=1.5}}"
+    for gpus in ("rollout.gpus=1", "rollout.gpus=0"):
+        made = arguments(math_config(given, gpus))
+        assert (made["cuda_graph_max_bs_decode"], made["log_level"], made["x"]) == (8, "info", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("args={tp_size=2}", "args.tp_size is decided elsewhere: by rollout.gpus"),
+        ("args={host='0.0.0.0'}", "args.host is decided elsewhere: our engines listen on loopback"),
+        ("args={x=1}, urls=['http://localhost:1']", "args are for engines that actors start"),
+    ],
+)
+def test_arguments_that_have_a_field_or_belong_to_a_server_are_refused(
+    math_config: Any, fields: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        math_config(f"rollout.engine={{kind='sglang', {fields}}}")
+
+
+def test_an_argument_that_sglang_has_not_is_refused_by_name() -> None:
+    wire.check_arguments(["schedule_policy"], ["schedule_policy", "tp_size"])
+    with pytest.raises(ModelError, match=r"no argument 'schedul_policy' .* did you mean 'schedule_policy'"):
+        wire.check_arguments(["tp_size", "schedul_policy"], ["schedule_policy", "tp_size"])
 
 
 def test_gpus_are_split_by_tensors_and_a_cpu_uses_torch_alone(math_config: Any) -> None:
@@ -147,9 +192,8 @@ def arguments(config: Config, version: tuple[int, ...] = (0, 5, 21)) -> dict[str
 @pytest.mark.parametrize(
     ("kv", "said", "message"),
     [
-        ("keep", {}, "--disable-overlap-schedule"),
+        ("keep", {}, None),
         ("recompute", {}, "--disable-radix-cache"),
-        ("keep", {"disable_overlap_schedule": True}, None),
         ("recompute", {"disable_radix_cache": True}, None),
     ],
 )

@@ -1,0 +1,322 @@
+"""The parts of benchmarks/gpu_day.py: each is a function that returns its result, and imports what it needs itself.
+
+python -m benchmarks.gpu_parts NAME OUT.json
+"""
+
+import asyncio
+import gc
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+REPEATS = 7 if ON_GPU else 2
+Result = dict[str, object]
+
+
+class LeftOut(Exception):
+    """The reason for which a part does not run here."""
+
+
+def main() -> None:
+    name, out = sys.argv[1:]
+    try:
+        found: Result = {"result": PARTS[name]()}
+    except LeftOut as reason:
+        found = {"left_out": str(reason)}
+    Path(out).write_text(json.dumps(found))
+
+
+def need(*packages: str, gpu: bool = False) -> None:
+    """Leave a part out for lack of a package or a GPU."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise LeftOut(f"{', '.join(missing)} not installed")
+    if gpu and not ON_GPU:
+        raise LeftOut("no GPU here")
+
+
+def timed(work: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds: the first call, which warms up, then the median and the spread of the others."""
+    seconds = [_seconds(work) for _ in range(REPEATS + 1)]
+    first, rest = 1e3 * seconds[0], [1e3 * one for one in seconds[1:]]
+    return {
+        "first_ms": round(first, 2),
+        "median_ms": round(statistics.median(rest), 3),
+        "spread_ms": round(max(rest) - min(rest), 3),
+    }
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    if ON_GPU:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def peak_mib(work: Callable[[], object]) -> float | None:
+    """MiB that `work` takes above what is held before it; None on a CPU."""
+    if not ON_GPU:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+# --- the parts -----------------------------------------------------------------------------------------------
+
+
+def device() -> Result:
+    """The GPU, and what its products and its memory do: the roofline of the rest."""
+    size = 8192 if ON_GPU else 256
+    left = torch.randn(size, size, device=DEVICE)
+    half = left.bfloat16()
+    work = {"float32": lambda: left @ left, "bfloat16": lambda: half @ half, "copy": left.clone}
+    if ON_GPU:
+        work["bfloat16_to_float32"] = lambda: torch.mm(half, half, out_dtype=torch.float32)
+    found: Result = {}
+    for name, one in work.items():
+        ms = timed(one)["median_ms"]
+        amount = 2 * left.nbytes if name == "copy" else 2 * size**3
+        found[name] = {
+            "ms": ms,
+            "gb_per_s" if name == "copy" else "tflops": round(amount / ms / 1e6 / (1 if name == "copy" else 1e3), 2),
+        }
+    if ON_GPU:
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
+    return found | {"threads": torch.get_num_threads()}
+
+
+def head() -> Result:
+    """The head forward and backward by its kinds of products: time, memory, and distance from float32's."""
+    from streamppo.algorithms import chunked_head as ours
+
+    tokens, width, vocabulary = (8192, 896, 151_936) if ON_GPU else (64, 32, 500)
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=DEVICE).bfloat16().requires_grad_()
+    weight = (0.02 * (torch.randn(vocabulary, width, device=DEVICE) + torch.randn(width, device=DEVICE))).bfloat16()
+    weight.requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
+
+    def step(float32: bool = True) -> list[torch.Tensor]:
+        scores = ours.chunked_logprobs_entropy(hidden, weight, targets, chunk=4096, float32_matmul=float32)
+        return [*scores, *torch.autograd.grad(scores[0].sum() / tokens, (hidden, weight))]
+
+    multiply = ours.WIDE.multiply if ON_GPU else lambda left, right: left.float() @ right.float()
+    choices: dict[str, tuple[bool, int, Callable[[], list[torch.Tensor]]]] = {
+        "float32": (False, 2, step),
+        "wide_two_parts": (True, 2, step),
+        "wide_one_part": (True, 1, step),
+        "bfloat16": (False, 1, partial(step, float32=False)),
+    }
+    found: Result = {}
+    exact: list[torch.Tensor] = []
+    for name, (wide, parts, work) in choices.items():
+        ours.has_wide_products = lambda *_, wide=wide: wide
+        ours.WIDE = ours.Products(multiply, parts)
+        made = work()
+        exact = exact or made
+        errors = {
+            what: _distance(one, other)
+            for what, one, other in zip(("logprobs", "entropy", "grad_hidden", "grad_weight"), made, exact, strict=True)
+        }
+        del made
+        found[name] = {**timed(work), "peak_mib": peak_mib(work), "distance": errors}
+    return found
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    one, other = one.detach().float(), other.detach().float()
+    return float((one - other).norm() / other.norm())
+
+
+def layers() -> Result:
+    """Forward and backward of a transformer by attention and checkpointing."""
+    return _transformers(["off", "selective", "full"], compiled=False)
+
+
+def compiled() -> Result:
+    """The same with compiled layers. On a CPU no kernels are made, which would take minutes."""
+    from streamppo.learner import layers as of_model
+
+    if not ON_GPU:
+        of_model.torch.compile = partial(torch.compile, backend="aot_eager")
+    return _transformers(["off", "full"], compiled=True)
+
+
+def _transformers(kinds: list[str], *, compiled: bool) -> Result:
+    found: Result = {}
+    for implementation in _attentions():
+        for checkpointing in kinds:
+            name = f"{implementation} {checkpointing}"
+            try:
+                found[name] = _transformer(implementation, checkpointing, compiled)
+            except Exception as error:
+                found[name] = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+            gc.collect()
+            torch.cuda.empty_cache()
+    return found
+
+
+def _attentions() -> list[str]:
+    from streamppo.config.sections import FLASH
+    from streamppo.learner import attention
+
+    return ["sdpa", *(name for name in FLASH if ON_GPU and attention.installed(name))]
+
+
+def _transformer(implementation: str, checkpointing: Any, compiled: bool) -> Result:
+    from transformers import Qwen2Config, Qwen2Model
+
+    from streamppo.learner import attention
+    from streamppo.learner import layers as of_model
+
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    if not ON_GPU:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=1000, attn_implementation=implementation)
+    body = Qwen2Model(config).to(DEVICE, torch.bfloat16)
+    of_model.checkpoint_activations(body, checkpointing)
+    if compiled:
+        of_model.compile_layers(body)
+    rows, width = (16, 1024) if ON_GPU else (2, 16)
+    inputs = torch.randint(1000, (rows, width), device=DEVICE)
+    reading = attention.layout(implementation)(inputs, torch.full((rows,), width, device=DEVICE))
+
+    def step() -> None:
+        body.zero_grad(set_to_none=True)
+        body(**reading.arguments, use_cache=False).last_hidden_state.float().square().mean().backward()
+
+    times = timed(step)
+    matrices = sum(parameter.numel() for layer in body.layers for parameter in layer.parameters())
+    tflops = 6 * matrices * rows * width / times["median_ms"] / 1e9
+    return {**times, "peak_mib": peak_mib(step), "tflops_without_recomputing": round(tflops, 2)}
+
+
+def push() -> Result:
+    """A version's way from the learner's GPU to an engine's, step by step: milliseconds for `bytes`."""
+    from streamppo.weights import buckets
+
+    count, rows = (32, 4096) if ON_GPU else (4, 64)
+    masters = {f"w{n}": torch.randn(rows, 4096, device=DEVICE) for n in range(count)}
+    on_cpu = {name: one.bfloat16().cpu() for name, one in masters.items()}
+    made, flat = buckets.flatten(1, None, on_cpu, 256 * 2**20)
+    pinned = {name: one.pin_memory() for name, one in on_cpu.items()} if ON_GPU else on_cpu
+    steps: Mapping[str, Callable[[], object]] = {
+        "cast_then_copy": lambda: [one.bfloat16().cpu() for one in masters.values()],
+        "copy_then_cast": lambda: [one.cpu().bfloat16() for one in masters.values()],
+        "flatten_and_checksum": lambda: buckets.flatten(1, None, on_cpu, 256 * 2**20),
+        "verify_and_unflatten": lambda: buckets.unflatten(made, flat),
+        "to_device": lambda: [one.to(DEVICE, copy=True) for one in on_cpu.values()],
+        "to_device_pinned": lambda: [one.to(DEVICE, copy=True, non_blocking=True) for one in pinned.values()],
+    }
+    return {"bytes": sum(one.nbytes for one in on_cpu.values()), **{name: timed(one) for name, one in steps.items()}}
+
+
+def end_to_end() -> Result:
+    """The default task in bfloat16, learner and embedded engine in one process: does accuracy rise, and how fast."""
+    from benchmarks import gpu_loop
+
+    with tempfile.TemporaryDirectory() as folder, _alone(Path(folder)):
+        return asyncio.run(gpu_loop.train(Path(folder), DEVICE, seconds=50.0 if ON_GPU else 5.0))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """A process group of this process, on the device that a rank would have."""
+    import torch.distributed as dist
+
+    from streamppo.learner import device as of_rank
+
+    of_rank.acquire(float(ON_GPU))
+    dist.init_process_group(
+        "nccl" if ON_GPU else "gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def tests() -> Result:
+    """`pytest -m gpu tests/numerics/test_cuda.py`: each test's outcome, and the reason of each that failed."""
+    need("pytest")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        done = subprocess.run(
+            [*command, "tests/numerics/test_cuda.py"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if not report.exists():
+            raise RuntimeError(done.stdout[-1500:] + done.stderr[-1500:])
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = {case.get("name"): _message(case) for case in cases if case.find("failure") is not None}
+    failed |= {case.get("name"): _message(case) for case in cases if case.find("error") is not None}
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
+
+
+def _message(case: ElementTree.Element) -> str:
+    found = case.find("failure")
+    found = case.find("error") if found is None else found
+    return "" if found is None else found.get("message", "")[:500]
+
+
+def ray_run() -> Result:
+    """`streamppo run configs/math.toml` with learner and embedded engine sharing the GPU."""
+    need("ray", gpu=True)
+    return _run("configs/math.toml", "updates=120", "evaluation.every=0", "model.dtype=bfloat16")
+
+
+def sglang_run() -> Result:
+    """The same with SGLang, which shares the GPU with the learner."""
+    need("ray", "sglang", gpu=True)
+    share = "rollout.engine.mem_fraction_static=0.3"
+    return _run("configs/math-sglang.toml", "updates=20", "evaluation.every=0", "model.dtype=bfloat16", share)
+
+
+def _run(config: str, *overrides: str) -> Result:
+    from benchmarks.runs import run
+
+    made = run(ROOT / config, [*overrides, "learner.gpus=0.5", "rollout.gpus=0.5"])
+    last = made.updates[len(made.updates) // 2 :]
+    shown = ("update_s", "score_s", "train_s", "wait_s", "push_ms", "lag_mean", "mismatch", "reward")
+    means = {name: statistics.mean(line[name] for line in last) for name in shown}
+    return {"summary": made.summary, "later_half": means}
+
+
+PARTS: Mapping[str, Callable[[], Result]] = {
+    "device": device,
+    "head": head,
+    "layers": layers,
+    "compiled": compiled,
+    "push": push,
+    "end_to_end": end_to_end,
+    "tests": tests,
+    "ray_run": ray_run,
+    "sglang_run": sglang_run,
+}
+
+if __name__ == "__main__":
+    main()
