@@ -34,7 +34,7 @@ def encode(value: object) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def decode(data: bytes, kind: type[T]) -> T:
+def decode(data: bytes | memoryview, kind: type[T]) -> T:
     """The inverse of `encode`. Raises `msgspec.ValidationError` when `data` is not a `kind`."""
     return msgspec.msgpack.decode(data, type=kind)
 

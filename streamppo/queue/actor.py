@@ -17,6 +17,7 @@ learner brings the weights again.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -29,9 +30,10 @@ from streamppo import process
 from streamppo.config.change import learning
 from streamppo.config.sections import Config
 from streamppo.errors import Diverged, JournalError, QueueError
-from streamppo.queue import continuation, report, snapshot
+from streamppo.queue import continuation, handout, report, snapshot
 from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.defects import limits_of
+from streamppo.queue.handout import BatchRef, Handout
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
 from streamppo.queue.rules import QueueRules
@@ -54,7 +56,9 @@ POLL_S = 5.0
 class QueueActor(ArchivedRuns):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
-    def __init__(self, config: bytes, run: str, model_path: str) -> None:
+    def __init__(
+        self, config: bytes, run: str, model_path: str, put: "Callable[[bytes], BatchRef]" = handout.put
+    ) -> None:
         process.log_to_stdout("queue")
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path
@@ -74,6 +78,7 @@ class QueueActor(ArchivedRuns):
         self._learner = 0
         self._tickets, self._batches = TicketLine(self._queue), BatchWaiters(self._queue)
         self._versions = VersionWaiters()
+        self._handout = Handout(put)
         self._heard: dict[str, float] = {}
         self._life = uuid4().hex
         process.collect_rarely()
@@ -202,22 +207,22 @@ class QueueActor(ArchivedRuns):
     # --- the learner's side ----------------------------------------------------------------------------------
 
     @ray.method
-    async def take(self, version: int) -> bytes:
-        """The batch of the update that starts at `version`, as soon as it is whole; nothing after `stop`.
+    async def take(self, version: int) -> "BatchRef | None":
+        """The batch of the update that starts at `version`, as soon as it is whole; None after `stop`.
 
         A batch that one rank has got before `stop` all ranks get. A batch that was trained on comes from the archive.
         """
         if version < self._queue.state.version:
             # The file has its name when its version is in the journal.
             await self._commit()
-            return encode(await asyncio.to_thread(self._archive.batch, version))
+            return await self._handout.batch(version, lambda: self._archive.batch(version))
         found = self._batches.batch(version)
         # Trajectories that were too old for it are to be sampled again.
         self._tickets.serve()
         if (batch := await asyncio.shield(found)) is None:
-            return b""
+            return None
         await self._commit()
-        return encode(batch)
+        return await self._handout.batch(version, lambda: batch)
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:

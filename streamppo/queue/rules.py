@@ -67,7 +67,7 @@ class QueueRules:
     def has_ticket(self, engine_version: int) -> bool:
         """Say if `issue` has a ticket for an engine of that version: a slot to be sampled again, or room for a new one.
 
-        What one version can have, all later ones can.
+        All versions above one that has a ticket have one too.
         """
         state, settings = self.state, self.settings
         while state.open and state.open[0].state is not SlotState.OPEN:

@@ -4,8 +4,8 @@
     batches     all ranks that wait for the batch of a version wait for one future
     versions    all engines that wait for a version above theirs wait for one event
 
-Whoever changes the queue calls `serve` before it awaits anything: then nobody waits for what is there. A change that
-concerns nobody costs a look at each engine version and each batch that is waited for, however many callers wait.
+A change of the queue is followed by `serve` before anything is awaited: so nobody waits for what is there. A change
+that concerns nobody costs a look at each engine version and each batch that is waited for, however many callers wait.
 """
 
 import asyncio

@@ -130,6 +130,22 @@ async def test_an_older_engine_at_the_head_of_the_line_keeps_no_newer_one_waitin
 
 
 @in_loop
+async def test_after_the_last_ticket_of_an_older_engine_the_newer_ones_are_still_served() -> None:
+    rules, line, held = full()
+    for ticket in held[:2]:
+        rules.put(finished(ticket))
+    assert rules.take(0) is not None
+    older, newer = [*waits(line, "a", version=0), *waits(line, "b", version=1)]
+    await turn()
+    rules.publish(1)
+    fail(rules, held[2])
+    line.serve()
+    await turn()
+    assert older.result()[0].identity == msgspec.structs.replace(held[2].identity, attempt=1)
+    assert len(newer.result()) == 1
+
+
+@in_loop
 async def test_a_caller_that_was_cancelled_a_moment_ago_takes_no_ticket_with_it() -> None:
     rules, line, held = full()
     gone, next_one = waits(line, "a", "b")
@@ -181,13 +197,15 @@ async def test_an_actor_that_was_given_up_for_dead_is_refused_and_the_next_one_s
     rules, line, _ = full()
     dead, next_one = waits(line, "a", "b")
     await turn()
-    for actor in ("a", "holder"):
-        rules.lost(actor)
-        line.lost(actor)
-    line.serve()
+    rules.lost("a")
+    line.lost("a")
     await turn()
     with pytest.raises(QueueError, match="a was given up for dead"):
         dead.result()
+    rules.lost("holder")
+    line.lost("holder")
+    line.serve()
+    await turn()
     assert len(next_one.result()) == 1
 
 
