@@ -130,7 +130,7 @@ async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> d
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
     queue = QueueActor(
         msgspec.msgpack.encode(_config(batch, tokens)), str(folder), str(folder), put=lambda encoded: encoded
-    )  # pyright: ignore[reportArgumentType]
+    )
     await queue.begin(0)
     await queue.publish(_push(0), [], b"", 0)
     load = Load(queue, engines, tokens)

@@ -52,6 +52,15 @@ def fail(rules: QueueRules, ticket: Ticket) -> None:
     rules.fail(Failure(identity=ticket.identity, actor="holder", stage="reward", reason="no"))
 
 
+def give_up(rules: QueueRules, ticket: Ticket) -> None:
+    """The slot fails until nobody samples it any more: it holds no room."""
+    slot = rules.state.slots[ticket.identity.prompt, ticket.identity.sample]
+    for _ in range(SETTINGS.max_attempts):
+        rules.fail(Failure(identity=slot.identity, actor="holder", stage="reward", reason="no"))
+        if slot.failures < SETTINGS.max_attempts:
+            slot.issue("holder", 1)
+
+
 def finished(ticket: Ticket, version: int = 0) -> Trajectory:
     return msgspec.structs.replace(trajectory([5], versions=[version]), identity=ticket.identity)
 
@@ -118,11 +127,7 @@ async def test_an_older_engine_at_the_head_of_the_line_keeps_no_newer_one_waitin
     assert len(rules.issue("holder", 1, 100, 1)) == 2
     older, newer = [*waits(line, "a", version=0), *waits(line, "b", version=1)]
     await turn()
-    for _ in range(SETTINGS.max_attempts):
-        slot = next(iter(rules.state.slots.values()))
-        rules.fail(Failure(identity=slot.identity, actor="holder", stage="reward", reason="no"))
-        if slot.failures < SETTINGS.max_attempts:
-            slot.issue("holder", 1)
+    give_up(rules, held[3])
     line.serve()
     await turn()
     assert newer.done() and not older.done(), "the slot that was given up leaves room for version 1 alone"
@@ -135,9 +140,11 @@ async def test_after_the_last_ticket_of_an_older_engine_the_newer_ones_are_still
     for ticket in held[:2]:
         rules.put(finished(ticket))
     assert rules.take(0) is not None
+    rules.publish(1)
+    assert len(rules.issue("holder", 1, 100, 1)) == 2
     older, newer = [*waits(line, "a", version=0), *waits(line, "b", version=1)]
     await turn()
-    rules.publish(1)
+    give_up(rules, held[3])
     fail(rules, held[2])
     line.serve()
     await turn()
