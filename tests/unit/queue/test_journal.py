@@ -251,7 +251,7 @@ def test_a_log_that_was_cut_is_noticed_even_where_sqlite_is_content(tmp_path: Pa
 def test_a_journal_of_another_format_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     filled(path).close()
-    for number, said in ((0, 1), (FORMAT - 1, 1), (FORMAT + 1, FORMAT + 1)):
+    for number, said in ((0, 1), (FORMAT - 1, FORMAT - 1), (FORMAT + 1, FORMAT + 1)):
         with sqlite3.connect(path) as database:
             database.execute(f"pragma user_version = {number}")
         database.close()
