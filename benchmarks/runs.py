@@ -96,6 +96,12 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "cpu": _cpu(), "python": platform.python_version(), "versions": versions}
 
 
+def commit() -> str:
+    """The commit that is measured; it ends in "-dirty" if files differ from it."""
+    folder = Path(__file__).parent
+    return subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=folder, text=True).strip()
+
+
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

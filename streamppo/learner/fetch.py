@@ -7,12 +7,16 @@ from typing import NamedTuple
 
 import ray
 from ray.actor import ActorProxy
+from ray.exceptions import ObjectLostError
 
 from streamppo import process
 from streamppo.errors import JournalError
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.queue.source import BatchSource
 from streamppo.types import Batch, decode
+
+RETRY_S = 0.5
+"""Seconds between two attempts to get a batch whose owner has died."""
 
 
 class Fetched(NamedTuple):
@@ -52,12 +56,23 @@ class Fetcher:
 
     def _fetch(self, version: int) -> Fetched | None:
         begin = time.perf_counter()
-        data = ray.get(self._source.take.remote(version))
+        taken = self._take(version)
         process.add("fetch", time.perf_counter() - begin)
-        if not data:
+        if taken is None:
             return None
-        batch = pad(decode(data, Batch))
+        batch = pad(taken)
         return Fetched(batch, lag_histogram(batch), time.perf_counter() - begin)
+
+    def _take(self, version: int) -> Batch | None:
+        while True:
+            found = ray.get(self._source.take.remote(version))
+            if found is None:
+                return None
+            try:
+                return decode(ray.get(found).data, Batch)
+            except ObjectLostError:
+                # The queue died with it; its next life has the same batch.
+                time.sleep(RETRY_S)
 
 
 def lag_histogram(batch: PaddedBatch) -> dict[int, int]:

@@ -73,8 +73,13 @@ class Learner:
 
         `values` are the critic's of the batch that made it. Returns the milliseconds that the push before took.
         """
-        whole = policy.snapshot(self.policy, self.config.model.dtype)
-        return self.pusher.push(self.version, whole, values) if dist.get_rank() == 0 else 0.0
+        dtype = self.config.model.dtype
+        if dist.get_rank():
+            policy.snapshot(self.policy, {}, dtype)
+            return 0.0
+        buckets = self.pusher.buckets(policy.pushed(self.policy, dtype))
+        policy.snapshot(self.policy, buckets.tensors, dtype)
+        return self.pusher.push(self.version, buckets, values)
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`; it is written beside training."""
@@ -92,9 +97,14 @@ class Learner:
 
     def export(self, folder: Path) -> str:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
-        whole: dict[str, Tensor] = policy.snapshot(self.policy, self.config.model.dtype)
+        dtype, whole = self.config.model.dtype, dict[str, Tensor]()
         if dist.get_rank() == 0:
-            pretrained.export(whole, self.model_path, folder, self.config.model.dtype)
+            whole = {
+                name: torch.empty_like(one, device="cpu") for name, one in policy.pushed(self.policy, dtype).items()
+            }
+        policy.snapshot(self.policy, whole, dtype)
+        if dist.get_rank() == 0:
+            pretrained.export(whole, self.model_path, folder, dtype)
         return self.pusher.last.result().digest
 
 

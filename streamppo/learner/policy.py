@@ -3,7 +3,7 @@
 B trajectories, L prompt + completion tokens, T completion tokens, D width, N completion tokens without padding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -254,19 +254,25 @@ def release(policy: Policy) -> None:
     order.clear()
 
 
-@phase("snapshot")
-def snapshot(policy: Policy, dtype: str) -> dict[str, Tensor]:
-    """The whole policy, without its critic, on the CPU under its HF names; on rank 0 alone, and a collective for all.
+def pushed(policy: Policy, dtype: str) -> dict[str, Tensor]:
+    """Names, shapes and types of the tensors of a version, without their bytes: the policy without its critic.
 
     Tied weights appear once, under the name that `named_parameters` gives them.
     """
     target = getattr(torch, dtype)
-    whole: dict[str, Tensor] = {}
+    shapes = {name: parameter.shape for name, parameter in policy.lm.named_parameters()}
+    return {name: torch.empty(shape, dtype=target, device="meta") for name, shape in shapes.items()}
+
+
+@phase("snapshot")
+@torch.no_grad()
+def snapshot(policy: Policy, into: Mapping[str, Tensor], dtype: str) -> None:
+    """Write the policy to `into`, as `pushed` names it, in `dtype`: on rank 0 alone, and a collective for all."""
+    target = getattr(torch, dtype)
     for name, parameter in policy.lm.named_parameters():
         full = parameter.detach()
-        full = full.full_tensor() if isinstance(full, DTensor) else full
-        if dist.get_rank():
-            continue
-        # `to` returns the live parameter itself when nothing has to change, and training goes on under the push.
-        whole[name] = full.to(device="cpu", dtype=target, copy=True)
-    return whole
+        if isinstance(full, DTensor):
+            # Shards in the engines' type are half of the bytes to gather. One rank gathers nothing, and casts below.
+            full = (full.to(target) if dist.get_world_size() > 1 else full).full_tensor()
+        if not dist.get_rank():
+            into[name].copy_(full)

@@ -2,7 +2,7 @@
 
     consumes     trajectories and failures from rollout actors, versions from the learner
     produces     tickets, batches, weights; the journal and the archive
-    waits for    nothing but the disk; its callers wait here, on one condition that every change notifies
+    waits for    nothing but the disk; its callers wait here, each for what it asked for (waiting.py)
 
     nothing is acknowledged before it is in the journal: callers that come while one transaction runs share the next
     no version is published before the batch that made it is in the archive, with the critic's values of it
@@ -18,8 +18,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 from uuid import uuid4
 
 import msgspec
@@ -30,15 +31,17 @@ from streamppo import process
 from streamppo.config.change import learning
 from streamppo.config.sections import Config
 from streamppo.errors import Diverged, JournalError, QueueError
-from streamppo.queue import continuation, report, snapshot
+from streamppo.queue import continuation, handout, report, snapshot
 from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.defects import limits_of
+from streamppo.queue.handout import BatchRef, Handout
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
 from streamppo.queue.rules import QueueRules
 from streamppo.queue.source import ArchivedRuns
 from streamppo.queue.state import QueueState, Settings, settings_of
-from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
+from streamppo.queue.waiting import BatchWaiters, TicketLine, VersionWaiters
+from streamppo.types import Failure, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -49,13 +52,14 @@ PushedRefs: TypeAlias = "tuple[bytes, list[BucketRef]]"
 """An encoded `Push`, and the references of its buckets."""
 POLL_S = 5.0
 """A long poll comes back empty after this, so that a caller that has died does not wait here for ever."""
-T = TypeVar("T")
 
 
 class QueueActor(ArchivedRuns):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
-    def __init__(self, config: bytes, run: str, model_path: str) -> None:
+    def __init__(
+        self, config: bytes, run: str, model_path: str, put: "Callable[[bytes], BatchRef]" = handout.put
+    ) -> None:
         process.log_to_stdout("queue")
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path
@@ -73,9 +77,9 @@ class QueueActor(ArchivedRuns):
         self._broken: JournalError | None = None
         self._ledger = Ledger[PushedRefs]()
         self._learner = 0
-        self._stopped = False
-        self._changed = asyncio.Condition()
-        self._engine_versions: dict[str, int] = {}
+        self._tickets, self._batches = TicketLine(self._queue), BatchWaiters(self._queue)
+        self._versions = VersionWaiters()
+        self._handout = Handout(put)
         self._heard: dict[str, float] = {}
         self._life = uuid4().hex
         process.collect_rarely()
@@ -90,6 +94,7 @@ class QueueActor(ArchivedRuns):
         it changes what a run keeps.
         """
         self._queue.lost_all()
+        self._tickets.lost_all()
         before, newest = continuation.newest_config(self._journal), self._queue.state.version
         continuation.refuse_other(before, self.config, newest, lambda: version)
         if before is None or learning(before) != learning(self.config):
@@ -114,14 +119,15 @@ class QueueActor(ArchivedRuns):
     async def lost(self, actor: str) -> None:
         """Have others sample again what `actor` was sampling; it never gets another ticket."""
         self._queue.lost(actor)
+        self._tickets.lost(actor)
+        self._serve()
         await self._commit()
-        await self._notify()
 
     @ray.method
     async def stop(self) -> None:
         """Lease no more batches: a rank that waits for one, or asks for a new one, gets none."""
-        self._stopped = True
-        await self._notify()
+        self._batches.stopped = True
+        self._serve()
 
     @ray.method
     async def forget(self, before: int) -> None:
@@ -156,10 +162,13 @@ class QueueActor(ArchivedRuns):
         it has received tickets; until then it gets the same ones again.
         """
         self._hear(actor, engine_version)
-        tickets = await self._poll(lambda: self._queue.issue(actor, self._engine_versions[actor], limit, call) or None)
-        if tickets:
-            await self._commit()
-        return encode(tickets or ())
+        try:
+            async with asyncio.timeout(POLL_S):
+                tickets = await self._tickets.tickets(actor, engine_version, limit, call)
+        except TimeoutError:
+            return encode(())
+        await self._commit()
+        return encode(tickets)
 
     @ray.method
     async def beat(self, actor: str) -> None:
@@ -170,7 +179,6 @@ class QueueActor(ArchivedRuns):
     async def swapped(self, actor: str, engine_version: int) -> None:
         """The engine of `actor` holds `engine_version` from here on."""
         self._hear(actor, engine_version)
-        await self._notify()
 
     @ray.method
     async def deliver(self, trajectories: bytes, failures: bytes) -> None:
@@ -182,37 +190,40 @@ class QueueActor(ArchivedRuns):
             for failure in decode(failures, tuple[Failure, ...]):
                 self._queue.fail(failure)
         finally:
+            self._serve()
             # If these were too many failures, the letters that say why are kept.
             await self._commit()
-        await self._notify()
 
     @ray.method
     async def weights_after(self, actor: str, version: int) -> "PushedRefs | None":
         """The newest push above `version`, as soon as there is one; None after `POLL_S`."""
         self._hear(actor, version)
-        found = await self._poll(lambda: self._ledger.after(version))
+        if self._ledger.after(version) is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._versions.above(version)
+        found = self._ledger.after(version)
         return found.handle if found else None
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
     @ray.method
-    async def take(self, version: int) -> bytes:
-        """The batch of the update that starts at `version`, as soon as it is whole; nothing after `stop`.
+    async def take(self, version: int) -> "BatchRef | None":
+        """The batch of the update that starts at `version`, as soon as it is whole; None after `stop`.
 
         A batch that one rank has got before `stop` all ranks get. A batch that was trained on comes from the archive.
         """
         if version < self._queue.state.version:
             # The file has its name when its version is in the journal.
             await self._commit()
-            return encode(await asyncio.to_thread(self._archive.batch, version))
-        async with self._changed:
-            while (batch := self._whole(version)) is None and not self._stopped:
-                await self._changed.wait()
-        if batch is None:
-            return b""
+            return await self._handout.batch(version, lambda: self._archive.batch(version))
+        found = self._batches.batch(version)
+        # Trajectories that were too old for it are to be sampled again.
+        self._tickets.serve()
+        if (batch := await asyncio.shield(found)) is None:
+            return None
         await self._commit()
-        await self._notify()
-        return encode(batch)
+        return await self._handout.batch(version, lambda: batch)
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
@@ -231,6 +242,7 @@ class QueueActor(ArchivedRuns):
         known = self._made.get(version)
         if known is None:
             self._queue.publish(version)
+            self._serve()
             self._made[version] = Made(version=version, digest=described.digest, archived=archived)
             self._unwritten.append(self._made[version])
             self._archiving.pop(version - 1, None)
@@ -242,14 +254,14 @@ class QueueActor(ArchivedRuns):
         await self._commit()
         if version >= self._queue.state.version:
             self._ledger.publish(described, (push, refs))
-        await self._notify()
+            self._versions.published(version)
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
-    def _whole(self, version: int) -> Batch | None:
-        if version > self._queue.state.version + 1:
-            return None
-        return self._queue.take(version, leased_only=self._stopped)
+    def _serve(self) -> None:
+        """Give what a change has made to those that wait for it; a batch first, which may open slots again."""
+        self._batches.serve()
+        self._tickets.serve()
 
     async def _commit(self) -> None:
         """Return when everything that has changed so far is in the journal."""
@@ -278,21 +290,8 @@ class QueueActor(ArchivedRuns):
         return self._archiving[version]
 
     def _hear(self, actor: str, engine_version: int) -> None:
-        self._engine_versions[actor] = engine_version
         self._heard[actor] = time.monotonic()
-
-    async def _poll(self, ask: Callable[[], T | None]) -> T | None:
-        try:
-            async with asyncio.timeout(POLL_S), self._changed:
-                while (found := ask()) is None:
-                    await self._changed.wait()
-                return found
-        except TimeoutError:
-            return None
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        self._tickets.hear(actor, engine_version)
 
 
 def _rebuilt(settings: Settings, journal: Journal) -> QueueRules:

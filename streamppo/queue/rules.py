@@ -66,6 +66,17 @@ class QueueRules:
         mine = [slot for slot in slots if (slot.actor, slot.call) == (actor, call)]
         return tuple(Ticket(identity=slot.identity, slot=slot.number) for slot in mine)
 
+    def has_ticket(self, engine_version: int) -> bool:
+        """Say if `issue` has a ticket for an engine of that version: a slot to be sampled again, or room for a new one.
+
+        All versions above one that has a ticket have one too.
+        """
+        state, settings = self.state, self.settings
+        while state.open and state.open[0].state is not SlotState.OPEN:
+            heapq.heappop(state.open)
+        bound = (engine_version + settings.max_lag + 1 - state.version) * settings.batch_size
+        return bool(state.open) or state.held < bound
+
     @phase("store")
     def put_all(self, trajectories: Sequence[Trajectory]) -> None:
         """Store finished trajectories, each as `put` does."""
@@ -172,15 +183,11 @@ class QueueRules:
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _next_open(self, engine_version: int) -> Slot | None:
-        state, settings = self.state, self.settings
-        while state.open:
-            slot = heapq.heappop(state.open)
-            if slot.state is SlotState.OPEN:
-                return slot
-        if state.held >= (engine_version + settings.max_lag + 1 - state.version) * settings.batch_size:
+        if not self.has_ticket(engine_version):
             return None
-        self._open_unit()
-        return heapq.heappop(state.open)
+        if not self.state.open:
+            self._open_unit()
+        return heapq.heappop(self.state.open)
 
     def _open_unit(self) -> None:
         state, size = self.state, self.settings.unit_size

@@ -7,6 +7,7 @@ two the learner has.
 # pyright: reportUnknownMemberType=false
 
 import asyncio
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 import ray
 from ray.actor import ActorProxy
 
-from streamppo.queue import archive
+from streamppo.queue import archive, handout
+from streamppo.queue.handout import BatchRef, Handout
 from streamppo.types import Push, decode, encode
 
 if TYPE_CHECKING:
@@ -29,8 +31,11 @@ class BatchSource(Protocol):
     """The calls that a learner makes: batches in, versions out. A Ray actor answers them."""
 
     @ray.method
-    async def take(self, version: int) -> bytes:
-        """Return the `Batch` of the update that starts at `version`, as soon as it is whole; empty after a stop."""
+    async def take(self, version: int) -> "BatchRef | None":
+        """Return the batch of the update that starts at `version`, as soon as it is whole; None after a stop.
+
+        The reference is lost with this process: then the next one has the same batch.
+        """
         ...
 
     @ray.method
@@ -82,20 +87,21 @@ class ArchivedRuns:
     @ray.method
     async def archived_batch(self, run: str, version: int) -> bytes:
         """The `Batch` from which the run went on at `version`."""
-        return encode(await asyncio.to_thread(lambda: _opened(run).batch(version)))
+        return await asyncio.to_thread(lambda: encode(_opened(run).batch(version)))
 
 
 class ArchiveSource(ArchivedRuns):
     """The batches of one run in their order, for a learner that makes its versions again; it keeps their digests."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, put: "Callable[[bytes], BatchRef]" = handout.put) -> None:
         self._archive = archive.open(Path(run))
+        self._handout = Handout(put)
         self._digests: dict[int, str] = {}
 
     @ray.method
-    async def take(self, version: int) -> bytes:
+    async def take(self, version: int) -> "BatchRef | None":
         """The batch that was trained on from `version`."""
-        return encode(await asyncio.to_thread(self._archive.batch, version))
+        return await self._handout.batch(version, lambda: self._archive.batch(version))
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:

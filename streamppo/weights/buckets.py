@@ -4,7 +4,6 @@ A bucket is a one-dimensional uint8 array; tensors lie in it one after another, 
 is a function of names, shapes and sizes alone, so equal parameters always make equal buckets and equal checksums.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,43 +11,56 @@ import torch
 from numpy.typing import NDArray
 
 from streamppo.errors import WeightsError
-from streamppo.types import Push, Tensor
+from streamppo.types import Push, Tensor, checksum
 
 ALIGNMENT = 64
+
+
+class Buckets:
+    """Memory for one version of `tensors`, of which names, shapes and types count: `tensors` are views of `arrays`.
+
+    A bucket has at most `bucket_bytes`; a larger tensor gets one of its own. The memory is used for one version after
+    another: to ask the kernel for fresh pages costs more than to hash what is written to them.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> None:
+        self._layout, sizes = _plan(tensors, bucket_bytes)
+        # The gaps between tensors stay 0, so that they change no checksum.
+        self.arrays = [np.zeros(size, dtype=np.uint8) for size in sizes]
+        self.tensors = {place.name: _view(place, self.arrays[place.bucket]) for place in self._layout}
+
+    def push(self, version: int, base_version: int | None) -> Push:
+        """Describe the version that was written to `tensors`: this hashes every bucket."""
+        return Push(
+            version=version,
+            base_version=base_version,
+            tensors=self._layout,
+            bucket_bytes=tuple(array.nbytes for array in self.arrays),
+            checksums=tuple(checksum(array.data) for array in self.arrays),
+        )
 
 
 def flatten(
     version: int, base_version: int | None, tensors: Mapping[str, torch.Tensor], bucket_bytes: int
 ) -> tuple[Push, list[NDArray[np.uint8]]]:
-    """Copy CPU `tensors` into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own)."""
-    layout, sizes = _plan(tensors, bucket_bytes)
-    buckets = [np.zeros(size, dtype=np.uint8) for size in sizes]
-    for place, tensor in zip(layout, tensors.values(), strict=True):
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        buckets[place.bucket][place.start : place.start + place.nbytes] = raw
-    push = Push(
-        version=version,
-        base_version=base_version,
-        tensors=layout,
-        bucket_bytes=sizes,
-        checksums=tuple(checksum(bucket) for bucket in buckets),
-    )
-    return push, buckets
+    """Copy `tensors` into buckets of their own. See `Buckets`."""
+    buckets = Buckets(tensors, bucket_bytes)
+    for name, into in buckets.tensors.items():
+        into.copy_(tensors[name].detach())
+    return buckets.push(version, base_version), buckets.arrays
 
 
 def unflatten(push: Push, buckets: Sequence[NDArray[np.uint8]]) -> dict[str, torch.Tensor]:
-    """The tensors of a verified push, as views of the buckets. Raises `WeightsError` if a checksum differs."""
+    """The tensors of a verified push, as views of the buckets: to be read alone.
+
+    Raises `WeightsError` if a checksum differs.
+    """
     if len(buckets) != len(push.checksums):
         raise WeightsError(f"push {push.version}: {len(buckets)} buckets arrived, {len(push.checksums)} were sent")
     for number, (bucket, expected) in enumerate(zip(buckets, push.checksums, strict=True)):
-        if checksum(bucket) != expected:
+        if checksum(bucket.data) != expected:
             raise WeightsError(f"push {push.version}: bucket {number} does not match its checksum")
     return {place.name: _view(place, buckets[place.bucket]) for place in push.tensors}
-
-
-def checksum(bucket: NDArray[np.uint8]) -> str:
-    """SHA-256 of the bytes."""
-    return hashlib.sha256(bucket.data).hexdigest()
 
 
 def _plan(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -74,9 +86,17 @@ def _plan(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[tuple
     return tuple(layout), tuple(sizes)
 
 
+class _Exposed:
+    """An array's memory as NumPy takes it from a stranger, which keeps the array alive."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
 def _view(place: Tensor, bucket: NDArray[np.uint8]) -> torch.Tensor:
-    # A tensor over a read-only buffer would warn: engines copy from it and never write to it.
     raw = bucket[place.start : place.start + place.nbytes]
     if not raw.flags.writeable:
-        raw = raw.copy()
+        # A tensor cannot say that it is read-only, and torch warns of that. Nobody writes to weights that have arrived.
+        raw = np.asarray(_Exposed(raw))
     return torch.from_numpy(raw).view(getattr(torch, place.dtype)).reshape(place.shape)

@@ -1,7 +1,9 @@
 """Buckets through the Ray object store: the learner pushes beside training, engines pull.
 
-Push   consumes a snapshot (HF names -> CPU tensors)     produces a version in the ledger
+Push   consumes a version in buckets                     produces a version in the ledger
        waits for the push before it                       unblocks every engine's pull and the queue's next take
+
+Two sets of buckets take turns: the learner writes a version into one, while the other is being pushed.
 """
 
 import time
@@ -17,9 +19,13 @@ from numpy.typing import NDArray
 from streamppo.process import phase
 from streamppo.types import Push, decode, encode
 from streamppo.weights import buckets
+from streamppo.weights.buckets import Buckets
 
 BucketRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
 """A bucket in the object store."""
+
+SETS = 2
+"""Sets of buckets: one is written, one is read."""
 
 
 class Pushed(NamedTuple):
@@ -30,9 +36,9 @@ class Pushed(NamedTuple):
 
 
 class Pusher:
-    """Encodes, checksums and publishes snapshots in a thread of its own, in order of version.
+    """Checksums and publishes versions in a thread of its own, in their order.
 
-    At most one push is under way: `push` waits for the one before, so memory holds two snapshots at most. Nobody
+    At most one push is under way: `push` waits for the one before, so memory holds two versions at most. Nobody
     waits for an engine. `last` is the newest push. `publish` gets the encoded `Push`, its buckets and the values.
     """
 
@@ -43,15 +49,23 @@ class Pusher:
         self.last: Future[Pushed] = Future()
         self.last.set_result(Pushed("", 0.0))
         self._base: int | None = None
+        self._sets: list[Buckets] = []
         self._carried: tuple[bytes, list[BucketRef], bytes] | None = None
 
-    def push(self, version: int, snapshot: Mapping[str, torch.Tensor], values: bytes = b"") -> float:
-        """Start pushing `snapshot`, which must not change any more. Returns the milliseconds of the push before.
+    def buckets(self, like: Mapping[str, torch.Tensor]) -> Buckets:
+        """The buckets of the next version, which has names, shapes and types of `like`; no push reads them."""
+        if len(self._sets) < SETS:
+            return Buckets(like, self._bucket_bytes)
+        return self._sets.pop(0)
+
+    def push(self, version: int, filled: Buckets, values: bytes = b"") -> float:
+        """Start pushing what is in `filled`. Returns the milliseconds of the push before.
 
         `values`, the critic's of the batch that made the version, go along. Raises the error of the push before.
         """
         before = self.last.result()
-        self.last = self._thread.submit(self._carry, version, snapshot, values)
+        self._sets.append(filled)
+        self.last = self._thread.submit(self._carry, version, filled, values)
         return before.ms
 
     def again(self) -> None:
@@ -60,10 +74,10 @@ class Pusher:
             self._thread.submit(lambda: self._carried and self._publish(*self._carried))
 
     @phase("publish")
-    def _carry(self, version: int, snapshot: Mapping[str, torch.Tensor], values: bytes) -> Pushed:
+    def _carry(self, version: int, filled: Buckets, values: bytes) -> Pushed:
         start = time.perf_counter()
-        push, arrays = buckets.flatten(version, self._base, snapshot, self._bucket_bytes)
-        self._carried = encode(push), [ray.put(array) for array in arrays], values
+        push = filled.push(version, self._base)
+        self._carried = encode(push), [ray.put(array) for array in filled.arrays], values
         self._publish(*self._carried)
         self._base = version
         return Pushed(push.digest, (time.perf_counter() - start) * 1e3)

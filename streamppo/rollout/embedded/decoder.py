@@ -87,10 +87,13 @@ class Decoder:
         self.cache = torch.zeros(shape, dtype=dtype, device=self.device)
 
     @phase("swap")
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the weights by `tensors` (HF names). Raises `WeightsError`, and keeps the old, if they do not fit."""
+    def fuse(self, tensors: Mapping[str, Tensor]) -> Parameters:
+        """The `parameters` that `tensors` (HF names) are; the model goes on with those that it has.
+
+        Raises `WeightsError` if they do not fit.
+        """
         check_fit(self._expected, tensors)
-        self.parameters = _fuse(self, tensors)
+        return _fuse(self, tensors)
 
     @torch.inference_mode()
     def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_B: Tensor) -> Tensor:
@@ -211,13 +214,16 @@ def _rotation(config: "PreTrainedConfig", max_tokens: int, device: torch.device)
 
 
 def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:
-    """Fuse HF tensors. Every tensor is copied: the given one may be a view of a shared buffer."""
+    """Fuse HF tensors. Every tensor is copied once: the given one may be a view of a shared buffer."""
+
+    def given(name: str) -> Tensor:
+        return tensors[name].to(decoder.device, decoder.dtype)
 
     def copied(name: str) -> Tensor:
         return tensors[name].to(decoder.device, decoder.dtype, copy=True)
 
     layers = tuple(
-        _fuse_layer(f"model.layers.{n}.", copied, tensors.keys(), decoder.head_width)
+        _fuse_layer(f"model.layers.{n}.", given, tensors.keys(), decoder.head_width)
         for n in range(decoder.config.num_hidden_layers)
     )
     embedding = copied("model.embed_tokens.weight")
@@ -225,31 +231,34 @@ def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:
     return Parameters(embedding, layers, copied("model.norm.weight"), head.to(decoder.head_dtype))
 
 
-def _fuse_layer(prefix: str, copied: Callable[[str], Tensor], names: Collection[str], head_width: int) -> Layer:
+def _fuse_layer(prefix: str, given: Callable[[str], Tensor], names: Collection[str], head_width: int) -> Layer:
+    def copied(name: str) -> Tensor:
+        return given(prefix + name).clone()
+
     def paired(tensor: Tensor) -> Tensor:
         """Reorder rows of each head from (first halves, second halves) to pairs side by side."""
         heads = tensor.reshape(-1, 2, head_width // 2, *tensor.shape[1:])
         return heads.transpose(1, 2).reshape(tensor.shape)
 
     def attention(name: str) -> Tensor:
-        return copied(f"{prefix}self_attn.{name}")
+        return copied(f"self_attn.{name}")
 
     def fused(kind: str) -> Tensor:
-        q, k, v = (attention(f"{name}_proj.{kind}") for name in "qkv")
+        q, k, v = (given(f"{prefix}self_attn.{name}_proj.{kind}") for name in "qkv")
         return torch.cat([paired(q), paired(k), v])
 
     def has(name: str) -> bool:
         return f"{prefix}self_attn.{name}" in names
 
     return Layer(
-        norm=copied(f"{prefix}input_layernorm.weight"),
+        norm=copied("input_layernorm.weight"),
         qkv=fused("weight"),
         qkv_bias=fused("bias") if has("q_proj.bias") else None,
         q_norm=paired(attention("q_norm.weight")) if has("q_norm.weight") else None,
         k_norm=paired(attention("k_norm.weight")) if has("k_norm.weight") else None,
         out=attention("o_proj.weight"),
         out_bias=attention("o_proj.bias") if has("o_proj.bias") else None,
-        mlp_norm=copied(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=torch.cat([copied(f"{prefix}mlp.gate_proj.weight"), copied(f"{prefix}mlp.up_proj.weight")]),
-        down=copied(f"{prefix}mlp.down_proj.weight"),
+        mlp_norm=copied("post_attention_layernorm.weight"),
+        gate_up=torch.cat([given(f"{prefix}mlp.gate_proj.weight"), given(f"{prefix}mlp.up_proj.weight")]),
+        down=copied("mlp.down_proj.weight"),
     )

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
-from streamppo.errors import WeightsError
-from streamppo.rollout.embedded.decoder import Decoder
+from streamppo.rollout.embedded.decoder import Decoder, Parameters
 from streamppo.rollout.embedded.rows import Request, Rows
 from streamppo.rollout.engine import Completion, Sampling, Usage
 from streamppo.rollout.fit import check_prompt
@@ -76,7 +75,7 @@ class EmbeddedEngine:
         self._kv = kv
         self._waiting: deque[Request] = deque()
         self._promised: set[asyncio.Future[Completion] | asyncio.Future[None]] = set()
-        self._swap: tuple[int, Mapping[str, Tensor], asyncio.Future[None]] | None = None
+        self._swap: tuple[int, Parameters, asyncio.Future[None]] | None = None
         self._one_swap = asyncio.Lock()
         self._work = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
@@ -104,11 +103,12 @@ class EmbeddedEngine:
             self._promised.discard(request.done)
 
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """See `Engine.update_weights`. Swaps are made one after another."""
+        """See `Engine.update_weights`. Swaps are made one after another; their weights are copied beside decoding."""
         async with self._one_swap:
+            parameters = await asyncio.to_thread(self._decoder.fuse, tensors)
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._wake()
-            self._swap = (version, tensors, done)
+            self._swap = (version, parameters, done)
             self._promised.add(done)
             try:
                 await done
@@ -175,14 +175,9 @@ class EmbeddedEngine:
                 admitted.append(request)
         return admitted
 
-    async def _apply_swap(self, version: int, tensors: Mapping[str, Tensor], done: asyncio.Future[None]) -> None:
+    async def _apply_swap(self, version: int, parameters: Parameters, done: asyncio.Future[None]) -> None:
         begin = time.perf_counter()
-        try:
-            await self._run(self._decoder.load, tensors)
-        except WeightsError as error:
-            if not done.done():
-                done.set_exception(error)
-            return
+        self._decoder.parameters = parameters
         self._version = version
         if self._kv == "recompute" and self._rows.count:
             await self._run(self._rows.recompute)

@@ -42,8 +42,9 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
         with torch.no_grad():
             for parameter in updater.policy.parameters():
                 parameter.add_(0.125)
-        whole = policy.snapshot(updater.policy, config.model.dtype)
-        push, _ = buckets.flatten(version, version - 1, whole, config.learner.bucket_bytes)
+        whole = buckets.Buckets(policy.pushed(updater.policy, config.model.dtype), config.learner.bucket_bytes)
+        policy.snapshot(updater.policy, whole.tensors, config.model.dtype)
+        push = whole.push(version, version - 1)
         pushed = Future[Pushed]()
         pushed.set_result(Pushed(digest or push.digest, 0.0))
         journal.write(Changes(COUNTERS), [Made(version=version, digest=push.digest, archived=None)])

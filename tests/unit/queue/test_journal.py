@@ -251,7 +251,7 @@ def test_a_log_that_was_cut_is_noticed_even_where_sqlite_is_content(tmp_path: Pa
 def test_a_journal_of_another_format_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     filled(path).close()
-    for number, said in ((0, 1), (FORMAT - 1, 1), (FORMAT + 1, FORMAT + 1)):
+    for number, said in ((0, 1), (FORMAT - 1, FORMAT - 1), (FORMAT + 1, FORMAT + 1)):
         with sqlite3.connect(path) as database:
             database.execute(f"pragma user_version = {number}")
         database.close()
@@ -267,7 +267,7 @@ def test_a_journal_from_before_formats_had_numbers_is_refused(tmp_path: Path) ->
     with sqlite3.connect(path) as database:
         database.execute("create table slots (number integer primary key, task text, row blob, checksum int) strict")
     database.close()
-    with pytest.raises(JournalError, match="its format is 1, and this version reads 2"):
+    with pytest.raises(JournalError, match="its format is 1, and this version reads 3"):
         Journal(path)
 
 

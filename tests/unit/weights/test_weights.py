@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamppo.errors import WeightsError
-from streamppo.types import Push, decode, encode
+from streamppo.types import Push, checksum, decode, encode
 from streamppo.weights import buckets, transport
 from streamppo.weights.buckets import ALIGNMENT
 from streamppo.weights.ledger import Ledger
@@ -118,8 +118,15 @@ def test_publishing_twice_brings_the_bytes_from_elsewhere_and_a_gap_or_other_byt
 def store(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands in for the object store: what was put, in order."""
     put: list[Any] = []
-    monkeypatch.setattr(transport.ray, "put", lambda array: put.append(array) or len(put) - 1)
+    monkeypatch.setattr(transport.ray, "put", lambda array: put.append(array.copy()) or len(put) - 1)
     return put
+
+
+def start(pusher: transport.Pusher, version: int, values: torch.Tensor) -> float:
+    """Write `values` as `version` into the pusher's buckets, and push them."""
+    filled = pusher.buckets({"w": values})
+    filled.tensors["w"].copy_(values)
+    return pusher.push(version, filled)
 
 
 def test_pushes_overlap_what_follows_and_arrive_whole_and_in_order(store: list[Any]) -> None:
@@ -130,10 +137,10 @@ def test_pushes_overlap_what_follows_and_arrive_whole_and_in_order(store: list[A
         published.append((decode(described, Push), [store[ref] for ref in refs]))
 
     pusher = transport.Pusher(publish, 1 << 20)
-    assert pusher.push(0, {"w": torch.zeros(3)}) == 0.0
+    assert start(pusher, 0, torch.zeros(3)) == 0.0
     assert published == []
     gate.set()
-    assert pusher.push(1, {"w": torch.ones(3)}) > 0.0
+    assert start(pusher, 1, torch.ones(3)) > 0.0
     pusher.last.result()
     assert [(described.version, described.base_version) for described, _ in published] == [(0, None), (1, 0)]
     _, arrived = transport.unpack(encode(published[1][0]), published[1][1])
@@ -141,15 +148,53 @@ def test_pushes_overlap_what_follows_and_arrive_whole_and_in_order(store: list[A
     assert pusher.last.result().digest == published[1][0].digest
 
 
+def test_a_version_is_written_while_the_one_before_is_read_and_two_sets_of_buckets_take_turns(store: list[Any]) -> None:
+    gate, published = threading.Semaphore(0), list[Push]()
+
+    def publish(described: bytes, refs: list[Any], values: bytes) -> None:
+        assert gate.acquire(timeout=10)
+        published.append(decode(described, Push))
+
+    pusher = transport.Pusher(publish, 1 << 20)
+    used: list[buckets.Buckets] = []
+    for version in range(5):
+        filled = pusher.buckets({"w": torch.zeros(3)})
+        assert not used or filled is not used[-1], "the push before still reads it"
+        filled.tensors["w"].fill_(version)
+        gate.release()
+        pusher.push(version, filled)
+        used.append(filled)
+    pusher.last.result()
+    assert len({id(one) for one in used}) == transport.SETS
+    sent = [torch.from_numpy(array.view(np.float32))[0].item() for array in store]
+    assert sent == [0, 1, 2, 3, 4]
+    assert len({one.digest for one in published}) == 5
+
+
+def test_gaps_between_tensors_change_no_checksum_however_often_buckets_are_used() -> None:
+    first = {"a": torch.ones(3), "b": torch.ones(5)}
+    again = buckets.Buckets(first, 1 << 20)
+    for fill in (7.0, 1.0):
+        for tensor in again.tensors.values():
+            tensor.fill_(fill)
+    assert again.push(0, None).digest == buckets.flatten(0, None, first, 1 << 20)[0].digest
+
+
+def test_a_checksum_is_the_blake3_hash_of_the_bytes() -> None:
+    assert checksum(b"") == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+    described, (array,) = buckets.flatten(0, None, {"w": torch.arange(3.0)}, 1 << 20)
+    assert described.checksums == (checksum(array.tobytes()),)
+
+
 def test_a_ledger_that_has_forgotten_gets_the_last_version_once_more(store: list[Any]) -> None:
     published: list[int] = []
     pusher = transport.Pusher(lambda described, *_: published.append(decode(described, Push).version), 1 << 20)
     pusher.again()
     for version in (0, 1):
-        pusher.push(version, {"w": torch.zeros(3)})
+        start(pusher, version, torch.zeros(3))
     pusher.last.result()
     pusher.again()
-    pusher.push(2, {"w": torch.zeros(3)})
+    start(pusher, 2, torch.zeros(3))
     pusher.last.result()
     assert published == [0, 1, 1, 2]
     assert len(store) == 3
@@ -161,6 +206,6 @@ def test_a_push_that_failed_is_told_to_the_next_one() -> None:
         raise WeightsError("the ledger refused")
 
     pusher = transport.Pusher(publish, 1 << 20)
-    pusher.push(0, {"w": torch.zeros(3)})
+    start(pusher, 0, torch.zeros(3))
     with pytest.raises(WeightsError, match="the ledger refused"):
-        pusher.push(1, {"w": torch.zeros(3)})
+        start(pusher, 1, torch.zeros(3))

@@ -1,0 +1,79 @@
+"""A batch is encoded and put away once, beside the event loop, however many ranks ask for it."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from conftest import trajectory
+
+from streamppo.errors import JournalError
+from streamppo.queue.handout import Handout
+from streamppo.types import Batch, decode
+
+
+class Store:
+    """Stands in for the object store: what was put, and by which threads."""
+
+    def __init__(self) -> None:
+        self.held: list[bytes] = []
+        self.threads: set[int] = set()
+
+    def put(self, encoded: bytes) -> Any:
+        self.threads.add(threading.get_ident())
+        self.held.append(encoded)
+        return len(self.held) - 1
+
+
+def batch(version: int) -> Batch:
+    return Batch(version=version, min_version=0, trajectories=(trajectory([5, 6]),))
+
+
+def test_all_ranks_get_one_reference_and_the_event_loop_encodes_nothing() -> None:
+    async def main() -> None:
+        store, gate, reads = Store(), threading.Event(), list[int]()
+
+        def read() -> Batch:
+            assert gate.wait(20)
+            reads.append(threading.get_ident())
+            return batch(3)
+
+        handout = Handout(store.put)
+        ranks = [asyncio.create_task(handout.batch(3, read)) for _ in range(8)]
+        await asyncio.sleep(0)
+        ranks.pop().cancel()
+        gate.set()
+        assert set(await asyncio.gather(*ranks)) == {0}
+        assert await handout.batch(3, read) == 0, "a rank that comes late"
+        assert len(reads) == len(store.held) == 1
+        assert threading.get_ident() not in {*reads, *store.threads}
+        assert decode(store.held[0], Batch) == batch(3)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_two_batches_are_kept_and_an_older_one_is_made_again() -> None:
+    async def main() -> None:
+        store = Store()
+        handout = Handout(store.put)
+        made = [await handout.batch(version, lambda version=version: batch(version)) for version in (0, 1, 0, 2, 1)]
+        assert made == [0, 1, 0, 2, 1]
+        assert await handout.batch(0, lambda: batch(0)) == 3
+        assert len(handout._made) == 2
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_batch_that_could_not_be_read_is_read_again_by_the_next_call() -> None:
+    def damaged() -> Batch:
+        raise JournalError("damaged")
+
+    async def main() -> None:
+        handout = Handout(Store().put)
+        asked = await asyncio.gather(*(handout.batch(0, damaged) for _ in range(3)), return_exceptions=True)
+        assert [str(one) for one in asked] == ["damaged"] * 3
+        assert await handout.batch(0, lambda: batch(0)) == 0
+        with pytest.raises(JournalError):
+            await handout.batch(1, damaged)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
