@@ -64,8 +64,7 @@ class Case(NamedTuple):
 
 
 def _drawn(shape: str) -> Case:
-    limit = (f"rollout.limit=benchmarks.lengths:{shape}", f"rollout.max_tokens={lengths.LONGEST}")
-    return Case(3.0, shape, 0.0, (*limit, "reward.function=benchmarks.lengths:score", "queue.max_lag=4"))
+    return Case(3.0, shape, overrides=(*lengths.overrides(shape), "queue.max_lag=4"))
 
 
 CASES = {

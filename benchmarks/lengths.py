@@ -54,6 +54,16 @@ def draw(shape: str, prompt: int, sample: int, attempt: int = 0) -> int:
     return SHAPES[shape](Prompt(text="", columns={}), identity)
 
 
+def overrides(shape: str) -> list[str]:
+    """Return the overrides of a run with drawn lengths, whose model is one without an end."""
+    return [
+        f"rollout.limit=benchmarks.lengths:{shape}",
+        f"rollout.max_tokens={LONGEST}",
+        "reward.function=benchmarks.lengths:score",
+        "reward.where=actor",
+    ]
+
+
 def _drawn(identity: Identity | None, quantile: Callable[[float], float]) -> int:
     """Take the quantile at a share that is a function of the identity alone."""
     if identity is None:

@@ -24,7 +24,7 @@ class Run(NamedTuple):
     """
 
     summary: dict[str, Any]
-    updates: list[dict[str, Any]]
+    updates: Sequence[Mapping[str, Any]]
     first_output_s: float
     peak_memory_mib: float
 

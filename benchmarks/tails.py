@@ -70,9 +70,7 @@ def overrides(model: Path, shape: str, max_lag: int, too_old: str, updates: int)
     """Return all that differs from configs/math.toml in one case."""
     return [
         f"model.path={model}",
-        f"rollout.limit=benchmarks.lengths:{shape}",
-        f"rollout.max_tokens={lengths.LONGEST}",
-        "reward.function=benchmarks.lengths:score",
+        *lengths.overrides(shape),
         f"queue.max_lag={max_lag}",
         f"queue.too_old={too_old}",
         f"updates={updates}",

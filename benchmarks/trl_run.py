@@ -176,7 +176,7 @@ def _rollout(shape: str, samples: int) -> Callable[..., Any]:
         def __init__(self, limits: torch.Tensor, prompt_tokens: int) -> None:
             self._ends = limits + prompt_tokens
 
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
             return self._ends <= input_ids.shape[1]
 
     done = 0

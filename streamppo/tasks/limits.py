@@ -8,7 +8,7 @@ or difficulty its own length, or draw one: `identity` names the trajectory, whic
 
 from collections.abc import Callable
 from operator import index
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias, cast
 
 from streamppo.errors import TaskError
 from streamppo.tasks import places, plugins
@@ -28,10 +28,12 @@ def load(name: str, most: int) -> Limit:
     function = plugins.load(name, "rollout.limit")
     if not callable(function):
         raise TaskError(f"rollout.limit {name!r} is not a function")
+    # An answer that is no number is found out below.
+    given = cast(Callable[[Prompt, Identity | None], SupportsIndex], function)
 
     def limit(prompt: Prompt, identity: Identity | None) -> int:
         try:
-            tokens = index(function(prompt, identity))
+            tokens = index(given(prompt, identity))
         # Other people's code raises anything.
         except (Exception, SystemExit) as error:
             raise TaskError(f"rollout.limit {name!r}: {places.told(error)}") from error

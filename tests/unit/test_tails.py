@@ -79,7 +79,14 @@ def test_the_reward_reads_up_to_the_first_end(tmp_path: Path) -> None:
         return lengths.is_right(list(tokens), tokenizer.decode(np.array(tokens)), "46")
 
     assert is_right(four, six, END) and is_right(four, six, END, four, END, 0, 2)
-    wrong = [(four, six), (four, END, six), (four, six, six, END), (END, four, six), (four, 2, six, END)]
+    wrong = [
+        (four, six),
+        (four, six, six),
+        (four, END, six),
+        (four, six, six, END),
+        (END, four, six),
+        (four, 2, six, END),
+    ]
     assert not any(is_right(*tokens) for tokens in wrong)
 
 
