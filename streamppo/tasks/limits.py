@@ -11,7 +11,7 @@ from operator import index
 from typing import SupportsIndex, TypeAlias, cast
 
 from streamppo.errors import TaskError
-from streamppo.tasks import places, plugins
+from streamppo.tasks import plugins
 from streamppo.types import Identity, Prompt
 
 Limit: TypeAlias = Callable[[Prompt, Identity | None], int]
@@ -32,11 +32,7 @@ def load(name: str, most: int) -> Limit:
     given = cast(Callable[[Prompt, Identity | None], SupportsIndex], function)
 
     def limit(prompt: Prompt, identity: Identity | None) -> int:
-        try:
-            tokens = index(given(prompt, identity))
-        # Other people's code raises anything.
-        except (Exception, SystemExit) as error:
-            raise TaskError(f"rollout.limit {name!r}: {places.told(error)}") from error
+        tokens = plugins.call(f"rollout.limit {name!r}", lambda: index(given(prompt, identity)))
         if tokens < 1:
             raise TaskError(f"rollout.limit {name!r} gave {tokens}, and a completion has at least 1 token")
         return min(tokens, most)
