@@ -1,4 +1,4 @@
-"""What the benchmarks share: a real run in a process of its own, and the machine that it ran on."""
+"""What the benchmarks share: a real run in a process of its own, the machine that it ran on, goals, and a table."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ class Run(NamedTuple):
     """
 
     summary: dict[str, Any]
-    updates: list[dict[str, Any]]
+    updates: Sequence[Mapping[str, Any]]
     first_output_s: float
     peak_memory_mib: float
 
@@ -90,10 +90,62 @@ def _memory_mib(root: int) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Cores, processor, and the versions of what matters."""
+    """Cores, processor, the load of the last minute, the versions of what matters, and the commit."""
     packages = ("streamppo", "torch", "ray", "transformers")
     versions = {name: metadata.version(name) for name in packages}
-    return {"cores": os.cpu_count(), "cpu": _cpu(), "python": platform.python_version(), "versions": versions}
+    return {
+        "cores": os.cpu_count(),
+        "cpu": _cpu(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    """The commit of this folder, with "-dirty" where files differ from it; "" where git does not know it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+class Goal(NamedTuple):
+    """A number that was set before anything was measured: `measured` must be at least `least`, or at most `most`."""
+
+    name: str
+    least: float | None = None
+    most: float | None = None
+
+    def verdict(self, measured: float | None) -> dict[str, Any]:
+        """Say if it was met: None where nothing was measured."""
+        met = None
+        if measured is not None:
+            met = (self.least is None or measured >= self.least) and (self.most is None or measured <= self.most)
+        return {"goal": self.name, "least": self.least, "most": self.most, "measured": measured, "met": met}
+
+
+def told(verdict: Mapping[str, Any]) -> str:
+    """A verdict in a line."""
+    word = {True: "met", False: "NOT met", None: "not measured"}[verdict["met"]]
+    bound = f"at least {verdict['least']:g}" if verdict["least"] is not None else f"at most {verdict['most']:g}"
+    measured = "" if verdict["measured"] is None else f": {verdict['measured']:.3g}"
+    return f"{word:12} {verdict['goal']}, {bound}{measured}"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with the same names, under these names; numbers have four digits, and nothing is a dash."""
+    texts = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in texts)
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def commit() -> str:

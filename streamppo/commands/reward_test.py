@@ -21,7 +21,7 @@ from streamppo.learner import tiny
 from streamppo.rollout import build
 from streamppo.rollout.engine import Engine
 from streamppo.rollout.episode import FAILURES, Player
-from streamppo.tasks import data, plugins, read
+from streamppo.tasks import data, limits, plugins, read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards import reward_model as model
 from streamppo.tasks.rewards.scoring import Rewards
@@ -96,7 +96,9 @@ async def _engine(config: Config, path: str) -> Engine:
 
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:
     try:
-        episode = await player.play(prompt, build.sampling(config))
+        sampling = build.sampling(config)
+        limit = limits.load(config.rollout.limit, sampling.max_tokens)
+        episode = await player.play(prompt, sampling._replace(max_tokens=limit(prompt, None)))
     except FAILURES as error:
         return Tried("", None, str(error), 0.0)
     text = episode.text(prompt, player.tokenizer)

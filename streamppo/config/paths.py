@@ -17,7 +17,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "reward": ("function", "path"),
     "environment": ("name",),
     "algorithm": ("function", "model", "pretrain"),
-    "rollout": ("folder",),
+    "rollout": ("folder", "limit"),
 }
 """By section, the fields at any depth of it that may name a file or a folder."""
 

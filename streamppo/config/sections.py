@@ -102,6 +102,8 @@ class Rollout(Machine, frozen=True):
     """Completions that one engine decodes at once."""
     max_tokens: Positive = 16
     """Tokens of one completion at most."""
+    limit: str = ""
+    """`package.module:name` or `path/file.py:name` of a function: (prompt, identity) -> a lower max_tokens for it."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the learner's log-probs are taken at the same one."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0

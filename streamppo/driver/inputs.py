@@ -108,8 +108,9 @@ def _named(config: Config, folder: Path) -> Iterator[Named]:
                 yield Named(f"reward.scorers.{name}.path", path, kept=False)
             case _:
                 pass
-    if config.environment is not None:
-        yield Named("environment.name", _source(config.environment.name), kept=False)
+    environment = config.environment.name if config.environment else ""
+    plugged = {"environment.name": environment, "rollout.limit": config.rollout.limit}
+    yield from (Named(field, _source(name), kept=False) for field, name in plugged.items() if name)
 
 
 def _source(name: str) -> str:

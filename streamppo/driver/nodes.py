@@ -49,6 +49,7 @@ def of_rollout(config: Config, rank: Needs) -> Needs:
     models = [scorer.path for scorer in scorers if isinstance(scorer, ModelScorer)]
     plugins = [scorer.function for scorer in scorers if isinstance(scorer, FunctionScorer)]
     plugins += [config.environment.name] if config.environment else []
+    plugins += [config.rollout.limit] if config.rollout.limit else []
     variables = tuple(sorted(environment.named(config)))
     return rank._replace(paths=rank.paths + _local([*data, *models]), plugins=tuple(plugins), variables=variables)
 

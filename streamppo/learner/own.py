@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from streamppo.errors import TaskError
-from streamppo.tasks import places, plugins
+from streamppo.tasks import plugins
 
 
 def tried(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
@@ -11,9 +11,5 @@ def tried(name: str, field: str, try_it: Callable[[Callable[..., object]], None]
     function = plugins.load(name, field)
     if not callable(function):
         raise TaskError(f"{field} {name!r} is not a function")
-    try:
-        try_it(function)
-    # Other people's code raises anything.
-    except Exception as error:
-        raise TaskError(f"{field} {name!r}: {places.told(error)}") from error
+    plugins.call(f"{field} {name!r}", try_it, function)
     return function

@@ -26,6 +26,7 @@ from streamppo.rollout import build, teacher
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.follower import Follower, pull
 from streamppo.rollout.teacher import Teacher
+from streamppo.tasks import limits
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
@@ -112,6 +113,7 @@ class Worker:
         self._task, self._player, self._rewards, self._teacher = task, player, rewards, teacher
         self._follower, self._engine = follower, follower.engine
         self._sampling = build.sampling(config)
+        self._limit = limits.load(config.rollout.limit, self._sampling.max_tokens)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
         self._free = asyncio.Semaphore(0)
         self._finished: list[Trajectory | Failure] = []
@@ -166,7 +168,8 @@ class Worker:
         """Take one trajectory from its ticket to the next delivery."""
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
-            episode = await self._player.play(prompt, self._sampling)
+            sampling = self._sampling._replace(max_tokens=self._limit(prompt, ticket.identity))
+            episode = await self._player.play(prompt, sampling)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
             self._finished.append(episode.trajectory(ticket.identity, self._name, reward, teacher_logprobs))
             self._trajectories += 1
@@ -224,7 +227,8 @@ class Worker:
 
     async def _answer(self, prompt: Prompt) -> Answer:
         try:
-            episode = await self._player.play(prompt, self._greedy)
+            greedy = self._greedy._replace(max_tokens=self._limit(prompt, None))
+            episode = await self._player.play(prompt, greedy)
             correct = (await self._score(prompt, episode)).total >= self._config.reward.correct_at
         except FAILURES as error:
             return Answer(None, self.version, self.version, utf8_safe(f"{_stage(error)}: {error}"))

@@ -10,9 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar, TypeVarTuple
 
 from streamppo.errors import TaskError
 from streamppo.tasks import places
+
+R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
 
 
 def export_path() -> None:
@@ -39,6 +43,15 @@ def load(name: str, asked_by: str) -> object:
     if found is None:
         raise TaskError(f"{asked_by} {name!r}: {where} has no {attribute!r}")
     return found
+
+
+def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
+    """Call other people's code. Raises `TaskError`, which begins with `asked_by` and names its line, if it fails."""
+    try:
+        return function(*arguments)
+    # It raises anything.
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"{asked_by}: {places.told(error)}") from error
 
 
 def check_arguments(found: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:

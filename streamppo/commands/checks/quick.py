@@ -26,6 +26,7 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     yield from found
     yield from task.rewards(config, prompts)
     yield from task.environment(config)
+    yield from task.limit(config)
     yield machine.engine(config)
     yield from machine.places(config)
     yield from notes(config, prompts if limit is None else None)

@@ -11,7 +11,7 @@ from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Sc
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
 from streamppo.errors import StreamppoError, TaskError
-from streamppo.tasks import environments, lesson, read
+from streamppo.tasks import environments, lesson, limits, read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
@@ -121,3 +121,11 @@ def environment(config: Config) -> Findings:
         yield Finding("environment", "error", str(error))
         return
     yield Finding("environment", "ok", f"{config.environment.name}, up to {config.environment.max_turns} turns")
+
+
+def limit(config: Config) -> Findings:
+    """Check that the function of rollout.limit can be loaded, if there is one."""
+    try:
+        limits.load(config.rollout.limit, config.rollout.max_tokens)
+    except TaskError as error:
+        yield Finding("rollout", "error", str(error))

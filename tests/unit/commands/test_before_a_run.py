@@ -23,6 +23,7 @@ LACKING = {
     "object store: cluster.object_store_mib (1000000000)": ["cluster.object_store_mib=1000000000"],
     "builtin:tiny reads 256 characters at once": [DATA],
     "environment: environment.name 'nowhere:World'": ["environment.name=nowhere:World"],
+    "rollout: rollout.limit 'nowhere:limit'": ["rollout.limit=nowhere:limit"],
 }
 
 

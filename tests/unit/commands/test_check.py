@@ -151,6 +151,8 @@ def late(trajectory):
 
 class World:
     async def reset(self, prompt): ...
+
+LENGTH = 8
 """
 DATA = "task={kind='data', data='rows.jsonl'"
 WRONG = {
@@ -163,6 +165,7 @@ WRONG = {
         "reward.arguments.wieght=1",
     ],
     "has no `async def step`": ["environment.name=mine.py:World"],
+    "mine.py:LENGTH' is not a function": ["rollout.limit=mine.py:LENGTH"],
     "no scorer of [reward.scorers] is for the data source": [
         "reward={scorers={a={kind='function', function='mine.py:late', sources=['x']}}}"
     ],

@@ -41,6 +41,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for section in ("task", "reward"):
         before, _, rest = text.partition(f"\n[{section}]\n")
         text = f"{before}\n{rest.partition(chr(10) + chr(10))[2]}"
+    text = text.replace("[rollout]", '[rollout]\nlimit = "mine.py:limit"')
     text = text.replace("[algorithm]", f"[algorithm]\n{MATHEMATICS}").replace('advantage = { kind = "gae"', "# ")
     task, own = OWN.strip().split("\n", 1)
     (tmp_path / "project" / "own.toml").write_text(f"{task}\n{text}\n{own}\n")
@@ -52,6 +53,7 @@ def test_a_path_of_the_file_is_beside_it_and_one_of_an_override_here(project: Pa
     config = configfile.load(project / "own.toml")
     assert data(config) == str(project / "rows.jsonl")
     assert config.environment is not None and config.environment.name == f"{project / 'world.py'}:World"
+    assert config.rollout.limit == f"{project / 'mine.py'}:limit"
     for of, name in ((config.reward, "score"), (config.algorithm, "advantage"), (config.algorithm, "loss")):
         assert f"'{project / 'mine.py'}:{name}'" in str(of)
     assert data(configfile.load(project / "own.toml", ["task.data=rows.jsonl"])) == str(Path("rows.jsonl").absolute())

@@ -118,11 +118,19 @@ def test_a_node_that_lacks_something_is_named_with_all_that_it_lacks(
     data.write_text("{}")
     scorer = "{kind='function', function='nowhere.at_all:score'}"
     service = "{kind='service', url='http://localhost:1', key_env='NO_SUCH_KEY'}"
-    changes = (f"task={{kind='data', data='{data}'}}", f"reward={{scorers={{one={scorer}, two={service}}}}}")
+    changes = (
+        f"task={{kind='data', data='{data}'}}",
+        f"reward={{scorers={{one={scorer}, two={service}}}}}",
+        "rollout.limit=nowhere.either:limit",
+    )
     rank = nodes.of_rank(math_config(*changes), tmp_path)
     needs = nodes.of_rollout(math_config(*changes), rank)
     assert nodes.lacking(rank) == []
-    assert nodes.lacking(needs) == ["the plug-in nowhere.at_all:score", "the environment variable NO_SUCH_KEY"]
+    assert nodes.lacking(needs) == [
+        "the plug-in nowhere.at_all:score",
+        "the plug-in nowhere.either:limit",
+        "the environment variable NO_SUCH_KEY",
+    ]
     data.unlink()
     (tmp_path / nodes.TOKEN).write_text("of another disk")
     with pytest.raises(RunError, match=rf"^node \S+ lacks the run's folder {tmp_path}: another.*; {data}; the plug-in"):

@@ -203,12 +203,18 @@ def test_a_large_file_is_known_by_pieces_of_it(tmp_path: Path, monkeypatch: pyte
     assert inputs.fingerprint(large) != before
 
 
-@pytest.mark.parametrize("field", ["advantage", "correction", "policy_loss"])
-def test_a_changed_function_of_the_user_in_the_algorithm_is_a_note(
-    own: Config, math_config: Load, logged: pytest.LogCaptureFixture, field: str
+CHOSEN = {
+    field: f"algorithm.{field}={{kind='function', function='maths.py:mine'}}"
+    for field in ("advantage", "correction", "policy_loss")
+}
+
+
+@pytest.mark.parametrize("override", [*CHOSEN.values(), "rollout.limit=maths.py:mine"], ids=[*CHOSEN, "limit"])
+def test_a_changed_function_of_the_user_is_a_note(
+    own: Config, math_config: Load, logged: pytest.LogCaptureFixture, override: str
 ) -> None:
     Path("maths.py").write_text("def mine(inputs): return inputs\n")
-    chosen = math_config(f"algorithm.{field}={{kind='function', function='maths.py:mine'}}")
+    chosen = math_config(override)
     preflight.verify(chosen, Path("run"))
     Path("maths.py").write_text("def mine(inputs): return None\n")
     preflight.verify(chosen, Path("run"))

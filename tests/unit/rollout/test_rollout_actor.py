@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -215,6 +216,31 @@ def test_a_trajectory_that_fails_is_delivered_as_a_failure_of_its_stage(
     # Tickets that have arrived end the call, and the room that they took comes back.
     assert [call for _, call in queue.asked[1:]] == [1] * len(queue.asked[1:])
     assert in_flight - 2 <= queue.asked[-1][0] <= in_flight
+
+
+def test_every_trajectory_has_its_own_limit_and_greedy_answers_that_of_none(math_config: Callable[..., Config]) -> None:
+    limits: list[int] = []
+
+    class Noting(Player):
+        async def play(self, prompt: Prompt, sampling: Any) -> Episode:
+            limits.append(sampling.max_tokens)
+            return await super().play(prompt, sampling)
+
+    async def story() -> None:
+        name = f"{Path(__file__).parents[2] / 'support' / 'own_limit.py'}:by_prompt"
+        worker, queue = working(math_config(f"rollout.limit={name}", "rollout.max_tokens=9"), "1+1=", "0+2=", "2+0=")
+        worker._player = cast(Any, Noting())
+        running = asyncio.create_task(worker.run())
+        while len(queue.trajectories) + len(queue.failures) < 3:
+            await asyncio.wait({running}, timeout=0.01)
+        running.cancel()
+        assert limits == [1, 9], "10 is more than max_tokens"
+        assert [(one.stage, one.identity.prompt) for one in queue.failures] == [("task", 2)]
+        assert "own_limit.py:12: ValueError: no limit for prompt 2" in queue.failures[0].reason
+        await worker.evaluate(0, 1, 7)
+
+    asyncio.run(story())
+    assert limits[2:] == [5, 5, 5]
 
 
 class Teacher:
