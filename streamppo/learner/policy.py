@@ -5,7 +5,7 @@ B trajectories, L prompt + completion tokens, T completion tokens, D width, N co
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -273,6 +273,7 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor], dtype: str) -> None:
         full = parameter.detach()
         if isinstance(full, DTensor):
             # Shards in the engines' type are half of the bytes to gather. One rank gathers nothing, and casts below.
-            full = (full.to(target) if dist.get_world_size() > 1 else full).full_tensor()
+            shards = full.to(target) if dist.get_world_size() > 1 else full
+            full = cast("DTensor", shards).full_tensor()
         if not dist.get_rank():
             into[name].copy_(full)
