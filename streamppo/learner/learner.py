@@ -1,7 +1,7 @@
 """Everything of one rank that learns: made complete by `build`, and without Ray but for its pusher."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
-from streamppo.learner.update import Updater
+from streamppo.learner.speed import speed
+from streamppo.learner.update import Updated, Updater
 from streamppo.weights.transport import BucketRef, Pusher
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ class Learner:
     def follow_schedule(self) -> None:
         """Set the learning rate of the next update."""
         optimizer.follow_schedule(self.optimizer, self.config, self.version)
+
+    def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
+        """How fast an update was that has been described in `metrics`."""
+        element = getattr(torch, self.config.model.dtype).itemsize
+        return speed(self.policy, updated, metrics, element, self.updater.ranks)
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
         """Teach the critic alone the returns of `batches`, at the full learning rate."""

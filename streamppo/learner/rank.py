@@ -107,6 +107,7 @@ class Rank:
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
         metrics, values = updater.metrics(updated), updater.values(updated)
+        metrics |= learner.speed(updated, metrics)
         learner.version += 1
         push_ms = learner.push(values)
         metrics |= {

@@ -93,6 +93,9 @@ UPDATE = {
     "fetch_s": "seconds, fetching and packing the batch, beside the update before",
     "update_s": "seconds, all of the update",
     "push_ms": "milliseconds, the push before: encode, checksum, publish, beside training",
+    "push_mib": "MiB, the weights of a version on their way to the engines",
+    "learner_tokens_per_s": "tokens of the batch, prompts included, a second of score_s and train_s, over all ranks",
+    "learner_tflops": "10^12 operations a second of one rank: the policy's own, without what is computed again",
 }
 """In every update's line. "learner" is its policy before the first step: as it scores the batch, or if no pass of it
 comes before that step, by the first pass over each row. "proximal" is the policy that algorithm.proximal says."""
@@ -107,6 +110,8 @@ SOMETIMES = {
     "critic_steps": "optimizer steps of a critic with a transformer of its own",
     "critic_grad_norm": "before clipping, mean over its optimizer steps",
     "candidates": "tokens that top-p and top-k left to draw from, mean over sampled tokens that they took any from",
+    "mfu": "learner_tflops as a share of the GPU's dense bfloat16 peak; on a GPU whose peak is known",
+    "peak_memory_mib": "MiB, most memory of tensors on rank 0 since the update before; on a GPU",
     "forced": "share of sampled tokens that had no alternative: log-prob 0, no gradient; with top-p or top-k",
     "reward_": "mean of one scorer or of one component of a reward, over the trajectories that have it",
     "filtered_": "share of sampled tokens that one of algorithm.filters leaves out; `_responses`: share of responses",

@@ -38,7 +38,7 @@ class Parts:
         self.push, self.start = self.noting("push"), self.noting("fetch")
 
     def noting(self, name: str) -> Callable[..., Any]:
-        return lambda *_: self.asked.append(name) or SimpleNamespace(type="cpu")
+        return lambda *_, **__: self.asked.append(name) or SimpleNamespace(type="cpu")
 
     def beat(self, actor: str) -> None:
         self.beats.append(actor)

@@ -1,0 +1,76 @@
+"""How fast a rank learns: tokens a second, the share of a GPU's arithmetic that it uses, its peak memory.
+
+B trajectories.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.learner.policy import Policy
+from streamppo.learner.update import Updated
+
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
+"""Dense bfloat16 operations a second of a GPU, in 10^12, by a part of its name (NVIDIA's data sheets)."""
+MIB = 2**20
+
+
+class Size(NamedTuple):
+    """A model in numbers: parameters that a token is multiplied with, all of them, layers and width."""
+
+    multiplied: int
+    parameters: int
+    layers: int
+    hidden: int
+
+
+def size_of(policy: Policy) -> Size:
+    """Count the policy's parameters; a token is not multiplied with an embedding that is no head too."""
+    parameters = sum(parameter.numel() for parameter in policy.lm.parameters())
+    read, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
+    config: Any = policy.lm.config
+    return Size(
+        parameters - (0 if read is head else read.numel()), parameters, config.num_hidden_layers, config.hidden_size
+    )
+
+
+def forward_flops(size: Size, width_B: Tensor) -> float:
+    """Operations of a forward pass over rows of so many tokens.
+
+        2 * multiplied * width + 2 * layers * hidden * width^2        summed over rows
+
+    The second term is causal attention: width / 2 keys and values for a token on average. As in PaLM's appendix B,
+    https://arxiv.org/abs/2204.02311, where a row is half of a full square.
+    """
+    width_B = width_B.double()
+    return float((2 * size.multiplied * width_B + 2 * size.layers * size.hidden * width_B.square()).sum())
+
+
+def forward_passes(updated: Updated) -> float:
+    """Passes of the policy over its batch, in forward passes: a backward one is two, none is computed again."""
+    rows = sum(len(minibatch.rows) for minibatch in updated.minibatches if minibatch.part != "critic")
+    return float(updated.objective.scores_policy) + 3 * rows / len(updated.batch.reward_B)
+
+
+def speed(policy: Policy, updated: Updated, metrics: Mapping[str, float], element: int, ranks: int) -> dict[str, float]:
+    """The numbers of an update whose `metrics` have its times; weights are pushed with `element` bytes a parameter."""
+    size, batch = size_of(policy), updated.batch
+    width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
+    tflops = forward_passes(updated) * forward_flops(size, width_B) / seconds / ranks / 1e12
+    made = {
+        "learner_tokens_per_s": float(width_B.sum()) / seconds,
+        "learner_tflops": tflops,
+        "push_mib": size.parameters * element / MIB,
+    }
+    return made | (_of_gpu(tflops) if batch.reward_B.is_cuda else {})
+
+
+def _of_gpu(tflops: float) -> dict[str, float]:
+    """The share of the GPU's peak, if that is known, and the most memory of tensors since the last update."""
+    made = {"peak_memory_mib": torch.cuda.max_memory_allocated() / MIB}
+    torch.cuda.reset_peak_memory_stats()
+    name = torch.cuda.get_device_name()
+    peak = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return made if peak is None else made | {"mfu": tflops / peak}
