@@ -120,8 +120,7 @@ class ChunkedHead(torch.autograd.Function):
                 if grad_hidden_ND is not None:
                     grad_hidden_ND[part] = sum_products(products, factors, weight_VD).to(hidden_ND.dtype)
                 if grad_weight_VD is not None:
-                    for factor_CV in factors:
-                        add_product(grad_weight_VD, factor_CV.T, hidden_ND[part].to(weight_VD.dtype), products)
+                    add_products(grad_weight_VD, factors, hidden_ND[part].to(weight_VD.dtype), products)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight, None, None, None
 
@@ -151,12 +150,13 @@ def sum_products(products: Products, factors: list[Tensor], right_VD: Tensor) ->
     return total_CD
 
 
-def add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor, products: Products) -> None:
-    """total += left @ right, summed in total's type: in place where the types agree."""
-    if total_VD.dtype == left_VC.dtype:
-        total_VD.addmm_(left_VC, right_CD)
-    else:
-        total_VD.add_(products.multiply(left_VC, right_CD))
+def add_products(total_VD: Tensor, factors: list[Tensor], right_CD: Tensor, products: Products) -> None:
+    """total += (sum of `factors`, each [C, V]).T @ right, summed in total's type: in place where the types agree."""
+    for factor_CV in factors:
+        if total_VD.dtype == factor_CV.dtype:
+            total_VD.addmm_(factor_CV.T, right_CD)
+        else:
+            total_VD.add_(products.multiply(factor_CV.T, right_CD))
 
 
 def slices(total: int, chunk: int) -> list[slice]:

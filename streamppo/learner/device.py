@@ -26,7 +26,7 @@ UPDATE = timedelta(minutes=10)
 def acquire(gpus: float, *, exact: bool = True) -> torch.device:
     """This process's device: the only GPU that it sees, made deterministic; the CPU, if it asked for none.
 
-    Where updates are `exact`, redone ones must make the same bits: every operation on a GPU is the deterministic one,
+    Redone updates that are `exact` must make the same bits: every operation on a GPU is the deterministic one,
     and one that has none is an error. Raises `RunError` if there is no GPU that torch can use.
     """
     if not gpus:

@@ -260,7 +260,7 @@ class Updater:
         """This rank's micro-batches of `rows`: as many as every other rank's, some of them perhaps empty."""
         tokens_B, budget = (batch.start_B + batch.length_B).cpu(), self.config.learner.micro_batch_tokens
         is_padded = self.policy.layout is attention.padded
-        cost = partial(work, 1, hidden=self.policy.lm.config.hidden_size)
+        cost = partial(work, 1, hidden=self.policy.lm.config.hidden_size) if self.ranks > 1 else float
         return micro_batches(rows, tokens_B, budget, self.ranks, padded=is_padded, work=cost)[self.rank]
 
     def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: Scored | None) -> Scored:
