@@ -5,7 +5,7 @@ B trajectories, L prompt + completion tokens, T completion tokens, D width, N co
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -274,6 +274,7 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor], dtype: str) -> None:
         if isinstance(full, DTensor):
             # Shards in the engines' type are half of the bytes to gather. One rank gathers nothing, and casts below.
             shards = full.to(target) if dist.get_world_size() > 1 else full
-            full = cast("DTensor", shards).full_tensor()
+            assert isinstance(shards, DTensor), "a cast leaves it sharded"
+            full = shards.full_tensor()
         if not dist.get_rank():
             into[name].copy_(full)

@@ -17,7 +17,6 @@ learner brings the weights again.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -34,7 +33,7 @@ from streamppo.errors import Diverged, JournalError, QueueError
 from streamppo.queue import continuation, handout, report, snapshot
 from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.defects import limits_of
-from streamppo.queue.handout import BatchRef, Handout
+from streamppo.queue.handout import BatchRef, Handout, Put
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
 from streamppo.queue.rules import QueueRules
@@ -57,9 +56,7 @@ POLL_S = 5.0
 class QueueActor(ArchivedRuns):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
-    def __init__(
-        self, config: bytes, run: str, model_path: str, put: "Callable[[bytes], BatchRef]" = handout.put
-    ) -> None:
+    def __init__(self, config: bytes, run: str, model_path: str, put: Put = handout.put) -> None:
         process.log_to_stdout("queue")
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path

@@ -7,7 +7,6 @@ two the learner has.
 # pyright: reportUnknownMemberType=false
 
 import asyncio
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
@@ -16,7 +15,7 @@ import ray
 from ray.actor import ActorProxy
 
 from streamppo.queue import archive, handout
-from streamppo.queue.handout import BatchRef, Handout
+from streamppo.queue.handout import BatchRef, Handout, Put
 from streamppo.types import Push, decode, encode
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class ArchivedRuns:
 class ArchiveSource(ArchivedRuns):
     """The batches of one run in their order, for a learner that makes its versions again; it keeps their digests."""
 
-    def __init__(self, run: str, put: "Callable[[bytes], BatchRef]" = handout.put) -> None:
+    def __init__(self, run: str, put: Put = handout.put) -> None:
         self._archive = archive.open(Path(run))
         self._handout = Handout(put)
         self._digests: dict[int, str] = {}

@@ -59,7 +59,7 @@ async def start(
     """
     architecture = Architecture(hf_config)
     check_fit(architecture.shapes, tensors)
-    saved = architecture.as_saved(tensors)
+    saved = _own(architecture, tensors)
     life = await lives.begin(setup, 0, version, saved)
     return SGLangEngine(setup, life, architecture, version, saved, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
 
@@ -111,7 +111,7 @@ class SGLangEngine:
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
-        saved = await asyncio.to_thread(self._architecture.as_saved, tensors)
+        saved = await asyncio.to_thread(_own, self._architecture, tensors)
         async with self._swapping:
             await self._until_serving()
             begin = time.perf_counter()
@@ -240,3 +240,11 @@ class SGLangEngine:
             self._busy_s += present - self._since
         self._since = present
         self._in_flight += change
+
+
+def _own(architecture: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name and cut `tensors` as the model's files do, in memory of this process, which keeps them for the next life.
+
+    As they came they are views of the object store, which holds a fixed number of versions.
+    """
+    return architecture.as_saved({name: tensor.clone() for name, tensor in tensors.items()})

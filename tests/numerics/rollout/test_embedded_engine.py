@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -219,6 +220,38 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_ones_stay(name:
         prompt = prompts(1)[0]
         done = await running.generate(prompt, Sampling(5))
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_decodes_while_the_weights_of_a_push_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, fuse = threading.Event(), Decoder.fuse
+    monkeypatch.setattr(Decoder, "fuse", lambda *arguments: (gate.wait(20), fuse(*arguments))[1])
+
+    async def scenario() -> None:
+        running = engine(make(), eos=-1)
+        swap = asyncio.create_task(running.update_weights(1, tensors(make(seed=1))))
+        done = await asyncio.wait_for(running.generate(prompts(1)[0], Sampling(20)), 10)
+        assert set(done.versions.tolist()) == {0} and not swap.done()
+        gate.set()
+        await asyncio.wait_for(swap, 10)
+        assert running.version == 1
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        gate.set()
+
+
+def test_a_push_is_copied_and_its_memory_may_change_afterwards() -> None:
+    async def scenario() -> None:
+        running, new, prompt = engine(make(), eos=-1), make(seed=1), prompts(1)[0]
+        pushed = tensors(new)
+        await running.update_weights(1, pushed)
+        for tensor in pushed.values():
+            tensor.fill_(float("nan"))
+        done = await running.generate(prompt, Sampling(5))
+        np.testing.assert_allclose(done.logprobs, reference(new, prompt, done.tokens), atol=1e-5, rtol=0)
 
     asyncio.run(scenario())
 

@@ -4,12 +4,14 @@ import asyncio
 import threading
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from conftest import trajectory
 
 from streamppo.errors import JournalError
-from streamppo.queue.handout import Handout
-from streamppo.types import Batch, decode
+from streamppo.queue.handout import Handout, encoded
+from streamppo.types import Batch, decode, encode
 
 
 class Store:
@@ -19,14 +21,20 @@ class Store:
         self.held: list[bytes] = []
         self.threads: set[int] = set()
 
-    def put(self, encoded: bytes) -> Any:
+    def put(self, encoded: np.ndarray) -> Any:
         self.threads.add(threading.get_ident())
-        self.held.append(encoded)
+        self.held.append(encoded.tobytes())
         return len(self.held) - 1
 
 
 def batch(version: int) -> Batch:
     return Batch(version=version, min_version=0, trajectories=(trajectory([5, 6]),))
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 300, 70_000])
+def test_a_batch_that_is_encoded_piece_by_piece_is_encoded_as_a_whole(count: int) -> None:
+    several = msgspec.structs.replace(batch(3), trajectories=(trajectory([5, 6]),) * count)
+    assert encoded(several).tobytes() == encode(several)
 
 
 def test_all_ranks_get_one_reference_and_the_event_loop_encodes_nothing() -> None:

@@ -1,5 +1,6 @@
 """Buckets, checksums and the ledger: a version arrives bit for bit as it was pushed, or nobody loads it."""
 
+import gc
 import threading
 from typing import Any
 
@@ -65,6 +66,19 @@ def test_any_flipped_bit_is_found_and_its_bucket_named(data: st.DataObject) -> N
     arrays[number][at] ^= np.uint8(1 << data.draw(st.integers(0, 7)))
     with pytest.raises(WeightsError, match=f"push 7: bucket {number} does not match"):
         buckets.unflatten(described, arrays)
+
+
+def test_what_arrives_read_only_is_neither_copied_nor_lost_with_its_array() -> None:
+    sent = tensors_of([[50], [3, 7]])
+    described, arrays = buckets.flatten(7, 6, sent, 1 << 20)
+    for array in arrays:
+        array.flags.writeable = False
+    arrived = buckets.unflatten(described, arrays)
+    assert arrived["t0"].data_ptr() == arrays[0].ctypes.data
+    del arrays, array
+    gc.collect()
+    others = [np.full(1 << 12, 255, dtype=np.uint8) for _ in range(100)]
+    assert others and all(torch.equal(sent[name], arrived[name]) for name in sent)
 
 
 def test_a_missing_a_foreign_and_a_swapped_bucket_are_found() -> None:
