@@ -4,7 +4,7 @@
 
 Measured between two updates of a run of configs/math.toml without evaluations, when all processes are warm; a table of
 the median over the repetitions, the smallest and the largest. Below it, the phases of each process over the whole run
-(streamppo/process.py); `elsewhere` is all else of a process, its start-up too.
+(streamppo/process.py); `elsewhere` is all else of a process.
 """
 
 import argparse

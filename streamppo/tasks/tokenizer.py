@@ -37,6 +37,11 @@ class Tokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError) as error:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
+        self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
+        if self._fast is not None:
+            # Its file may ask for both; transformers turns them off at each call.
+            self._fast.no_truncation()
+            self._fast.no_padding()
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.vocabulary = len(self._tokenizer)
         # Without its files transformers makes one that knows nothing but its special tokens.
@@ -130,6 +135,9 @@ class Tokenizer:
 
     def _ids(self, text: str, *, specials: bool = False) -> list[int]:
         try:
+            if self._fast is not None:
+                # A quarter of the time of the other way, which ends in the same call.
+                return self._fast.encode(text, add_special_tokens=specials).ids
             return self._tokenizer(text, add_special_tokens=specials)["input_ids"]
         except TypeError as error:
             # Half of a surrogate pair, which JSON can write and UTF-8 cannot.

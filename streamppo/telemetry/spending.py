@@ -1,10 +1,14 @@
 """The time that the phases of a run's processes take for each update, from the lines of metrics.jsonl."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from streamppo.process import WHOLE
-from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.metrics_file import Line, PhasesLine
+
+Spending: TypeAlias = tuple[int, float, float]
+"""Calls, wall seconds and CPU seconds, as a line has them."""
+NOTHING: Spending = (0, 0.0, 0.0)
 
 ELSEWHERE = "elsewhere"
 """CPU time of a process outside of its phases: overhead, other threads, and Ray."""
@@ -19,20 +23,31 @@ class PerUpdate(NamedTuple):
 
 
 def per_update(lines: Sequence[Line]) -> dict[str, dict[str, PerUpdate]]:
-    """The newest phases of every process, and the rest of its CPU time; no process that saw no update."""
-    newest = {line["phases"]: line for line in lines if "phases" in line}
+    """The phases of every process between its first line and its newest, and the rest of its CPU time.
+
+    So its start-up does not count, but for a process with a single line. A process that saw no update is left out.
+    """
+    told = [line for line in lines if "phases" in line]
     made_at = [line["wall_s"] for line in lines if "update" in line]
     found: dict[str, dict[str, PerUpdate]] = {}
-    for process, line in newest.items():
-        spent, end = line["spent"], line["wall_s"]
-        _, lived_s, process_cpu_s = spent.get(WHOLE, (0, 0.0, 0.0))
-        updates = sum(end - lived_s <= at <= end for at in made_at)
-        if not updates:
-            continue
-        rest_s = process_cpu_s - sum(cpu_s for name, (_, _, cpu_s) in spent.items() if name != WHOLE)
-        found[process] = {
-            name: PerUpdate(calls / updates, 1e3 * wall_s / updates, 1e3 * cpu_s / updates)
-            for name, (calls, wall_s, cpu_s) in spent.items()
-        }
-        found[process][ELSEWHERE] = PerUpdate(0.0, 0.0, 1e3 * rest_s / updates)
+    for process, last in {line["phases"]: line for line in told}.items():
+        first = next(line for line in told if line["phases"] == process and abs(_began(line) - _began(last)) < 1)
+        since, before = (_began(last), {}) if first is last else (first["wall_s"], first["spent"])
+        if updates := sum(since <= at <= last["wall_s"] for at in made_at):
+            found[process] = _divided(last["spent"], before, updates)
     return found
+
+
+def _began(line: PhasesLine) -> float:
+    """The second of the run at which the process of a line began; that of the line if it does not say."""
+    return line["wall_s"] - line["spent"].get(WHOLE, NOTHING)[1]
+
+
+def _divided(spent: Mapping[str, Spending], before: Mapping[str, Spending], updates: int) -> dict[str, PerUpdate]:
+    found: dict[str, PerUpdate] = {}
+    for name, (calls, wall_s, cpu_s) in spent.items():
+        calls_before, wall_before_s, cpu_before_s = before.get(name, NOTHING)
+        wall_ms, cpu_ms = 1e3 * (wall_s - wall_before_s) / updates, 1e3 * (cpu_s - cpu_before_s) / updates
+        found[name] = PerUpdate((calls - calls_before) / updates, wall_ms, cpu_ms)
+    phases_ms = sum(one.cpu_ms for name, one in found.items() if name != WHOLE)
+    return {**found, ELSEWHERE: PerUpdate(0.0, 0.0, found[WHOLE].cpu_ms - phases_ms)}
