@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.algorithms.exploration import Bonus
@@ -103,14 +102,9 @@ class Learner:
 
     def export(self, folder: Path) -> str:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
-        dtype, whole = self.config.model.dtype, dict[str, Tensor]()
+        whole = policy.whole(self.policy, self.config.model.dtype)
         if dist.get_rank() == 0:
-            whole = {
-                name: torch.empty_like(one, device="cpu") for name, one in policy.pushed(self.policy, dtype).items()
-            }
-        policy.snapshot(self.policy, whole, dtype)
-        if dist.get_rank() == 0:
-            pretrained.export(whole, self.model_path, folder, dtype)
+            pretrained.export(whole, self.model_path, folder, self.config.model.dtype)
         return self.pusher.last.result().digest
 
 

@@ -278,3 +278,12 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor], dtype: str) -> None:
             full = shards.full_tensor()
         if not dist.get_rank():
             into[name].copy_(full)
+
+
+def whole(policy: Policy, dtype: str) -> dict[str, Tensor]:
+    """The policy as `snapshot` writes it, in memory of its own; nothing on other ranks than 0."""
+    into: dict[str, Tensor] = {}
+    if not dist.get_rank():
+        into = {name: torch.empty_like(tensor, device="cpu") for name, tensor in pushed(policy, dtype).items()}
+    snapshot(policy, into, dtype)
+    return into
