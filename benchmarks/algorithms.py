@@ -1,20 +1,25 @@
 """Every policy loss, correction, advantage estimator, critic and proximal policy on the default job, by lag bound.
 
-    python benchmarks/algorithms.py --max-lag 0 2 8 --json out.json --plot out.png
+    python benchmarks/algorithms.py --seeds 1 2 3 --max-lag 0 2 8 --parallel 2 --json out.json --plot out.png
 
-One choice at a time is changed from configs/math.toml (and four minibatches where the ratio matters). All runs begin
-with the same warm-started model.
-Reported: mean reward of the last ten updates, held-out accuracy, and the updates until that reward reached --reach.
-The plot needs matplotlib (`pip install streamppo[plots]`).
+One choice at a time is changed from configs/math.toml (and four minibatches where the ratio matters). All runs of a
+seed begin with the same warm-started model.
+Reported, as mean and range over the seeds: mean reward of the last ten updates, held-out accuracy, the updates until
+that reward reached --reach, and the lag that came about.
+With `--json out.json` every run is a line of out.jsonl as soon as it has ended: the same command goes on after those
+that are there. The plot needs matplotlib (`pip install streamppo[plots]`).
 """
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
-from itertools import product
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -96,57 +101,79 @@ CHOICES: dict[str, list[str]] = {
 }
 
 
+class Job(NamedTuple):
+    """One run: a choice, its lag bound, its seed."""
+
+    choice: str
+    max_lag: int
+    seed: int
+
+
 def main() -> None:
     options = _options()
+    log = options.json.with_suffix(".jsonl") if options.json else None
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
+    choices: list[str] = options.only or list(CHOICES)
+    wanted = [Job(choice, lag, seed) for choice in choices for lag in options.max_lag for seed in options.seeds]
     with tempfile.TemporaryDirectory() as folder:
-        model = _model(Path(folder))
-        chosen = {name: [one.replace(FIRST, str(model)) for one in CHOICES[name]] for name in options.only or CHOICES}
-        rows: list[dict[str, Any]] = []
-        for max_lag, (name, overrides) in product(options.max_lag, chosen.items()):
-            common = [
-                f"updates={options.updates}",
-                f"queue.max_lag={max_lag}",
-                "evaluation.every=0",
-                f"model.path={model}",
-            ]
-            rows.append(
-                _measure(name, max_lag, run(CONFIG, [*common, "checkpoint.every=0", *overrides]), options.reach)
-            )
-            print(_line(rows[-1]), flush=True)
-    result = {"machine": machine(), "updates": options.updates, "reach": options.reach, "runs": rows}
+        for row in _measured([one for one in wanted if one not in map(_job, rows)], options, Path(folder)):
+            print(_line(row), flush=True)
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            rows.append(row)
+    table = summed([row for row in rows if _job(row) in wanted])
+    print("\n".join(markdown(table)))
     if options.json:
+        result = {"machine": machine(), "updates": options.updates, "reach": options.reach, "table": table}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
-        _plot(rows, options.plot)
+        _plot(table, options.plot)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 2, 8])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=list(CHOICES), metavar="CHOICE", help="for example 'loss cispo'")
     parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time; the lags that come about depend on it")
     parser.add_argument("--reach", type=float, default=0.25, help="a reward to count the updates until")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()
 
 
-def _model(folder: Path) -> Path:
-    """One warm-started model for all runs: the model of a run of a single update."""
+def _measured(jobs: Sequence[Job], options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of `jobs`, in the order in which they end."""
+    models = {seed: _model(folder, seed) for seed in sorted({job.seed for job in jobs})}
+
+    def measure(job: Job) -> dict[str, Any]:
+        model = str(models[job.seed])
+        common = [f"seed={job.seed}", f"updates={options.updates}", f"queue.max_lag={job.max_lag}"]
+        common += ["evaluation.every=0", "checkpoint.every=0", f"model.path={model}"]
+        chosen = [one.replace(FIRST, model) for one in CHOICES[job.choice]]
+        return {**job._asdict(), **_described(run(CONFIG, [*common, *chosen]), options.reach)}
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        for done in as_completed([pool.submit(measure, job) for job in jobs]):
+            yield done.result()
+
+
+def _model(folder: Path, seed: int) -> Path:
+    """The warm-started model of all runs of a seed."""
     from streamppo.config import file as configfile
     from streamppo.learner import tiny
 
-    model = folder / "model"
-    tiny.make(configfile.load(CONFIG), model)
+    model = folder / f"model-{seed}"
+    tiny.make(configfile.load(CONFIG, [f"seed={seed}"]), model)
     return model
 
 
-def _measure(name: str, max_lag: int, done: Run, reach: float) -> dict[str, Any]:
+def _described(done: Run, reach: float) -> dict[str, Any]:
     rewards = [row["reward"] for row in done.updates]
     smooth = [sum(rewards[max(0, n - WINDOW) : n]) / min(n, WINDOW) for n in range(1, len(rewards) + 1)]
     return {
-        "choice": name,
-        "max_lag": max_lag,
         "reward": smooth[-1],
         "accuracy": done.summary["eval_accuracy"]["final"],
         "updates_to_reach": next((n for n, value in enumerate(smooth, start=1) if value >= reach), None),
@@ -156,29 +183,77 @@ def _measure(name: str, max_lag: int, done: Run, reach: float) -> dict[str, Any]
     }
 
 
+def _job(row: dict[str, Any]) -> Job:
+    return Job(row["choice"], row["max_lag"], row["seed"])
+
+
 def _line(row: dict[str, Any]) -> str:
     numbers = "  ".join(f"{name} {row[name]:.3f}" for name in ("reward", "accuracy", "mean_lag", "ess"))
-    return f"max_lag {row['max_lag']}  {row['choice']:40s} {numbers}  updates_to_reach {row['updates_to_reach']}"
+    return (
+        f"max_lag {row['max_lag']}  seed {row['seed']}  {row['choice']:40s} {numbers}  "
+        f"updates_to_reach {row['updates_to_reach']}"
+    )
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean, least and greatest number over the seeds, by choice and lag bound, in the order of `CHOICES`.
+
+    `updates_to_reach` is the mean where every seed reached it, else None.
+    """
+    groups: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[list(CHOICES).index(row["choice"]), row["max_lag"]].append(row)
+    table: list[dict[str, Any]] = []
+    for (number, max_lag), group in sorted(groups.items()):
+        reached = [row["updates_to_reach"] for row in group]
+        made: dict[str, Any] = {"choice": list(CHOICES)[number], "max_lag": max_lag, "seeds": len(group)}
+        for name in ("reward", "accuracy", "mean_lag", "ess"):
+            values = [row[name] for row in group]
+            made[name] = [statistics.mean(values), min(values), max(values)]
+        made["updates_to_reach"] = None if None in reached else statistics.mean(reached)
+        table.append(made)
+    return table
+
+
+def markdown(table: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The lines of a table for docs: rewards as mean and range, and the lag that came about, by lag bound."""
+    lags = sorted({row["max_lag"] for row in table})
+    yield "| choice | " + " | ".join(f"max_lag {lag} | lag" for lag in lags) + " |"
+    yield "|---" * (1 + 2 * len(lags)) + "|"
+    for choice in dict.fromkeys(row["choice"] for row in table):
+        cells: list[str] = []
+        for lag in lags:
+            found = [row for row in table if (row["choice"], row["max_lag"]) == (choice, lag)]
+            if found:
+                mean, least, most = found[0]["reward"]
+                cells += [f"{mean:.3f} ({least:.3f} to {most:.3f})", f"{found[0]['mean_lag'][0]:.1f}"]
+            else:
+                cells += ["", ""]
+        yield f"| {choice} | " + " | ".join(cells) + " |"
+
+
+def _plot(table: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lags = sorted({row["max_lag"] for row in rows})
-    choices = list(dict.fromkeys(row["choice"] for row in rows))
-    colors = pyplot.get_cmap("tab10").colors
-    figure, axes = pyplot.subplots(1, len(lags), figsize=(7 * len(lags), 6), sharey=True, squeeze=False)
+    lags = sorted({row["max_lag"] for row in table})
+    choices = list(dict.fromkeys(row["choice"] for row in table))[::-1]
+    figure, axes = pyplot.subplots(
+        1, len(lags), figsize=(5 * len(lags), 1.5 + 0.22 * len(choices)), sharey=True, sharex=True, squeeze=False
+    )
     for axis, max_lag in zip(axes[0], lags, strict=True):
-        for row in (row for row in rows if row["max_lag"] == max_lag):
-            number = choices.index(row["choice"])
-            style = ("-", "--", ":")[number // len(colors)]
-            steps = range(1, len(row["rewards"]) + 1)
-            axis.plot(steps, row["rewards"], style, color=colors[number % len(colors)], label=row["choice"])
-        axis.set(title=f"max_lag = {max_lag}", xlabel="update", ylabel="reward, mean of the last ten")
-    axes[0][-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))
+        for row in (row for row in table if row["max_lag"] == max_lag):
+            mean, least, most = row["reward"]
+            place = choices.index(row["choice"])
+            axis.plot([least, most], [place, place], color="tab:gray", linewidth=1)
+            axis.plot([mean], [place], "o", color="tab:blue", markersize=4)
+        if default := [row["reward"][0] for row in table if (row["choice"], row["max_lag"]) == ("default", max_lag)]:
+            axis.axvline(default[0], color="tab:orange", linewidth=0.8)
+        axis.set(title=f"max_lag = {max_lag}", xlabel="reward of the last ten updates: mean and range")
+        axis.grid(axis="x", alpha=0.3)
+    axes[0][0].set_yticks(range(len(choices)), choices, fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
