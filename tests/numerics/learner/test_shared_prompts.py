@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from streamppo.learner import layers, pretrained, shared
 from streamppo.learner import policy as model
-from streamppo.learner import pretrained, shared
 from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.layers import Checkpointing
 from streamppo.learner.policy import Policy
 from streamppo.types import Batch, Trajectory, ints
 
@@ -45,12 +46,11 @@ A, LONGER, ZERO, OTHER = [5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 0], [9]
 ROWS = grouped([A, LONGER, A, OTHER, LONGER, A, A, ZERO], [4, 1, 2, 3, 5, 4, 1, 2])
 
 
-def policy(folder: Path, *, share_prompts: bool, checkpointing: bool = False) -> Policy:
+def policy(folder: Path, *, share_prompts: bool, checkpointing: Checkpointing = "off") -> Policy:
     torch.manual_seed(9)
     made = Policy(pretrained.read(folder, "sdpa"), 0.7, share_prompts=share_prompts)
     torch.nn.init.normal_(made.value_head.weight)
-    if checkpointing:
-        model._checkpoint_activations(made.lm.base_model)
+    layers.checkpoint_activations(made.lm.base_model, checkpointing)
     return made
 
 
@@ -70,14 +70,14 @@ def test_every_row_is_scored_as_if_it_were_alone(folder: Path) -> None:
             one, length = plain(single, "both"), int(single.length_B)
             for name in COLUMNS[:3]:
                 torch.testing.assert_close(
-                    getattr(scored, name)[row, :length], getattr(one, name)[0], rtol=0, atol=2e-5
+                    getattr(scored, name)[row, :length], getattr(one, name)[0], rtol=0, atol=5e-5
                 )
-            torch.testing.assert_close(scored.bootstrap_B[row], one.bootstrap_B[0], rtol=0, atol=2e-5)
+            torch.testing.assert_close(scored.bootstrap_B[row], one.bootstrap_B[0], rtol=0, atol=5e-5)
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_rows_alone(folder: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
+def test_gradients_are_those_of_rows_alone(folder: Path, checkpointing: Checkpointing) -> None:
     gradients: list[dict[str, torch.Tensor]] = []
     for share_prompts in (True, False):
         made = policy(folder, share_prompts=share_prompts, checkpointing=checkpointing)
