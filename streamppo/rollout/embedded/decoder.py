@@ -11,7 +11,7 @@ A small model spends more time on launching operations than on arithmetic, so th
 - Keys and values lie side by side in the cache and are written together.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from streamppo.config.engine import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.process import phase
+from streamppo.rollout.embedded.spans import Span
 from streamppo.rollout.fit import Architecture, check_fit
 
 if TYPE_CHECKING:
@@ -51,6 +52,14 @@ class Parameters(NamedTuple):
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Tensor
+
+
+class _Decoding(NamedTuple):
+    """A step's places, and the spans of rows in which attention is computed, each with its mask [b, 1, 1, T]."""
+
+    at_B: Tensor
+    spans: Sequence[Span]
+    masks: Sequence[Tensor]
 
 
 class Decoder:
@@ -103,9 +112,12 @@ class Decoder:
         return self._logits(last_BC)
 
     @torch.inference_mode()
-    def step(self, tokens_B: Tensor, at_B: Tensor, longest: int) -> Tensor:
-        """Feed one token to each of rows 0..B-1, at place `at_B` < `longest`. Returns the logits [B, V], float32."""
-        hidden_B1C = self._layers(tokens_B[:, None], None, (at_B, longest))
+    def step(self, tokens_B: Tensor, at_B: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Feed one token to each of rows 0..B-1, at place `at_B`, with attention in `spans` of them.
+
+        Returns the logits [B, V], float32.
+        """
+        hidden_B1C = self._layers(tokens_B[:, None], None, _Decoding(at_B, spans, self._masks(at_B, spans)))
         return self._logits(hidden_B1C[:, 0])
 
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
@@ -114,24 +126,23 @@ class Decoder:
 
     # --- the forward -----------------------------------------------------------------------------------------
 
-    def _layers(self, tokens_BP: Tensor, rows_B: Tensor | None, decoding: tuple[Tensor, int] | None) -> Tensor:
+    def _masks(self, at_B: Tensor, spans: Sequence[Span]) -> list[Tensor]:
+        """The places [b, 1, 1, T] that each row of each span has."""
+        places_T = torch.arange(max(span.longest for span in spans), device=self.device)
+        seen_BT = places_T <= at_B[:, None]
+        return [seen_BT[span.first : span.end, None, None, : span.longest] for span in spans]
+
+    def _layers(self, tokens_BP: Tensor, rows_B: Tensor | None, decoding: _Decoding | None) -> Tensor:
         parameters, eps = self.parameters, self.config.rms_norm_eps
         B, P = tokens_BP.shape
         C = parameters.norm.shape
         x_BPC = F.embedding(tokens_BP, parameters.embedding)
-        mask_B11T = None
-        if decoding is None:
-            rotation = self.rotation_TD[:P, None]
-        else:
-            at_B, longest = decoding
-            rotation = self.rotation_TD[at_B, None, None]
-            places_T = torch.arange(longest, device=self.device)
-            mask_B11T = (places_T <= at_B[:, None])[:, None, None]
+        rotation = self.rotation_TD[:P, None] if decoding is None else self.rotation_TD[decoding.at_B, None, None]
         for layer, cache in zip(parameters.layers, self.cache, strict=True):
             h_BPC = F.rms_norm(x_BPC, C, layer.norm, eps)
             qkv = F.linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
             self._rotate(layer, qkv, rotation)
-            attended = self._attend(qkv, cache, rows_B, decoding, mask_B11T)
+            attended = self._attend(qkv, cache, rows_B, decoding)
             x_BPC = x_BPC + F.linear(attended, layer.out, layer.out_bias)
             h_BPC = F.rms_norm(x_BPC, C, layer.mlp_norm, eps)
             gate, up = F.linear(h_BPC, layer.gate_up).chunk(2, -1)
@@ -152,32 +163,31 @@ class Decoder:
             rotated = torch.view_as_complex(pairs.float().contiguous()) * rotation
             pairs.copy_(torch.view_as_real(rotated))
 
-    def _attend(
-        self,
-        qkv: Tensor,
-        cache: Tensor,
-        rows_B: Tensor | None,
-        decoding: tuple[Tensor, int] | None,
-        mask_B11T: Tensor | None,
-    ) -> Tensor:
-        H, K = self.heads, self.kv_heads
+    def _attend(self, qkv: Tensor, cache: Tensor, rows_B: Tensor | None, decoding: _Decoding | None) -> Tensor:
         B, P = qkv.shape[:2]
-        kv = qkv[:, :, H:]
+        q, kv = qkv[:, :, : self.heads], qkv[:, :, self.heads :]
         if decoding is None:
             cache[rows_B, :P] = kv
-        else:
-            at_B, longest = decoding
-            cache[torch.arange(B, device=self.device), at_B] = kv[:, 0]
-            kv = cache[:B, :longest]
+            return self._attention(q, kv, None).reshape(B, P, -1)
+        cache[torch.arange(B, device=self.device), decoding.at_B] = kv[:, 0]
+        attended = [
+            self._attention(q[span.first : span.end], cache[span.first : span.end, : span.longest], mask_b11T)
+            for span, mask_b11T in zip(decoding.spans, decoding.masks, strict=True)
+        ]
+        return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(B, P, -1)
+
+    def _attention(self, q: Tensor, kv: Tensor, mask_b11T: Tensor | None) -> Tensor:
+        """Causal, or to the places of a mask: [b, P, H, D] and [b, T, 2 K, D] -> [b, P, H, D]."""
+        K = self.kv_heads
         attended = F.scaled_dot_product_attention(
-            qkv[:, :, :H].transpose(1, 2),
+            q.transpose(1, 2),
             kv[:, :, :K].transpose(1, 2),
             kv[:, :, K:].transpose(1, 2),
-            attn_mask=mask_B11T,
-            is_causal=decoding is None,
-            enable_gqa=H != K,
+            attn_mask=mask_b11T,
+            is_causal=mask_b11T is None,
+            enable_gqa=self.heads != K,
         )
-        return attended.transpose(1, 2).reshape(B, P, -1)
+        return attended.transpose(1, 2)
 
     def _logits(self, hidden_BC: Tensor) -> Tensor:
         head_VC = self.parameters.head

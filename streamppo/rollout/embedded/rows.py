@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from streamppo.process import phase
+from streamppo.rollout.embedded import spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.sampling import Draws, sample
+from streamppo.rollout.embedded.spans import Span
 from streamppo.rollout.engine import Candidates, Completion, Sampling
 from streamppo.types import Ints
 
-ROUND = 16
-"""Attention looks at a multiple of this many cached tokens, so that shapes repeat."""
-
+REORDER = 1.2
+"""Long rows are brought to the front where attention looks at so many times the places that it would look at then."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k that leave the model's distribution as it is."""
 
@@ -89,11 +90,9 @@ class Rows:
     def step(self, version: int) -> list[Request]:
         """Sample one token for every running row. Returns the requests that end with it."""
         rows = np.arange(self.count)
-        at = self._at[rows]
-        fed = self._out[rows, self._length[rows] - 1].astype(np.int64)
-        longest = min(-(-(int(at.max()) + 1) // ROUND) * ROUND, self._decoder.max_tokens)
-        device = self._decoder.device
-        logits_BV = self._decoder.step(torch.from_numpy(fed).to(device), torch.from_numpy(at).to(device), longest)
+        divided, device = self._divided(), self._decoder.device
+        at, fed = self._at[rows], self._out[rows, self._length[rows] - 1].astype(np.int64)
+        logits_BV = self._decoder.step(torch.from_numpy(fed).to(device), torch.from_numpy(at).to(device), divided)
         self._at[rows] += 1
         return self._advance(rows, logits_BV, version)
 
@@ -110,6 +109,21 @@ class Rows:
         self._free(np.array([row for row, request in enumerate(self.requests) if request.done.done()], np.int64))
 
     # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _divided(self) -> list[Span]:
+        """Divide the running rows into spans for a step; long rows are brought to the front where that pays."""
+        lengths, most = self._at[: self.count] + 1, self._decoder.max_tokens
+        found = spans.divide(lengths, most)
+        if found[-1].longest <= spans.SHORT:
+            return found
+        first = spans.leaders(lengths, most)
+        best = spans.divide(np.concatenate([lengths[first], np.delete(lengths, first)]), most)
+        if spans.cost(found) <= REORDER * spans.cost(best):
+            return found
+        leads = np.isin(np.arange(self.count), first)
+        front, back = np.flatnonzero(~leads[: len(first)]), np.flatnonzero(leads[len(first) :]) + len(first)
+        self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
+        return spans.divide(self._at[: self.count] + 1, most)
 
     def _prefill(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
         """Fill the cache of `rows` with `texts`, each different one computed once: samples of a prompt share it."""
@@ -190,16 +204,21 @@ class Rows:
         left = self.count - len(rows)
         holes, last = rows[rows < left], np.setdiff1d(np.arange(left, self.count), rows)
         if len(holes):
-            device, width = self._decoder.device, int(self._at[last].max())
-            self._decoder.copy(torch.from_numpy(last).to(device), torch.from_numpy(holes).to(device), width)
-            for column in (self._at, self._length, self._limit, self._sampling):
-                column[holes] = column[last]
-            length = int(self._length[last].max())
-            for column in (self._out, self._logprobs, self._versions):
-                column[holes, :length] = column[last, :length]
-            for hole, row in zip(holes, last, strict=True):
-                self.requests[hole] = self.requests[row]
+            self._copy(last, holes)
         del self.requests[left:]
+
+    def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy running rows to the places of others; rows that are both exchange theirs."""
+        device, width = self._decoder.device, int(self._at[sources].max())
+        self._decoder.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), width)
+        for column in (self._at, self._length, self._limit, self._sampling):
+            column[targets] = column[sources]
+        length = int(self._length[targets].max())
+        for column in (self._out, self._logprobs, self._versions):
+            column[targets, :length] = column[sources, :length]
+        moved = [self.requests[row] for row in sources]
+        for target, request in zip(targets, moved, strict=True):
+            self.requests[target] = request
 
 
 def _joined(sets: Sequence[Ints]) -> Candidates:
