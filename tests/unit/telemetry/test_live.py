@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import pty
+import select
 import struct
 import sys
 import termios
@@ -35,7 +36,11 @@ def resize(descriptor: int, columns: int) -> None:
 
 
 def written(reader: int) -> str:
-    return os.read(reader, 10_000).decode()
+    """Everything that was written: a terminal hands it over a moment later, and not always at once."""
+    text = b""
+    while select.select([reader], [], [], 0.5)[0]:
+        text += os.read(reader, 10_000)
+    return text.decode()
 
 
 def test_a_line_is_rewritten_in_its_place_and_never_wraps() -> None:
