@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,14 @@ def test_what_arrives_read_only_is_neither_copied_nor_lost_with_its_array() -> N
         array.flags.writeable = False
     arrived = buckets.unflatten(described, arrays)
     assert arrived["t0"].data_ptr() == arrays[0].ctypes.data
+    kept = [weakref.ref(array) for array in arrays]
     del arrays, array
     gc.collect()
-    others = [np.full(1 << 12, 255, dtype=np.uint8) for _ in range(100)]
-    assert others and all(torch.equal(sent[name], arrived[name]) for name in sent)
+    assert all(one() is not None for one in kept), "the tensors keep the memory alive that they are views of"
+    assert all(torch.equal(sent[name], arrived[name]) for name in sent)
+    del arrived
+    gc.collect()
+    assert all(one() is None for one in kept)
 
 
 def test_a_missing_a_foreign_and_a_swapped_bucket_are_found() -> None:
