@@ -105,8 +105,8 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
         if self.args and self.urls:
             yield "args are for engines that actors start: the servers at urls have arguments of their own"
         for name in self.args:
-            if field := DECIDED.get(name):
-                yield f"args.{name} is decided elsewhere: {field}"
+            if elsewhere := DECIDED.get(name):
+                yield f"args.{name} is decided elsewhere: {elsewhere}"
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 yield f"urls ({url!r}) must begin with http:// or https://"

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 from streamppo.driver.crew import Seat
 from streamppo.driver.watch import Calls, Stage
 from streamppo.process import Spent
+from streamppo.telemetry.record import PHASES_S
 from streamppo.types import EngineReport, QueueReport, decode
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
 
     from streamppo.queue.actor import QueueActor
-
-EVERY_S = 10.0
-"""Seconds between two questions."""
 
 
 class PhaseReports:
@@ -31,7 +29,7 @@ class PhaseReports:
 
     def check(self, seats: Sequence[Seat]) -> None:
         """Ask the queue and the rollout actors at work, if it is time."""
-        if time.monotonic() - self._asked < EVERY_S:
+        if time.monotonic() - self._asked < PHASES_S:
             return
         self._asked = time.monotonic()
 

@@ -2,14 +2,11 @@
 
 from collections.abc import Callable
 
-from streamppo.errors import TaskError
 from streamppo.tasks import plugins
 
 
 def tried(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
     """Import a user's function and try it. Raises `TaskError` for one that cannot teach."""
-    function = plugins.load(name, field)
-    if not callable(function):
-        raise TaskError(f"{field} {name!r} is not a function")
+    function = plugins.function(name, field)
     plugins.call(f"{field} {name!r}", try_it, function)
     return function

@@ -39,6 +39,7 @@ class Rank:
         import transformers
 
         from streamppo.learner.fetch import Fetcher
+        from streamppo.learner.learner import build
 
         process.log_to_stdout(f"learner-{rank}")
         self._config = msgspec.msgpack.decode(config, type=Config)
@@ -46,6 +47,7 @@ class Rank:
         self._queue = queue
         self._epoch = epoch
         self._fetcher = Fetcher(queue)
+        self._build = build
         self._built: Learner | None = None
         torch.set_num_threads(self._config.learner.threads)
         transformers.utils.logging.disable_progress_bar()
@@ -71,13 +73,12 @@ class Rank:
         from torch.distributed.device_mesh import init_device_mesh
 
         from streamppo.learner import device
-        from streamppo.learner.learner import build
 
         ranks, critic = self._config.learner.ranks, self._config.algorithm.critic
         place = device.acquire(self._config.learner.gpus, exact=self._config.learner.exact)
         device.join(place, address, self._rank, ranks)
         mesh = init_device_mesh(place.type, (ranks,))
-        learner = self._built = build(self._config, model_path, mesh, self._publish, resume_from)
+        learner = self._built = self._build(self._config, model_path, mesh, self._publish, resume_from)
         device.expect_updates(mesh)
         if critic.pretrain and resume_from is None:
             learner.pretrain(self._fetcher.archived(critic.pretrain))

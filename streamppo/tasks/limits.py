@@ -25,11 +25,8 @@ def load(name: str, most: int) -> Limit:
     """
     if not name:
         return lambda prompt, identity: most
-    function = plugins.load(name, "rollout.limit")
-    if not callable(function):
-        raise TaskError(f"rollout.limit {name!r} is not a function")
     # An answer that is no number is found out below.
-    given = cast(Callable[[Prompt, Identity | None], SupportsIndex], function)
+    given = cast(Callable[[Prompt, Identity | None], SupportsIndex], plugins.function(name, "rollout.limit"))
 
     def limit(prompt: Prompt, identity: Identity | None) -> int:
         tokens = plugins.call(f"rollout.limit {name!r}", lambda: index(given(prompt, identity)))

@@ -45,6 +45,14 @@ def load(name: str, asked_by: str) -> object:
     return found
 
 
+def function(name: str, asked_by: str) -> Callable[..., object]:
+    """Import the function called `name`, as `load` does. Raises `TaskError` if it is none."""
+    found = load(name, asked_by)
+    if not callable(found):
+        raise TaskError(f"{asked_by} {name!r} is not a function")
+    return found
+
+
 def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Arguments) -> R:
     """Call other people's code. Raises `TaskError`, which begins with `asked_by` and names its line, if it fails."""
     try:

@@ -29,7 +29,7 @@ FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 
 PHASES_S = 10.0
-"""Seconds between two lines about the learner's phases."""
+"""Seconds between two lines about the phases of a process."""
 
 DAMAGE_SHOWN = 3
 """Damaged lines that are named one by one."""

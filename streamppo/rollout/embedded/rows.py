@@ -114,16 +114,15 @@ class Rows:
         """Divide the running rows into spans for a step; long rows are brought to the front where that pays."""
         lengths, most = self._at[: self.count] + 1, self._decoder.max_tokens
         found = spans.divide(lengths, most)
-        if found[-1].longest <= spans.SHORT:
+        if max(span.longest for span in found) <= spans.SHORT:
             return found
-        first = spans.leaders(lengths, most)
-        best = spans.divide(np.concatenate([lengths[first], np.delete(lengths, first)]), most)
+        first, best = spans.leaders(lengths, most)
         if spans.cost(found) <= REORDER * spans.cost(best):
             return found
         leads = np.isin(np.arange(self.count), first)
         front, back = np.flatnonzero(~leads[: len(first)]), np.flatnonzero(leads[len(first) :]) + len(first)
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
-        return spans.divide(self._at[: self.count] + 1, most)
+        return best
 
     def _prefill(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
         """Fill the cache of `rows` with `texts`, each different one computed once: samples of a prompt share it."""

@@ -39,11 +39,11 @@ def divide(lengths: np.ndarray, most: int) -> list[Span]:
     return [Span(0, end, int(longest_before[best])), Span(end, len(lengths), int(longest_after[best]))]
 
 
-def leaders(lengths: np.ndarray, most: int) -> np.ndarray:
-    """The rows that would make the cheapest two spans if they came first; none if one span is as good."""
+def leaders(lengths: np.ndarray, most: int) -> tuple[np.ndarray, list[Span]]:
+    """The rows that would make the cheapest two spans if they came first, none if one is as good; and these spans."""
     order = np.argsort(-lengths, kind="stable")
     found = divide(lengths[order], most)
-    return order[: found[0].end] if len(found) > 1 else order[:0]
+    return order[: found[0].end] if len(found) > 1 else order[:0], found
 
 
 def cost(spans: list[Span]) -> int:

@@ -125,6 +125,7 @@ def test_long_completions_come_first_and_are_in_nobodys_way(monkeypatch: pytest.
     divided = [spans for spans in seen if len(spans) == 2]
     assert divided, "long and short completions ran side by side"
     assert max(spans[1].longest for spans in divided) <= SHORT, "no short row attends to a long one's places"
+    assert max(spans[0].end for spans in divided) <= 4, "the four long ones alone come first"
 
 
 def test_samples_of_a_prompt_that_are_admitted_together_share_its_prefill_and_nothing_else(

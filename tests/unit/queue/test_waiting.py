@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 import msgspec
 import pytest
@@ -25,6 +26,10 @@ SETTINGS = Settings(
 )
 
 
+Waiting: TypeAlias = asyncio.Task[tuple[Ticket, ...]]
+"""A caller in the line."""
+
+
 class Counting(QueueRules):
     """The rules, and how often somebody asked them for tickets or for a batch."""
 
@@ -43,7 +48,27 @@ def full() -> tuple[Counting, TicketLine, tuple[Ticket, ...]]:
     return rules, TicketLine(rules), held
 
 
-def waits(line: TicketLine, *actors: str, version: int = 0, call: int = 0) -> list[asyncio.Task[tuple[Ticket, ...]]]:
+def published() -> tuple[Counting, TicketLine, tuple[Ticket, ...]]:
+    """The same after version 1, made of the first two tickets."""
+    rules, line, held = full()
+    for ticket in held[:2]:
+        rules.put(finished(ticket))
+    assert rules.take(0) is not None
+    rules.publish(1)
+    return rules, line, held
+
+
+async def given_up() -> tuple[Counting, TicketLine, tuple[Ticket, ...], Waiting, Waiting]:
+    """The same when all is given away, an older and a newer engine wait in this order, and a slot is given up."""
+    rules, line, held = published()
+    assert len(rules.issue("holder", 1, 100, 1)) == 2
+    older, newer = [*waits(line, "a", version=0), *waits(line, "b", version=1)]
+    await turn()
+    give_up(rules, held[3])
+    return rules, line, held, older, newer
+
+
+def waits(line: TicketLine, *actors: str, version: int = 0, call: int = 0) -> list[Waiting]:
     return [asyncio.create_task(line.tickets(actor, version, 1, call)) for actor in actors]
 
 
@@ -101,11 +126,7 @@ async def test_tickets_go_to_the_first_in_line_and_nobody_else_is_asked() -> Non
 
 @in_loop
 async def test_a_swap_gives_tickets_to_the_engine_that_has_swapped_and_to_no_other() -> None:
-    rules, line, held = full()
-    for ticket in held[:2]:
-        rules.put(finished(ticket))
-    assert rules.take(0) is not None
-    rules.publish(1)
+    _, line, _ = published()
     first, second = waits(line, "a", "b")
     await turn()
     line.serve()
@@ -119,15 +140,7 @@ async def test_a_swap_gives_tickets_to_the_engine_that_has_swapped_and_to_no_oth
 
 @in_loop
 async def test_an_older_engine_at_the_head_of_the_line_keeps_no_newer_one_waiting() -> None:
-    rules, line, held = full()
-    for ticket in held[:2]:
-        rules.put(finished(ticket))
-    assert rules.take(0) is not None
-    rules.publish(1)
-    assert len(rules.issue("holder", 1, 100, 1)) == 2
-    older, newer = [*waits(line, "a", version=0), *waits(line, "b", version=1)]
-    await turn()
-    give_up(rules, held[3])
+    _, line, _, older, newer = await given_up()
     line.serve()
     await turn()
     assert newer.done() and not older.done(), "the slot that was given up leaves room for version 1 alone"
@@ -136,15 +149,7 @@ async def test_an_older_engine_at_the_head_of_the_line_keeps_no_newer_one_waitin
 
 @in_loop
 async def test_after_the_last_ticket_of_an_older_engine_the_newer_ones_are_still_served() -> None:
-    rules, line, held = full()
-    for ticket in held[:2]:
-        rules.put(finished(ticket))
-    assert rules.take(0) is not None
-    rules.publish(1)
-    assert len(rules.issue("holder", 1, 100, 1)) == 2
-    older, newer = [*waits(line, "a", version=0), *waits(line, "b", version=1)]
-    await turn()
-    give_up(rules, held[3])
+    rules, line, held, older, newer = await given_up()
     fail(rules, held[2])
     line.serve()
     await turn()
