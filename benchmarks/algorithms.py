@@ -7,7 +7,7 @@ seed begin with the same warm-started model.
 Reported, as mean and range over the seeds: mean reward of the last ten updates, held-out accuracy, the updates until
 that reward reached --reach, and the lag that came about.
 With `--json out.json` every run is a line of out.jsonl as soon as it has ended: the same command goes on after those
-that are there. The plot needs matplotlib (`pip install streamppo[plots]`).
+that are there. Seeds come one after the other, so that what is there is a whole table of the first ones. The plot needs matplotlib (`pip install streamppo[plots]`).
 """
 
 import argparse
@@ -114,7 +114,7 @@ def main() -> None:
     log = options.json.with_suffix(".jsonl") if options.json else None
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
     choices: list[str] = options.only or list(CHOICES)
-    wanted = [Job(choice, lag, seed) for choice in choices for lag in options.max_lag for seed in options.seeds]
+    wanted = [Job(choice, lag, seed) for seed in options.seeds for choice in choices for lag in options.max_lag]
     with tempfile.TemporaryDirectory() as folder:
         for row in _measured([one for one in wanted if one not in map(_job, rows)], options, Path(folder)):
             print(_line(row), flush=True)
