@@ -7,7 +7,8 @@ seed begin with the same warm-started model.
 Reported, as mean and range over the seeds: mean reward of the last ten updates, held-out accuracy, the updates until
 that reward reached --reach, and the lag that came about.
 With `--json out.json` every run is a line of out.jsonl as soon as it has ended: the same command goes on after those
-that are there. Seeds come one after the other, so that what is there is a whole table of the first ones. The plot needs matplotlib (`pip install streamppo[plots]`).
+that are there. Seeds come one after the other, so that what is there is a whole table of the first ones.
+The plot needs matplotlib (`pip install streamppo[plots]`).
 """
 
 import argparse
