@@ -21,6 +21,7 @@ The states of a slot are drawn in slot.py. Every change is noted in `QueueState.
 
 import heapq
 from collections.abc import Sequence
+from itertools import islice
 
 from streamppo.config.correction import Resample
 from streamppo.errors import QueueError
@@ -28,7 +29,7 @@ from streamppo.process import phase
 from streamppo.queue.defects import Limits, defect, defects
 from streamppo.queue.failures import FailureWindow
 from streamppo.queue.records import DeadLetter, Ended, Ending
-from streamppo.queue.slot import Slot, SlotState, Unit, count_older
+from streamppo.queue.slot import Slot, SlotState, Unit, all_younger, count_older
 from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings
 from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, ints
 
@@ -255,6 +256,10 @@ class QueueRules:
         wanted = self.settings.batch_size // self.settings.unit_size
         if self.state.ready_units < wanted:
             return None
+        waits = self.settings.too_old == "wait"
+        first = list(islice((unit for unit in self.state.units.values() if waits or unit.missing == 0), wanted))
+        if not any(unit.missing for unit in first) and all_younger(first, min_version):
+            return first, 0
         chosen: list[Unit] = []
         masked_tokens = 0
         for unit in self.state.units.values():
@@ -262,7 +267,7 @@ class QueueRules:
             if masked is not None:
                 chosen.append(unit)
                 masked_tokens += masked
-            elif self.settings.too_old == "wait":
+            elif waits:
                 return None
             if len(chosen) == wanted:
                 return chosen, masked_tokens

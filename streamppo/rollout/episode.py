@@ -14,7 +14,6 @@ import numpy as np
 
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
-from streamppo.process import phase
 from streamppo.rollout.engine import Candidates, Completion, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
@@ -48,7 +47,7 @@ class Episode(NamedTuple):
             prompt=prompt.text,
             completion=tokenizer.decode(self.tokens),
             finish=self.finish,
-            num_tokens=int(self.mask.sum()),
+            num_tokens=int(np.count_nonzero(self.mask)),
             tokens=self.tokens[self.mask].tobytes(),
             messages=prompt.messages,
             turns=self.turns,
@@ -106,8 +105,7 @@ class Player:
     async def play(self, prompt: Prompt, sampling: Sampling) -> Episode:
         """Play one episode. Raises one of `FAILURES`."""
         if self._environment is None or self._make is None or self._stalls is None:
-            with phase("tokenize"):
-                tokens = self.tokenizer.encode(prompt)
+            tokens = self.tokenizer.encode(prompt)
             completion = await self._engine.generate(tokens, sampling)
             count = len(completion.tokens)
             return Episode(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,5 +53,6 @@ def check_prompt(prompt: Ints, longest: int, vocabulary: int) -> None:
     """Raise `ModelError` for a prompt that would crash the engine, and with it the completions of others."""
     if not 1 <= len(prompt) <= longest:
         raise ModelError(f"a prompt of {len(prompt)} tokens does not fit: it needs 1 to {longest}")
-    if prompt.min() < 0 or prompt.max() >= vocabulary:
+    # Negative ids are large ones without their sign: one look at the tokens is enough.
+    if prompt.view(np.uint32).max() >= vocabulary:
         raise ModelError(f"a prompt holds a token that is not one of the model's {vocabulary}")

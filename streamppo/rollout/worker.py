@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from streamppo.tasks.rewards.reward_model import RewardModel
 
 log = logging.getLogger(__name__)
-GATHER_S = 0.02
+GATHER_S = 0.05
 """Seconds for which free places and finished trajectories gather: each call costs the queue and this actor a fixed sum.
 
-A completion of a language model takes hundreds of times as long."""
+A completion of a language model takes a hundred times as long."""
 
 
 class Answer(NamedTuple):

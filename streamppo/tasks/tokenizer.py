@@ -11,6 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from streamppo.errors import TaskError
+from streamppo.process import phase
 from streamppo.types import Ints, Message, Prompt
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Tokenizer:
             # Its file may ask for both; transformers turns them off at each call.
             self._fast.no_truncation()
             self._fast.no_padding()
+        self._plain = _decodes_plainly(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.vocabulary = len(self._tokenizer)
         # Without its files transformers makes one that knows nothing but its special tokens.
@@ -84,6 +86,7 @@ class Tokenizer:
         """Return the token ids [P] of a prompt, cut to its `max_tokens`; read-only, for its samples share them."""
         return self._encoded(prompt.text, prompt.messages, prompt.max_tokens)
 
+    @phase("tokenize")
     def _encode(self, text: str, messages: tuple[Message, ...], max_tokens: int | None) -> Ints:
         ids = self.ids(Prompt(text=text, columns={}, messages=messages))
         made = np.asarray(ids if max_tokens is None else ids[-max_tokens:], dtype=np.int32)
@@ -122,6 +125,9 @@ class Tokenizer:
 
     def decode(self, tokens: Ints) -> str:
         """Return the text of `tokens` [T], special tokens left out."""
+        if self._fast is not None and self._plain:
+            # A third of the time of the other way, which ends in the same call.
+            return self._fast.decode(tokens.tolist())
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def _chat(self, messages: tuple[Message, ...], *, open_turn: bool) -> str:
@@ -142,6 +148,16 @@ class Tokenizer:
         except TypeError as error:
             # Half of a surrogate pair, which JSON can write and UTF-8 cannot.
             raise TaskError(f"no text that can be tokenized: {text!r}") from error
+
+
+def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """True if its `decode` is the backend's and nothing else: no spaces are cleaned up, no class has one of its own."""
+    from transformers import PreTrainedTokenizerFast
+
+    base = PreTrainedTokenizerFast
+    ours = type(tokenizer)
+    same = getattr(ours, "_decode", None) is base._decode and ours.decode is base.decode
+    return same and not tokenizer.clean_up_tokenization_spaces
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 from config_case import one_source
-from transformers import Qwen2Config
+from tokenizers import models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from streamppo.config.task import ArithmeticTask, DataTask
 from streamppo.errors import TaskError
@@ -114,6 +117,30 @@ def test_the_character_tokenizer_reads_back_what_it_wrote_also_beside_its_model(
     assert len(ids) == len(text.encode())
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(np.append(ids[:2], tokenizer.eos_id)) == text[:2]
+
+
+def test_a_tokenizer_that_cleans_up_spaces_decodes_as_transformers_does(tmp_path: Path) -> None:
+    words = models.WordLevel({"<unk>": 0, "it": 1, "is": 2, "n't": 3, ".": 4, "<eos>": 5}, unk_token="<unk>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), eos_token="<eos>", clean_up_tokenization_spaces=True
+    )
+    made.save_pretrained(tmp_path)
+    tokenizer, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = np.array([1, 2, 3, 4, 5], np.int32)
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "it isn't."
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(PreTrainedTokenizerFast):
+        def _decode(self, *given: Any, **named: Any) -> str:
+            return super()._decode(*given, **named).upper()
+
+    character_tokenizer("abc").save_pretrained(tmp_path)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", Own.from_pretrained)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(Prompt(text="abc", columns={}))) == "ABC"
 
 
 def test_sums_have_the_ids_of_their_alphabet(tmp_path: Path) -> None:
