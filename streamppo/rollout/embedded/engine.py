@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ADMIT_SHARE = 8
 """Steps are interrupted for a prefill when one of this many rows has become free."""
-BURST_S = 0.005
+BURST_S = 0.01
 """Steps are interrupted in any case after this long, so that completions do not wait to be handed over."""
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")

@@ -126,9 +126,11 @@ class Rows:
 
     def _prefill(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
         """Fill the cache of `rows` with `texts`, each different one computed once: samples of a prompt share it."""
-        numbers: dict[bytes, int] = {}
-        of_row = np.array([numbers.setdefault(text.tobytes(), len(numbers)) for text in texts])
-        _, firsts = np.unique(of_row, return_index=True)
+        keys = [text.tobytes() for text in texts]
+        # The last that is written stays: of equal texts, the first row.
+        first_of = {key: row for row, key in reversed(list(enumerate(keys)))}
+        leads = np.array([first_of[key] for key in keys])
+        firsts = np.flatnonzero(leads == np.arange(len(keys)))
         lengths = np.array([len(texts[first]) for first in firsts])
         tokens_BP = np.zeros((len(firsts), int(lengths.max())), np.int64)
         for row, first in zip(tokens_BP, firsts, strict=True):
@@ -141,12 +143,12 @@ class Rows:
         )
         if len(firsts) == len(texts):
             return logits_BV
-        copies = np.setdiff1d(np.arange(len(texts)), firsts)
-        sources, targets = rows[firsts[of_row[copies]]], rows[copies]
+        copies = np.flatnonzero(leads != np.arange(len(keys)))
+        sources, targets = rows[leads[copies]], rows[copies]
         self._decoder.copy(
             torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), int(lengths.max())
         )
-        return logits_BV[torch.from_numpy(of_row).to(device)]
+        return logits_BV[torch.from_numpy(np.searchsorted(firsts, leads)).to(device)]
 
     @torch.inference_mode()
     def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:
@@ -201,7 +203,9 @@ class Rows:
     def _free(self, rows: np.ndarray) -> None:
         """Free `rows`, which rise: the last rows that go on take the places of those before them, all in one copy."""
         left = self.count - len(rows)
-        holes, last = rows[rows < left], np.setdiff1d(np.arange(left, self.count), rows)
+        goes_on = np.ones(self.count, np.bool_)
+        goes_on[rows] = False
+        holes, last = rows[rows < left], np.flatnonzero(goes_on[left:]) + left
         if len(holes):
             self._copy(last, holes)
         del self.requests[left:]
