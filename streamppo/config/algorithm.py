@@ -144,6 +144,10 @@ class Whiten(Section, frozen=True):
     """Divide the variance by n - 1, else by n."""
 
 
+CRITICS = ("head", "policy", "scratch")
+"""Critics that have no folder of their own."""
+
+
 class Critic(Section, frozen=True):
     """The critic and its loss. A value head learns in the policy's own steps; a second transformer makes its own."""
 

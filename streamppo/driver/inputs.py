@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from streamppo import durable
-from streamppo.config.algorithm import OwnAdvantage
+from streamppo.config.algorithm import CRITICS, OwnAdvantage
 from streamppo.config.correction import OwnCorrection
 from streamppo.config.policy_loss import OwnLoss
 from streamppo.config.reward import FunctionScorer, ModelScorer
@@ -30,8 +30,6 @@ from streamppo.errors import CheckpointError, RunError
 INPUTS = "inputs.json"
 WHOLE_BYTES = 2**30
 PLACES, PIECE = 64, 2**20
-CRITICS = ("head", "policy", "scratch")
-"""Critics that have no folder of their own."""
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,9 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from streamppo import durable
+from streamppo.config.algorithm import CRITICS, OwnAdvantage
+from streamppo.config.correction import OwnCorrection
+from streamppo.config.policy_loss import OwnLoss
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
@@ -38,7 +41,12 @@ def of_rank(config: Config, folder: Path) -> Needs:
     token = uuid4().hex
     with durable.naming(folder / TOKEN, RunError):
         durable.write(folder / TOKEN, token.encode())
-    return Needs(str(folder), token, _local([config.model.path] if config.model.path != BUILTIN else []))
+    algorithm = config.algorithm
+    folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
+    given = _local([name for name in folders if name not in ("", BUILTIN, *CRITICS)])
+    choices = (algorithm.advantage, algorithm.correction, algorithm.policy_loss)
+    own = tuple(one.function for one in choices if isinstance(one, OwnAdvantage | OwnCorrection | OwnLoss))
+    return Needs(str(folder), token, given, own)
 
 
 def of_rollout(config: Config, rank: Needs) -> Needs:
@@ -51,7 +59,8 @@ def of_rollout(config: Config, rank: Needs) -> Needs:
     plugins += [config.environment.name] if config.environment else []
     plugins += [config.rollout.limit] if config.rollout.limit else []
     variables = tuple(sorted(environment.named(config)))
-    return rank._replace(paths=rank.paths + _local([*data, *models]), plugins=tuple(plugins), variables=variables)
+    paths = rank.paths + _local([*data, *models])
+    return rank._replace(paths=paths, plugins=(*rank.plugins, *plugins), variables=variables)
 
 
 def prove(actor: object, needs: Needs) -> None:

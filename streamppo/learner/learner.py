@@ -52,7 +52,7 @@ class Learner:
         before = self.updater
         self.updater = _updater(config, self.policy, self.optimizer, self.mesh, (followed, taught_by))
         moved = before.reference_moved
-        self.updater.remember(before.beta, before.bad_steps, before.steered_bonus, reference_moved=moved)
+        self.updater.remember(before.beta, before.in_a_row, before.steered_bonus, reference_moved=moved)
         self.config = config
 
     def follow_schedule(self) -> None:
@@ -93,7 +93,7 @@ class Learner:
             digest="",
             ranks=self.config.learner.ranks,
             beta=self.updater.beta,
-            bad_steps=self.updater.bad_steps,
+            bad_steps=self.updater.in_a_row,
             bonus=self.updater.steered_bonus,
             reference_moved=self.updater.reference_moved,
         )

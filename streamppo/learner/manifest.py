@@ -31,15 +31,16 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `version` is the queue's position too: batch number `version` is the next to be trained on. `digest` is that of the
     weights as they were pushed, known when they are published; `beta` the adaptive weight of the KL in the reward;
-    `bonus` the coefficient and the weight of an entropy bonus that is steered. `reference_moved` says that a
-    reference is among the tensors: it is the run's first model no more.
+    `bad_steps` are the policy's in a row, and those of a critic with steps of its own; `bonus` the coefficient and the
+    weight of an entropy bonus that is steered. `reference_moved` says that a reference is among the tensors: it is the
+    run's first model no more.
     """
 
     version: int
     digest: str
     ranks: int
     beta: float
-    bad_steps: int
+    bad_steps: tuple[int, int]
     bonus: tuple[float, float] | None = None
     reference_moved: bool = False
 

@@ -96,18 +96,25 @@ class Updater:
         self.bad_steps = 0
         self.critic_bad_steps = 0
 
-    def remember(self, beta: float, bad_steps: int, bonus: Bonus | None, *, reference_moved: bool = False) -> None:
-        """Go on from an earlier updater: its bad steps in a row, and its `beta` if that adapts and was at work.
+    def remember(
+        self, beta: float, in_a_row: tuple[int, int], bonus: Bonus | None, *, reference_moved: bool = False
+    ) -> None:
+        """Go on from an earlier updater: its bad steps `in_a_row`, and its `beta` if that adapts and was at work.
 
         So does `bonus` if it is steered, and was: None says that it was not. `reference_moved` says that the reference,
         which is the caller's to bring along, is the run's first model no more.
         """
-        self.bad_steps = bad_steps
+        self.bad_steps, self.critic_bad_steps = in_a_row
         self.reference_moved = reference_moved and self.reference is not None
         if self.config.algorithm.kl.target and beta:
             self.beta = beta
         if self.config.algorithm.entropy_control.target and bonus is not None:
             self.bonus = bonus
+
+    @property
+    def in_a_row(self) -> tuple[int, int]:
+        """Optimizer steps in a row that were left out: the policy's, and those of a critic with steps of its own."""
+        return self.bad_steps, self.critic_bad_steps
 
     @property
     def steered_bonus(self) -> Bonus | None:

@@ -145,7 +145,7 @@ def model_of(version: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def state(version: int) -> State:
-    return State(version=version, digest=f"digest {version}", ranks=1, beta=0.25, bad_steps=0)
+    return State(version=version, digest=f"digest {version}", ranks=1, beta=0.25, bad_steps=(0, 0))
 
 
 def save_checkpoint(folder: Path, version: int = 2) -> None:

@@ -43,7 +43,11 @@ def trained(updater: Updater) -> Trained:
 
 def state_of(updater: Updater, version: int = 1) -> State:
     ranks = dist.get_world_size()
-    kept = {"beta": updater.beta, "bad_steps": updater.bad_steps, "bonus": updater.steered_bonus}
+    kept = {
+        "beta": updater.beta,
+        "bad_steps": updater.in_a_row,
+        "bonus": updater.steered_bonus,
+    }
     kept["reference_moved"] = updater.reference_moved
     return State(version=version, digest="", ranks=ranks, **kept)  # pyright: ignore[reportArgumentType]
 
@@ -90,13 +94,13 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_what_updates_hand_on(fol
     config = case.config_of("algorithm.kl.reward_beta=0.1", "algorithm.kl.target=0.001", "learner.lr=0.01", *bonus)
     one, two = (case.updater(config, folder) for _ in range(2))
     case.metrics(one, pad(case.batch()))
-    one.bad_steps = 2
+    one.bad_steps, one.critic_bad_steps = 2, 1
     state = carried_over(one, two, tmp_path)
-    assert (state.version, state.beta, state.bad_steps) == (1, one.beta, 2)
+    assert (state.version, state.beta, state.bad_steps) == (1, one.beta, (2, 1))
     assert one.beta != 0.1
     assert state.bonus is not None
     two.remember(state.beta, state.bad_steps, Bonus(*state.bonus))
-    assert two.bad_steps == 2
+    assert two.in_a_row == (2, 1)
     assert two.bonus == one.bonus == pytest.approx((0.105, 0.105))
     one.update(pad(case.batch(seed=1)))
     two.update(pad(case.batch(seed=1)))
@@ -131,9 +135,9 @@ def test_settings_are_those_of_the_configuration_and_not_of_the_checkpoint(folde
 )
 def test_only_a_beta_that_adapts_itself_goes_on_from_where_it_was(folder: Path, change: list[str], beta: float) -> None:
     updater = case.updater(case.config_of("algorithm.kl.reward_beta=0.1", *change), folder)
-    updater.remember(0.7, 0, None)
+    updater.remember(0.7, (0, 0), None)
     assert updater.beta == beta
-    updater.remember(0.0, 0, None)
+    updater.remember(0.0, (0, 0), None)
     assert updater.beta == beta, "a penalty that was off before begins as the configuration says"
 
 

@@ -159,7 +159,7 @@ def test_a_weight_that_is_steered_weighs_as_the_same_weight_that_is_not(folder: 
         case.updater(case.config_of(*RLOO, f"algorithm.entropy={first}", *more), folder)
         for first, more in ((0.3, []), (0.1, [STEERED]))
     )
-    plain.remember(0.0, 0, Bonus(0.3, 0.3))
+    plain.remember(0.0, (0, 0), Bonus(0.3, 0.3))
     for updater in (steered, plain):
         updater.update(pad(case.batch()))
     assert_same(steered, plain)
@@ -179,13 +179,13 @@ def test_a_policy_that_stands_still_steers_nothing(folder: Path) -> None:
 def test_only_a_bonus_that_is_and_was_steered_goes_on_from_where_it_was(folder: Path) -> None:
     steered = case.updater(case.config_of(*RLOO, "algorithm.entropy=0.1", STEERED), folder)
     assert steered.steered_bonus == (0.1, 0.1)
-    steered.remember(0.0, 0, Bonus(0.4, 0.0))
+    steered.remember(0.0, (0, 0), Bonus(0.4, 0.0))
     assert steered.bonus == (0.4, 0.0)
-    steered.remember(0.0, 0, None)
+    steered.remember(0.0, (0, 0), None)
     assert steered.bonus == (0.4, 0.0)
     fixed = case.updater(case.config_of(*RLOO, "algorithm.entropy=0.1"), folder)
     assert fixed.steered_bonus is None
-    fixed.remember(0.0, 0, Bonus(0.4, 0.0))
+    fixed.remember(0.0, (0, 0), Bonus(0.4, 0.0))
     assert fixed.bonus == (0.1, 0.1)
 
 

@@ -48,7 +48,7 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
         pushed = Future[Pushed]()
         pushed.set_result(Pushed(digest or push.digest, 0.0))
         journal.write(Changes(COUNTERS), [Made(version=version, digest=push.digest, archived=None)])
-        state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=0)
+        state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
         saver.start(run / "checkpoints", state, Trained(updater.policy, updater.optimizer, None), pushed)
     saver.wait()
     journal.close()

@@ -139,6 +139,26 @@ def test_a_node_that_lacks_something_is_named_with_all_that_it_lacks(
     assert nodes.lacking(rank) == [f"the run's folder {tmp_path}"]
 
 
+def test_a_rank_needs_every_model_the_run_that_its_critic_reads_and_functions_of_the_users_own(
+    tmp_path: Path, math_config: Callable[..., Config]
+) -> None:
+    folders = [tmp_path / name for name in ("critic", "teacher", "before")]
+    for folder in folders:
+        folder.mkdir()
+    critic, teacher, before = folders
+    changes = (
+        f"algorithm.critic={{model='{critic}', pretrain='{before}'}}",
+        f"algorithm.teacher={{model='{teacher}', weight=0.1}}",
+        "algorithm.policy_loss={kind='function', function='nowhere.own:loss'}",
+    )
+    rank = nodes.of_rank(math_config(*changes), tmp_path)
+    for folder in folders:
+        folder.rmdir()
+    assert nodes.lacking(rank) == [str(critic), str(before), str(teacher), "the plug-in nowhere.own:loss"]
+    with_none = nodes.of_rank(math_config("algorithm.critic.model=policy"), tmp_path)
+    assert nodes.lacking(with_none) == []
+
+
 def test_a_plug_in_that_is_there_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)

@@ -43,7 +43,7 @@ def trained(run: Path, config: Config, checkpoint: int = 1) -> Path:
     (run / "summary.json").write_text("{}")
     saved = run / "checkpoints" / f"{checkpoint:08d}"
     saved.mkdir(parents=True)
-    state = State(version=checkpoint, digest="d", ranks=1, beta=0.0, bad_steps=0)
+    state = State(version=checkpoint, digest="d", ranks=1, beta=0.0, bad_steps=(0, 0))
     manifest.write(saved, state, Files(shared={}, ranks=({},)))
     KEPT.append(journal)
     return run

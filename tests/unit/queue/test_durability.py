@@ -70,7 +70,7 @@ def complete(folder: Path, version: int) -> Path:
     (path / "__0_0.distcp").write_bytes(random.Random(version).randbytes(3000))
     (path / ".metadata").write_bytes(b"m" * 200)
     files = Files(shared=manifest.seal(path, ".metadata"), ranks=(manifest.seal(path, "__0_*"),))
-    manifest.write(path, State(version=version, digest="d" * 64, ranks=1, beta=0.1, bad_steps=0), files)
+    manifest.write(path, State(version=version, digest="d" * 64, ranks=1, beta=0.1, bad_steps=(0, 0)), files)
     return path
 
 
