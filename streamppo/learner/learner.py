@@ -14,6 +14,7 @@ from streamppo.config.sections import Config
 from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, reference, teacher
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
+from streamppo.learner.fetch import OwnRows
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
 from streamppo.learner.speed import speed
@@ -54,6 +55,11 @@ class Learner:
         moved = before.reference_moved
         self.updater.remember(before.beta, before.in_a_row, before.steered_bonus, reference_moved=moved)
         self.config = config
+
+    @property
+    def own_rows(self) -> OwnRows | None:
+        """The function that finds the rows whose tokens this rank reads; None for a rank alone, which reads all."""
+        return self.updater.own_rows if self.updater.ranks > 1 else None
 
     def follow_schedule(self) -> None:
         """Set the learning rate of the next update."""
