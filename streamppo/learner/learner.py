@@ -17,7 +17,7 @@ from streamppo.learner.checkpoint import Trained
 from streamppo.learner.fetch import OwnRows
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
-from streamppo.learner.speed import speed
+from streamppo.learner.speed import Size, size_of, speed
 from streamppo.learner.update import Updated, Updater
 from streamppo.weights.transport import BucketRef, Pusher
 
@@ -40,6 +40,7 @@ class Learner:
     pusher: Pusher
     saver: checkpoint.Saver
     version: int
+    size: Size
 
     def configure(self, config: Config) -> None:
         """Replace the configuration, and rebuild or set everything that depends on it."""
@@ -68,7 +69,7 @@ class Learner:
     def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
         """How fast an update was that has been described in `metrics`."""
         element = getattr(torch, self.config.model.dtype).itemsize
-        return speed(self.policy, updated, metrics, element, self.updater.ranks)
+        return speed(self.size, updated, metrics, element, self.updater.ranks)
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
         """Teach the critic alone the returns of `batches`, at the full learning rate."""
@@ -139,7 +140,7 @@ def build(
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(publish, config.learner.bucket_bytes)
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
-    return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version)
+    return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded))
 
 
 def _updater(
