@@ -212,6 +212,21 @@ class Batch(Crossing, frozen=True):
     trajectories: tuple[Trajectory, ...]
 
 
+class Outline(Crossing, frozen=True):
+    """A batch whose trajectories have no token ids; `prompt_lengths` [B] say how many tokens their prompts have."""
+
+    batch: Batch
+    prompt_lengths: bytes
+
+
+class Tokens(Crossing, frozen=True):
+    """The token ids of one trajectory, as it has them."""
+
+    prompt_tokens: bytes
+    tokens: bytes
+    candidates: bytes
+
+
 class Tensor(Crossing, frozen=True):
     """The place of one parameter: bytes `start : start + nbytes` of bucket number `bucket`."""
 

@@ -112,10 +112,13 @@ def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candida
     if not any(one.candidate_counts for one in trajectories):
         return None
     joined = b"".join(one.candidate_counts or bytes(4 * one.num_tokens) for one in trajectories)
+    # Of a row that another rank reads, the counts alone are here.
+    here = np.repeat([bool(one.candidates) for one in trajectories], length_B.numpy())
     counts = ints(joined).astype(np.int64)
+    held = counts * here
     return Candidates(
         tokens_M=torch.from_numpy(np.concatenate([ints(one.candidates) for one in trajectories])),
-        starts=_padded(np.cumsum(counts) - counts, length_B, 0),
+        starts=_padded(np.cumsum(held) - held, length_B, 0),
         counts=_padded(counts, length_B, 0),
     )
 

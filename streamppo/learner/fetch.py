@@ -1,22 +1,32 @@
-"""Batches on their way to a rank: fetched and padded in a thread, while the update before them runs."""
+"""Batches on their way to a rank: fetched and padded in a thread, while the update before them runs.
+
+Of several ranks, each fetches the outline of a batch, finds the rows that it reads, and fetches their tokens alone.
+"""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import ray
+import torch
 from ray.actor import ActorProxy
 from ray.exceptions import ObjectLostError
+from torch import Tensor
 
 from streamppo import process
 from streamppo.errors import JournalError
 from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.queue import parts
 from streamppo.queue.source import BatchSource
-from streamppo.types import Batch, decode
+from streamppo.types import Batch, Outline, Tokens, decode
 
 RETRY_S = 0.5
 """Seconds between two attempts to get a batch whose owner has died."""
+
+OwnRows: TypeAlias = Callable[[Tensor, int], list[int]]
+"""(tokens of each row [B], version) -> the rows whose tokens this rank reads."""
 
 
 class Fetched(NamedTuple):
@@ -35,9 +45,9 @@ class Fetcher:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
         self._under_way: Future[Fetched | None] = Future()
 
-    def start(self, version: int) -> None:
-        """Ask for the batch of the update that starts at `version`."""
-        self._under_way = self._thread.submit(self._fetch, version)
+    def start(self, version: int, own_rows: OwnRows | None) -> None:
+        """Ask for the batch of the update that starts at `version`; without `own_rows`, for the tokens of all."""
+        self._under_way = self._thread.submit(self._fetch, version, own_rows)
 
     def result(self) -> Fetched | None:
         """The batch that was last asked for; None if the run was stopped."""
@@ -54,25 +64,37 @@ class Fetcher:
         for version in versions:
             yield pad(decode(ray.get(self._source.archived_batch.remote(run, version)), Batch))
 
-    def _fetch(self, version: int) -> Fetched | None:
+    def _fetch(self, version: int, own_rows: OwnRows | None) -> Fetched | None:
         begin = time.perf_counter()
-        taken = self._take(version)
+        taken = self._retry(version, own_rows)
         process.add("fetch", time.perf_counter() - begin)
         if taken is None:
             return None
         batch = pad(taken)
         return Fetched(batch, lag_histogram(batch), time.perf_counter() - begin)
 
-    def _take(self, version: int) -> Batch | None:
+    def _retry(self, version: int, own_rows: OwnRows | None) -> Batch | None:
         while True:
-            found = ray.get(self._source.take.remote(version))
-            if found is None:
-                return None
             try:
-                return decode(ray.get(found).data, Batch)
+                return self._whole(version) if own_rows is None else self._own(version, own_rows)
             except ObjectLostError:
                 # The queue died with it; its next life has the same batch.
                 time.sleep(RETRY_S)
+
+    def _whole(self, version: int) -> Batch | None:
+        found = ray.get(self._source.take.remote(version))
+        return None if found is None else decode(ray.get(found).data, Batch)
+
+    def _own(self, version: int, own_rows: OwnRows) -> Batch | None:
+        """The batch with the tokens of this rank's rows; None if the run was stopped."""
+        if (found := ray.get(self._source.outline.remote(version))) is None:
+            return None
+        outline = decode(ray.get(found).data, Outline)
+        rows = own_rows(torch.tensor(parts.widths(outline)), version)
+        asked = np.array(rows, dtype="<i4").tobytes()
+        if (found := ray.get(self._source.tokens.remote(version, asked))) is None:
+            return None
+        return parts.join(outline, rows, decode(ray.get(found).data, tuple[Tokens, ...]))
 
 
 def lag_histogram(batch: PaddedBatch) -> dict[int, int]:

@@ -14,9 +14,10 @@ from streamppo.config.sections import Config
 from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, reference, teacher
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
+from streamppo.learner.fetch import OwnRows
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
-from streamppo.learner.speed import speed
+from streamppo.learner.speed import Size, size_of, speed
 from streamppo.learner.update import Updated, Updater
 from streamppo.weights.transport import BucketRef, Pusher
 
@@ -39,6 +40,7 @@ class Learner:
     pusher: Pusher
     saver: checkpoint.Saver
     version: int
+    size: Size
 
     def configure(self, config: Config) -> None:
         """Replace the configuration, and rebuild or set everything that depends on it."""
@@ -55,6 +57,11 @@ class Learner:
         self.updater.remember(before.beta, before.in_a_row, before.steered_bonus, reference_moved=moved)
         self.config = config
 
+    @property
+    def own_rows(self) -> OwnRows | None:
+        """The function that finds the rows whose tokens this rank reads; None for a rank alone, which reads all."""
+        return self.updater.own_rows if self.updater.ranks > 1 else None
+
     def follow_schedule(self) -> None:
         """Set the learning rate of the next update."""
         optimizer.follow_schedule(self.optimizer, self.config, self.version)
@@ -62,7 +69,7 @@ class Learner:
     def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
         """How fast an update was that has been described in `metrics`."""
         element = getattr(torch, self.config.model.dtype).itemsize
-        return speed(self.policy, updated, metrics, element, self.updater.ranks)
+        return speed(self.size, updated, metrics, element, self.updater.ranks)
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
         """Teach the critic alone the returns of `batches`, at the full learning rate."""
@@ -133,7 +140,7 @@ def build(
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(publish, config.learner.bucket_bytes)
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
-    return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version)
+    return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded))
 
 
 def _updater(

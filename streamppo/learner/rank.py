@@ -86,7 +86,7 @@ class Rank:
             life = ray.get(self._queue.another_life.remote(""))
             Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
         learner.push()
-        self._fetcher.start(learner.version)
+        self._fetcher.start(learner.version, learner.own_rows)
         Thread(target=self._beat, name="beat", daemon=True).start()
         return learner.version
 
@@ -103,7 +103,7 @@ class Rank:
         wait_s = time.perf_counter() - begin
         assert fetched.batch.version == learner.version, "a batch of another version"
         if learner.version + 1 < learner.config.updates:
-            self._fetcher.start(learner.version + 1)
+            self._fetcher.start(learner.version + 1, learner.own_rows)
         learner.follow_schedule()
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
@@ -126,7 +126,7 @@ class Rank:
         self._config = msgspec.msgpack.decode(config, type=Config)
         learner = self._learner()
         learner.configure(self._config)
-        self._fetcher.start(learner.version)
+        self._fetcher.start(learner.version, learner.own_rows)
 
     @ray.method
     def settle(self) -> None:

@@ -54,9 +54,9 @@ def forward_passes(updated: Updated) -> float:
     return float(updated.objective.scores_policy) + 3 * rows / len(updated.batch.reward_B)
 
 
-def speed(policy: Policy, updated: Updated, metrics: Mapping[str, float], element: int, ranks: int) -> dict[str, float]:
+def speed(size: Size, updated: Updated, metrics: Mapping[str, float], element: int, ranks: int) -> dict[str, float]:
     """The numbers of an update whose `metrics` have its times; weights are pushed with `element` bytes a parameter."""
-    size, batch = size_of(policy), updated.batch
+    batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
     tflops = forward_passes(updated) * forward_flops(size, width_B) / seconds / ranks / 1e12
     made = {

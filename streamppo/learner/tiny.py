@@ -6,9 +6,8 @@ reinforce. Its tokens are the characters of the task (tasks/lesson.py). It becom
 
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from streamppo.config.sections import BUILTIN, HEAD_WIDTH, Config, Model, Tiny
 from streamppo.learner import pretrained
 from streamppo.tasks import lesson
 from streamppo.tasks.tokenizer import END, PADDING, character_tokenizer
-from streamppo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
@@ -85,6 +83,19 @@ def settings(config: Model, vocabulary: int) -> "Qwen2Config":
     )
 
 
+class Problems(NamedTuple):
+    """Right-padded prompts with answers [N, L], labels on the answers and their end alone, and lengths in tokens."""
+
+    inputs_NL: Tensor
+    labels_NL: Tensor
+    length_N: Tensor
+
+    def at(self, rows: Tensor | slice) -> "Problems":
+        """The problems at `rows`, cut to the longest of them."""
+        width = int(self.length_N[rows].max())
+        return Problems(self.inputs_NL[rows, :width], self.labels_NL[rows, :width], self.length_N[rows])
+
+
 def _warm_up(
     model: "Qwen2ForCausalLM",
     tokenizer: "PreTrainedTokenizerBase",
@@ -93,52 +104,71 @@ def _warm_up(
     seed: int,
 ) -> None:
     """Cross-entropy on answers until a check of greedy answers reaches the target: by steps, never by the clock."""
-    generator, problems = np.random.default_rng((seed, 0x3A23)), learned.problems
+    generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, learned)
     # A part of the usual numbers, so that memory and time do not grow with the length.
     part = min(1.0, LONG / learned.longest)
-    checked = _encode(tokenizer, problems[: max(1, int(CHECKED * part))])
-    batch_size = max(1, int(BATCH_SIZE * part))
+    checked = problems.at(slice(max(1, int(CHECKED * part))))
+    count, batch_size = len(problems.length_N), max(1, int(BATCH_SIZE * part))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
-    logged_at, accuracy = time.monotonic(), 0.0
+    logged_at, accuracy, before = time.monotonic(), 0.0, 0.0
     for step in range(config.max_steps):
-        if step % CHECK_EVERY == 0 and (accuracy := _accuracy(model, *checked)) >= config.target_accuracy:
-            break
+        if step % CHECK_EVERY == 0 and _may_pass(before, config.target_accuracy):
+            accuracy = _accuracy(model, checked)
+            if accuracy >= config.target_accuracy:
+                break
         if time.monotonic() - logged_at > PROGRESS_S:
             logged_at = time.monotonic()
-            log.info(f"{BUILTIN}: supervised step {step}/{config.max_steps}, {accuracy:.0%} of answers right")
-        picks = generator.integers(len(problems), size=batch_size)
-        inputs_BL, labels_BL = _encode(tokenizer, [problems[i] for i in picks])
-        logits_BLV = model(input_ids=inputs_BL).logits
+            log.info(f"{BUILTIN}: supervised step {step}/{config.max_steps}, {before:.0%} of answers right")
+        batch = problems.at(torch.from_numpy(generator.integers(count, size=batch_size)))
+        logits_BLV = _logits(model, batch)
+        before = _right(logits_BLV.detach(), batch)
         loss = torch.nn.functional.cross_entropy(
-            logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=IGNORED
+            logits_BLV[:, :-1].flatten(0, 1), batch.labels_NL[:, 1:].flatten(), ignore_index=IGNORED
         )
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARM_UP_STEPS)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    log.info(f"{BUILTIN} is made: about {_accuracy(model, *checked):.0%} of its answers to training prompts are right")
+    else:
+        accuracy = _accuracy(model, checked)
+    log.info(f"{BUILTIN} is made: about {accuracy:.0%} of its answers to training prompts are right")
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """Right-padded prompts with answers, and labels on the answers and their end alone; [B, L] each."""
-    prompts = tokenizer([problem.text for problem in problems])["input_ids"]
-    answers = tokenizer([problem.columns["answer"] for problem in problems])["input_ids"]
+def _may_pass(before: float, target: float) -> bool:
+    """A check costs as much as a step: it is left out where a step's own problems, `before` it, were far from right."""
+    return before >= target / 2
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", learned: lesson.Lesson) -> Problems:
+    """All problems of a lesson as tokens."""
+    prompts = tokenizer([problem.text for problem in learned.problems])["input_ids"]
+    answers = tokenizer([problem.columns["answer"] for problem in learned.problems])["input_ids"]
     rows = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    inputs_BL = torch.zeros(len(rows), width, dtype=torch.long)
-    labels_BL = torch.full((len(rows), width), IGNORED)
+    inputs = np.zeros((len(rows), max(len(prompt) + len(answer) for prompt, answer in rows)), dtype=np.int64)
+    labels = np.full(inputs.shape, IGNORED)
     for row, (prompt, answer) in enumerate(rows):
         end = len(prompt) + len(answer)
-        inputs_BL[row, :end] = torch.tensor(prompt + answer)
-        labels_BL[row, len(prompt) : end] = torch.tensor(answer)
-    return inputs_BL, labels_BL
+        inputs[row, :end] = prompt + answer
+        labels[row, len(prompt) : end] = answer
+    lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in rows])
+    return Problems(torch.from_numpy(inputs), torch.from_numpy(labels), lengths)
+
+
+def _logits(model: "Qwen2ForCausalLM", problems: Problems) -> Tensor:
+    logits_BLV = model(input_ids=problems.inputs_NL, use_cache=False).logits
+    assert logits_BLV is not None, "a causal LM has logits"
+    return logits_BLV
 
 
 @torch.no_grad()
-def _accuracy(model: "Qwen2ForCausalLM", inputs_BL: Tensor, labels_BL: Tensor) -> float:
+def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
+    return _right(_logits(model, problems), problems)
+
+
+def _right(logits_BLV: Tensor, problems: Problems) -> float:
     """Share of answers whose every token is the most likely one after the right ones: greedy decoding's accuracy."""
-    best_BL = model(input_ids=inputs_BL).logits[:, :-1].argmax(-1)
-    wanted_BL = labels_BL[:, 1:]
+    best_BL = logits_BLV[:, :-1].argmax(-1)
+    wanted_BL = problems.labels_NL[:, 1:]
     right_BL = (best_BL == wanted_BL) | (wanted_BL == IGNORED)
     return right_BL.all(dim=1).float().mean().item()

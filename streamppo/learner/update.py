@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,8 @@ from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import attention
-from streamppo.learner.batch import PaddedBatch, micro_batches, row_order, unpadded
+from streamppo.learner.batch import PaddedBatch, unpadded
+from streamppo.learner.division import STAND_IN, Division
 from streamppo.learner.left_out import left_out_shares
 from streamppo.learner.loss import Loss, Share
 from streamppo.learner.metrics import (
@@ -40,7 +40,6 @@ from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
 from streamppo.learner.reference import follow
-from streamppo.learner.shared import work
 from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, of_server
 from streamppo.process import phase
 
@@ -93,6 +92,8 @@ class Updater:
         self.bonus = Bonus(config.algorithm.entropy, config.algorithm.entropy)
         self.device = next(policy.parameters()).device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        width, is_padded = policy.lm.config.hidden_size, policy.layout is attention.padded
+        self.division = Division(config, self.rank, self.ranks, width, is_padded)
         self.bad_steps = 0
         self.critic_bad_steps = 0
 
@@ -121,6 +122,10 @@ class Updater:
         """The bonus that a later updater goes on with; None if it is not steered."""
         return self.bonus if self.config.algorithm.entropy_control.target else None
 
+    def own_rows(self, tokens_B: Tensor, version: int) -> list[int]:
+        """The rows whose tokens this rank reads in the update from `version`, of a batch with rows of so many."""
+        return self.division.own_rows(tokens_B, version, self.objective.epochs)
+
     def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> Updated:
         """Train on `batch` for `epochs`, by default those of the objective.
 
@@ -134,7 +139,7 @@ class Updater:
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
         minibatches: list[Minibatch] = []
         for epoch in objective.epochs if epochs is None else epochs:
-            for rows in self._minibatches(batch, epoch):
+            for rows in self.division.minibatches(len(batch.reward_B), batch.version, epoch):
                 if _has_ended(epoch, minibatches):
                     break
                 shares: list[Share] = []
@@ -248,13 +253,6 @@ class Updater:
 
     # --- passes and steps ------------------------------------------------------------------------------------
 
-    def _minibatches(self, batch: PaddedBatch, epoch: Epoch) -> tuple[Tensor, ...]:
-        """A split of the rows that depends on seed, version and epoch alone; a whole batch keeps its order."""
-        num_rows = len(batch.reward_B)
-        if epoch.minibatches == 1:
-            return (torch.arange(num_rows),)
-        return row_order(num_rows, self.config.seed, batch.version, epoch.number).chunk(epoch.minibatches)
-
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
         """The denominators of a minibatch, over all ranks."""
         prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
@@ -264,11 +262,7 @@ class Updater:
         return counts._replace(right=float(in_right_answers(batch, self.config)[rows].sum()))
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
-        """This rank's micro-batches of `rows`: as many as every other rank's, some of them perhaps empty."""
-        tokens_B, budget = (batch.start_B + batch.length_B).cpu(), self.config.learner.micro_batch_tokens
-        is_padded = self.policy.layout is attention.padded
-        cost = partial(work, 1, hidden=self.policy.lm.config.hidden_size) if self.ranks > 1 else float
-        return micro_batches(rows, tokens_B, budget, self.ranks, padded=is_padded, work=cost)[self.rank]
+        return self.division.micro_batches((batch.start_B + batch.length_B).cpu(), rows)
 
     def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: Scored | None) -> Scored:
         """The scores of `rows` by the present weights: those of `graph`, if it is of use, or of a new pass."""
@@ -394,7 +388,7 @@ class Updater:
 @phase("forward")
 def _score(policy: Policy, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
     """`policy` on some rows. An empty micro-batch still passes one row: the pass is a collective."""
-    return policy(batch.select(rows if len(rows) else torch.tensor([0])), part)
+    return policy(batch.select(rows if len(rows) else STAND_IN), part)
 
 
 def _has_ended(epoch: Epoch, minibatches: Sequence[Minibatch]) -> bool:

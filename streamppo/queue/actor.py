@@ -17,6 +17,7 @@ learner brings the weights again.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -40,7 +41,7 @@ from streamppo.queue.rules import QueueRules
 from streamppo.queue.source import ArchivedRuns
 from streamppo.queue.state import QueueState, Settings, settings_of
 from streamppo.queue.waiting import BatchWaiters, TicketLine, VersionWaiters
-from streamppo.types import Failure, Push, Trajectory, decode, encode
+from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -210,17 +211,20 @@ class QueueActor(ArchivedRuns):
 
         A batch that one rank has got before `stop` all ranks get. A batch that was trained on comes from the archive.
         """
-        if version < self._queue.state.version:
-            # The file has its name when its version is in the journal.
-            await self._commit()
-            return await self._handout.batch(version, lambda: self._archive.batch(version))
-        found = self._batches.batch(version)
-        # Trajectories that were too old for it are to be sampled again.
-        self._tickets.serve()
-        if (batch := await asyncio.shield(found)) is None:
-            return None
-        await self._commit()
-        return await self._handout.batch(version, lambda: batch)
+        read = await self._leased(version)
+        return None if read is None else await self._handout.batch(version, read)
+
+    @ray.method
+    async def outline(self, version: int) -> "BatchRef | None":
+        """The outline of the same batch, in the same way, for a rank that reads a part of its rows."""
+        read = await self._leased(version)
+        return None if read is None else await self._handout.outline(version, read)
+
+    @ray.method
+    async def tokens(self, version: int, rows: bytes) -> "BatchRef | None":
+        """The token ids of the trajectories at `rows` (int32) of the same batch."""
+        read = await self._leased(version)
+        return None if read is None else await self._handout.tokens(version, rows, read)
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
@@ -254,6 +258,20 @@ class QueueActor(ArchivedRuns):
             self._versions.published(version)
 
     # --- the pieces ------------------------------------------------------------------------------------------
+
+    async def _leased(self, version: int) -> Callable[[], Batch] | None:
+        """Wait for a batch, and return the function that reads it; None after `stop`."""
+        if version < self._queue.state.version:
+            # The file has its name when its version is in the journal.
+            await self._commit()
+            return lambda: self._archive.batch(version)
+        found = self._batches.batch(version)
+        # Trajectories that were too old for it are to be sampled again.
+        self._tickets.serve()
+        if (batch := await asyncio.shield(found)) is None:
+            return None
+        await self._commit()
+        return lambda: batch
 
     def _serve(self) -> None:
         """Give what a change has made to those that wait for it; a batch first, which may open slots again."""

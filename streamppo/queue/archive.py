@@ -29,9 +29,7 @@ from uuid import uuid4
 
 import msgspec
 import numpy as np
-import zarr
 from numpy.typing import NDArray
-from zarr.storage import ZipStore
 
 from streamppo import durable
 from streamppo.errors import JournalError
@@ -170,6 +168,10 @@ class Archive:
             raise JournalError(f"{path}: cannot be read: {error}") from error
         if found != expected:
             raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
+        # A quarter of a second to import, which a new run needs in no process.
+        import zarr
+        from zarr.storage import ZipStore
+
         with ZipStore(path, mode="r") as store:
             group = zarr.open_group(store, mode="r")
             columns = {name: np.asarray(array[:]) for name, array in group.arrays()}

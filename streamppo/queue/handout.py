@@ -1,24 +1,27 @@
 """Batches on their way from the queue to the ranks, by the object store.
 
 A batch is encoded once, in a thread, and put into the store once, however many ranks ask for it: the queue's event loop
-sends references. A node gets the bytes once, and its ranks read them where they lie.
+sends references. A node gets the bytes once, and its ranks read them where they lie. Several ranks ask for its outline,
+which is put once, and each for the tokens of the rows that it reads (parts.py).
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from streamppo.types import Batch, encode
+from streamppo.queue import parts
+from streamppo.types import Batch, Outline, Tokens, encode, ints
 
 BatchRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
-"""An encoded `Batch` in the object store."""
+"""An encoded `Batch`, or a part of it, in the object store."""
 Put: TypeAlias = Callable[[NDArray[np.uint8]], BatchRef]
 """Puts an encoded batch into the object store."""
 KEPT = 2
@@ -30,12 +33,31 @@ def put(encoded: NDArray[np.uint8]) -> BatchRef:
     return ray.put(encoded)
 
 
-def encoded(batch: Batch) -> NDArray[np.uint8]:
-    """`encode(batch)`, one trajectory after another: the event loop beside this thread waits for one at most."""
-    count = len(batch.trajectories)
-    # An empty array is one byte, and so is each None: what is left is the head of an array of `count`.
-    head = encode(msgspec.structs.replace(batch, trajectories=()))[:-1] + encode((None,) * count)[: -count or None]
-    pieces = [head, *map(encode, batch.trajectories)]
+def encoded(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uint8]:
+    """`encode(value)`, one trajectory after another: the event loop beside this thread waits for one at most."""
+    match value:
+        case Batch():
+            pieces = _of_batch(value)
+        case Outline():
+            head, middle = b"\x82" + encode("batch"), encode("prompt_lengths")
+            pieces = chain([head], _of_batch(value.batch), [middle, encode(value.prompt_lengths)])
+        case tokens:
+            pieces = chain([_head(len(tokens))], map(encode, tokens))
+    return _joined(list(pieces))
+
+
+def _of_batch(batch: Batch) -> Iterator[bytes]:
+    # An empty array is one byte.
+    yield encode(msgspec.structs.replace(batch, trajectories=()))[:-1] + _head(len(batch.trajectories))
+    yield from map(encode, batch.trajectories)
+
+
+def _head(count: int) -> bytes:
+    """The head of an array of `count`: what is left without its members, of which each None is one byte."""
+    return encode((None,) * count)[: -count or None]
+
+
+def _joined(pieces: Sequence[bytes]) -> NDArray[np.uint8]:
     joined, at = np.empty(sum(map(len, pieces)), dtype=np.uint8), 0
     for piece in pieces:
         joined[at : at + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
@@ -44,20 +66,48 @@ def encoded(batch: Batch) -> NDArray[np.uint8]:
 
 
 class Handout:
-    """The batches that ranks asked for last, each put away once by `put`."""
+    """The batches that ranks asked for last, whole or in parts, each of them put away once by `put`.
+
+    Everywhere `read` returns the batch of `version`; it is called in a thread, once. Its error is raised.
+    """
 
     def __init__(self, put: Put) -> None:
         self._put = put
-        self._made: dict[int, asyncio.Task[BatchRef]] = {}
+        self._batches, self._refs = _Once[Batch](), _Once[BatchRef]()
 
     async def batch(self, version: int, read: Callable[[], Batch]) -> BatchRef:
-        """The batch of `version`, which `read` returns; it is called in a thread, once. Raises its error."""
-        if version not in self._made:
-            self._made[version] = asyncio.create_task(asyncio.to_thread(lambda: self._put(encoded(read()))))
-        made = self._made[version]
+        """The batch as it is."""
+        return await self._refs.get(version, "whole", lambda: self._put(encoded(read())))
+
+    async def outline(self, version: int, read: Callable[[], Batch]) -> BatchRef:
+        """Its `Outline`."""
+        batch = await self._batches.get(version, "", read)
+        return await self._refs.get(version, "outline", lambda: self._put(encoded(parts.outline_of(batch))))
+
+    async def tokens(self, version: int, rows: bytes, read: Callable[[], Batch]) -> BatchRef:
+        """The `Tokens` of the trajectories at `rows` (int32)."""
+        batch, picked = await self._batches.get(version, "", read), ints(rows).tolist()
+        return await self._refs.get(version, rows, lambda: self._put(encoded(parts.tokens_of(batch, picked))))
+
+
+Made = TypeVar("Made")
+
+
+class _Once(Generic[Made]):
+    """Things that a thread makes, each once, however many wait for it; those of the newest `KEPT` versions are kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, dict[str | bytes, asyncio.Task[Made]]] = {}
+
+    async def get(self, version: int, name: str | bytes, make: Callable[[], Made]) -> Made:
+        """Return what `make` returned for `version` and `name`. Raises its error, and the next call makes it again."""
+        of_version = self._made.setdefault(version, {})
+        if name not in of_version:
+            of_version[name] = asyncio.create_task(asyncio.to_thread(make))
+        made = of_version[name]
         for old in list(self._made)[:-KEPT]:
             del self._made[old]
         await asyncio.wait([made])
         if made.exception() is not None:
-            self._made.pop(version, None)
+            of_version.pop(name, None)
         return made.result()

@@ -38,6 +38,16 @@ class BatchSource(Protocol):
         ...
 
     @ray.method
+    async def outline(self, version: int) -> "BatchRef | None":
+        """Return the `Outline` of the same batch, in the same way, for a rank that reads a part of its rows."""
+        ...
+
+    @ray.method
+    async def tokens(self, version: int, rows: bytes) -> "BatchRef | None":
+        """Return the `Tokens` of the trajectories at `rows` (int32) of the same batch."""
+        ...
+
+    @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
         """Receive a new version: its `Push`, references to its buckets, and the critic's values of its batch.
 
@@ -101,6 +111,16 @@ class ArchiveSource(ArchivedRuns):
     async def take(self, version: int) -> "BatchRef | None":
         """The batch that was trained on from `version`."""
         return await self._handout.batch(version, lambda: self._archive.batch(version))
+
+    @ray.method
+    async def outline(self, version: int) -> "BatchRef | None":
+        """The outline of the batch that was trained on from `version`."""
+        return await self._handout.outline(version, lambda: self._archive.batch(version))
+
+    @ray.method
+    async def tokens(self, version: int, rows: bytes) -> "BatchRef | None":
+        """The token ids of some of its rows."""
+        return await self._handout.tokens(version, rows, lambda: self._archive.batch(version))
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:

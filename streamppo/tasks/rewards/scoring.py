@@ -18,12 +18,12 @@ from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.processes import pool
 from streamppo.tasks.rewards.processes.pool import Pool
-from streamppo.tasks.rewards.service import Service
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 if TYPE_CHECKING:
     from streamppo.tasks.rewards.reward_model import Models
+    from streamppo.tasks.rewards.service import Service
 
 MODEL_BATCHES = 2
 """Batches on their way to a reward model: one is scored, and the next one is there when it is done."""
@@ -149,6 +149,9 @@ class Rewards:
                 call = _in_time(await reward_model.connect(self._models[name], scorer), scorer.timeout_s)
             case choices.ServiceScorer() | choices.JudgeScorer():
                 log.info("%s is %s", name, scorer.url)
+                # A tenth of a second to import, which most runs need in no process.
+                from streamppo.tasks.rewards.service import Service
+
                 service = self._services[name] = Service(scorer)
                 call, size, places = _in_time(service.call, scorer.timeout_s), 1, scorer.concurrency
         return Guard(name, scorer, Batcher(call, size, places) if size > 1 else _one(call))

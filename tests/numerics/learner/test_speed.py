@@ -38,7 +38,7 @@ def test_speed_counts_the_passes_that_were_made_and_a_version_once(
         size = size_of(updater.policy)
         head = 17 * 32
         assert size.parameters - size.multiplied in (0, head)
-        found = speed(updater.policy, updater.update(batch), {"score_s": 0.5, "train_s": 1.5}, 2, 4)
+        found = speed(size, updater.update(batch), {"score_s": 0.5, "train_s": 1.5}, 2, 4)
         assert found == {
             "learner_tokens_per_s": int(width_B.sum()) / 2,
             "learner_tflops": pytest.approx(passes * forward_flops(size, width_B) / 2 / 4 / 1e12),

@@ -24,7 +24,7 @@ class Parts:
         self.beats: list[str] = []
         self.paused_s: list[float] = []
         self.heard_twice = Event()
-        self.version = 7
+        self.version, self.own_rows = 7, None
         note = SimpleNamespace(remote=lambda *_: "life")
         self.queue: Any = SimpleNamespace(another_life=note, beat=SimpleNamespace(remote=self.beat))
         for name in ("acquire", "join", "expect_updates"):

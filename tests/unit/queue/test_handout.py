@@ -67,7 +67,7 @@ def test_two_batches_are_kept_and_an_older_one_is_made_again() -> None:
         made = [await handout.batch(version, lambda version=version: batch(version)) for version in (0, 1, 0, 2, 1)]
         assert made == [0, 1, 0, 2, 1]
         assert await handout.batch(0, lambda: batch(0)) == 3
-        assert len(handout._made) == 2
+        assert len(handout._refs._made) == 2
 
     asyncio.run(asyncio.wait_for(main(), 30))
 

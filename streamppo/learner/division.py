@@ -1,0 +1,52 @@
+"""The division of a batch: into minibatches, which are steps, and of these into each rank's micro-batches.
+
+It depends on seed, version, epoch and the rows' lengths alone: a rank knows its rows before it has their tokens.
+
+B trajectories of the batch.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamppo.config.sections import Config
+from streamppo.learner.batch import micro_batches, row_order
+from streamppo.learner.objective import Epoch
+from streamppo.learner.shared import work
+
+
+class Division(NamedTuple):
+    """The division for `rank` of `ranks`, for a model of width `hidden`; `is_padded` says how its rows are read."""
+
+    config: Config
+    rank: int
+    ranks: int
+    hidden: int
+    is_padded: bool
+
+    def minibatches(self, num_rows: int, version: int, epoch: Epoch) -> tuple[Tensor, ...]:
+        """A split of the rows that depends on seed, version and epoch alone; a whole batch keeps its order."""
+        if epoch.minibatches == 1:
+            return (torch.arange(num_rows),)
+        return row_order(num_rows, self.config.seed, version, epoch.number).chunk(epoch.minibatches)
+
+    def micro_batches(self, tokens_B: Tensor, rows: Tensor) -> list[Tensor]:
+        """This rank's micro-batches of `rows`: as many as every other rank's, some of them perhaps empty."""
+        budget = self.config.learner.micro_batch_tokens
+        cost = partial(work, 1, hidden=self.hidden) if self.ranks > 1 else float
+        return micro_batches(rows, tokens_B, budget, self.ranks, padded=self.is_padded, work=cost)[self.rank]
+
+    def own_rows(self, tokens_B: Tensor, version: int, epochs: Sequence[Epoch]) -> list[int]:
+        """The rows whose tokens this rank reads in an update: those of every pass, and the one of an empty pass."""
+        num_rows = len(tokens_B)
+        passes = [torch.arange(num_rows)]
+        passes += [rows for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
+        pieces = [piece for rows in passes for piece in self.micro_batches(tokens_B, rows)]
+        return torch.cat([*pieces, STAND_IN]).unique().tolist()
+
+
+STAND_IN = torch.tensor([0])
+"""The row that an empty micro-batch passes: the pass is a collective, and its result is left out."""
