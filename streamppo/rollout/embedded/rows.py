@@ -131,10 +131,11 @@ class Rows:
         first_of = {key: row for row, key in reversed(list(enumerate(keys)))}
         leads = np.array([first_of[key] for key in keys])
         firsts = np.flatnonzero(leads == np.arange(len(keys)))
-        lengths = np.array([len(texts[first]) for first in firsts])
-        tokens_BP = np.zeros((len(firsts), int(lengths.max())), np.int64)
-        for row, first in zip(tokens_BP, firsts, strict=True):
-            row[: len(texts[first])] = texts[first]
+        different = [texts[int(first)] for first in firsts]
+        lengths = np.array([len(text) for text in different])
+        tokens_BP = np.zeros((len(different), int(lengths.max())), np.int64)
+        for row, text in zip(tokens_BP, different, strict=True):
+            row[: len(text)] = text
         device = self._decoder.device
         logits_BV = self._decoder.prefill(
             torch.from_numpy(tokens_BP).to(device),
