@@ -40,6 +40,7 @@ from streamppo.driver.stages import Stages
 from streamppo.driver.watch import Stage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.learner import manifest
+from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.record import FINISHED, Record
 from streamppo.telemetry.summary import farewell
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
@@ -76,7 +77,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
-        record = Record(folder, started, config.seed, config.updates)
+        record = Record(folder, started, config.seed, config.updates, Diagnosis(config))
     interrupts.run = folder
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
