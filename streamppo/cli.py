@@ -186,6 +186,24 @@ def inspect(
 
 
 @app.command
+def report(
+    *found: Annotated[
+        Path, Parameter(name="RUN", help="Folders of runs; files of `replay --set` too (RUN/replays/1.json).")
+    ],
+    to: Annotated[
+        Path | None, Parameter(help="The file to write (default: report.html in the run's folder; of several, here).")
+    ] = None,
+) -> int:
+    """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
+    if not found:
+        raise ConfigError("`streamppo report` wants at least one folder of a run")
+    chosen = [path.resolve() if path.is_file() else _existing(path) for path in found]
+    from streamppo.commands import report as command
+
+    return command.report(chosen, to)
+
+
+@app.command
 def export(
     folder: RunFolder,
     /,

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from streamppo import durable, process
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import disk, preflight, remake
+from streamppo.driver import disk, preflight, remake, report
 from streamppo.driver.cluster import ray_session
 from streamppo.driver.evaluation import evaluate
 from streamppo.driver.interrupts import Interrupts
@@ -91,7 +91,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 @contextmanager
 def _summarised(record: Record) -> Generator[list[Reports]]:
-    """Write summary.json in every outcome of the block, which leaves the last counters in the list.
+    """Write summary.json and report.html in every outcome of the block, which leaves the last counters in the list.
 
     Ray is ended later: it may hang.
     """
@@ -111,6 +111,7 @@ def _summarised(record: Record) -> Generator[list[Reports]]:
     finally:
         queue, engines = reports[-1] if reports else (None, [])
         summary = record.close(outcome, queue, engines)
+        report.write_after(record.folder)
     log.info(farewell(summary))
 
 
