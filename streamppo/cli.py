@@ -204,6 +204,31 @@ def report(
 
 
 @app.command
+def summary(
+    folder: RunFolder,
+    /,
+    *,
+    json: Annotated[bool, Parameter(help="Print summary.json, or as much of it as is known, for programs.")] = False,
+) -> int:
+    """Show a run on one screen: how far it is, what it has learnt, and what looks wrong."""
+    folder = _existing(folder)
+    from streamppo.commands import summary as command
+
+    return command.summary(folder, as_json=json)
+
+
+@app.command(name="list")
+def list_runs(
+    *,
+    runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
+) -> int:
+    """List the runs that there are: state, updates, reward, held-out accuracy, and when something last happened."""
+    from streamppo.commands import summary as command
+
+    return command.list_runs(runs)
+
+
+@app.command
 def export(
     folder: RunFolder,
     /,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import REPOSITORY
 
 from streamppo.config.sections import Config
 from streamppo.telemetry import diagnosis, metrics_file
@@ -100,6 +101,12 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "starved learner": (after(wait_s=0.9), None, "waits 90%"),
     "blocked engines": (updates(WINDOW), summary(engines={"idle_share": 0.8}), "80% of their time"),
 }
+
+
+def test_the_documentation_has_the_rules_as_they_are() -> None:
+    text = (REPOSITORY / "docs" / "diagnosis.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| sign")]
+    assert rows == [f"| {rule.name} | {rule.fires} | {rule.advice} |" for rule in RULES]
 
 
 @pytest.fixture
