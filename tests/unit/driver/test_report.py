@@ -100,6 +100,7 @@ def test_a_part_that_cannot_be_read_is_named_and_the_rest_is_there(run: Path) ->
 def test_a_run_that_made_nothing_has_a_report(tmp_path: Path) -> None:
     found = plain(text(tmp_path))
     assert "No update was made." in found and "running, or killed" in found
+    assert "No rule has looked" in found
 
 
 def test_a_file_that_is_no_replay_is_refused(run: Path, tmp_path: Path) -> None:
