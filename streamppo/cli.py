@@ -186,6 +186,49 @@ def inspect(
 
 
 @app.command
+def report(
+    *found: Annotated[
+        Path, Parameter(name="RUN", help="Folders of runs; files of `replay --set` too (RUN/replays/1.json).")
+    ],
+    to: Annotated[
+        Path | None, Parameter(help="The file to write (default: report.html in the run's folder; of several, here).")
+    ] = None,
+) -> int:
+    """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
+    if not found:
+        raise ConfigError("`streamppo report` wants at least one folder of a run")
+    chosen = [path.resolve() if path.is_file() else _existing(path) for path in found]
+    from streamppo.commands import report as command
+
+    return command.report(chosen, to)
+
+
+@app.command
+def summary(
+    folder: RunFolder,
+    /,
+    *,
+    json: Annotated[bool, Parameter(help="Print summary.json, or as much of it as is known, for programs.")] = False,
+) -> int:
+    """Show a run on one screen: how far it is, what it has learnt, and what looks wrong."""
+    folder = _existing(folder)
+    from streamppo.commands import summary as command
+
+    return command.summary(folder, as_json=json)
+
+
+@app.command(name="list")
+def list_runs(
+    *,
+    runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
+) -> int:
+    """List the runs that there are: state, updates, reward, held-out accuracy, and when something last happened."""
+    from streamppo.commands import summary as command
+
+    return command.list_runs(runs)
+
+
+@app.command
 def export(
     folder: RunFolder,
     /,

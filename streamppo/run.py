@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from streamppo import durable, process
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import disk, preflight, remake
+from streamppo.driver import disk, preflight, remake, report
 from streamppo.driver.cluster import ray_session
 from streamppo.driver.evaluation import evaluate
 from streamppo.driver.interrupts import Interrupts
@@ -40,6 +40,7 @@ from streamppo.driver.stages import Stages
 from streamppo.driver.watch import Stage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.learner import manifest
+from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.record import FINISHED, Record
 from streamppo.telemetry.summary import farewell
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
@@ -76,7 +77,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
-        record = Record(folder, started, config.seed, config.updates)
+        record = Record(folder, started, config.seed, config.updates, Diagnosis(config))
     interrupts.run = folder
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
@@ -90,7 +91,7 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
 
 @contextmanager
 def _summarised(record: Record) -> Generator[list[Reports]]:
-    """Write summary.json in every outcome of the block, which leaves the last counters in the list.
+    """Write summary.json and report.html in every outcome of the block, which leaves the last counters in the list.
 
     Ray is ended later: it may hang.
     """
@@ -110,6 +111,7 @@ def _summarised(record: Record) -> Generator[list[Reports]]:
     finally:
         queue, engines = reports[-1] if reports else (None, [])
         summary = record.close(outcome, queue, engines)
+        report.write_after(record.folder)
     log.info(farewell(summary))
 
 

@@ -186,18 +186,27 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
         return len(self.tokens) // 4
 
     @property
+    def num_sampled(self) -> int:
+        """The tokens that the policy sampled, observations of an environment left out."""
+        return len(self.mask) - self.mask.count(0)
+
+    @property
     def oldest_version(self) -> int:
         """The version of the oldest token that the policy sampled."""
         return int(ints(self.versions)[flags(self.mask)].min())
 
 
 class Failure(Crossing, frozen=True):
-    """A ticket that came to nothing: the stage that failed, and the reason for people."""
+    """A ticket that came to nothing: the stage that failed, the reason for people, and the tokens that were sampled.
+
+    Tokens of a completion that did not come to its end are not counted.
+    """
 
     identity: Identity
     actor: str
     stage: Literal["engine", "environment", "reward", "teacher", "task"]
     reason: str
+    tokens: int = 0
 
 
 class Batch(Crossing, frozen=True):
@@ -255,7 +264,10 @@ class Push(Crossing, frozen=True):
 
 
 class QueueReport(Crossing, frozen=True):
-    """The queue's counters since the run began, and what it holds at this moment."""
+    """The queue's counters since the run began, and what it holds at this moment.
+
+    `tokens` is the ledger of the tokens that the policy sampled: those under `delivered` are as many as all others.
+    """
 
     version: int
     ready: int
@@ -270,6 +282,7 @@ class QueueReport(Crossing, frozen=True):
     failed: dict[str, int]
     mean_tokens_consumed: float
     mean_tokens_dropped: float
+    tokens: dict[str, int]
     phases: dict[str, Spent] = {}
 
 

@@ -28,7 +28,7 @@ MATH = REPOSITORY / "configs" / "math.toml"
 SUPPORT = REPOSITORY / "tests" / "support"
 """Programs and modules that tests share; pytest finds what is there by its name alone."""
 COUNTERS = Counters(
-    shape=Shape("t", 1, 1), version=0, opened=8, abandoned=0, counts={}, dropped={}, failed={}, fenced=()
+    shape=Shape("t", 1, 1), version=0, opened=8, abandoned=0, counts={}, tokens={}, dropped={}, failed={}, fenced=()
 )
 """A queue that has just opened eight slots."""
 

@@ -47,6 +47,7 @@ class Counters(Crossing, frozen=True):
     opened: int
     abandoned: int
     counts: dict[str, int]
+    tokens: dict[str, int]
     dropped: dict[str, int]
     failed: dict[str, int]
     fenced: tuple[str, ...]

@@ -9,6 +9,8 @@ from streamppo.types import QueueReport
 
 DROPPED: tuple[Ending, ...] = ("too_old", *GIVEN_UP)
 """Why a trajectory that was stored was not trained on."""
+REFUSED = ("failed", "dead_letters", "duplicates")
+"""Why a delivery was not stored."""
 
 
 def report(state: QueueState) -> QueueReport:
@@ -27,9 +29,21 @@ def report(state: QueueState) -> QueueReport:
         dropped={reason: dropped[reason] for reason in DROPPED} | {"lost": counts["lost"]},
         masked_tokens=counts["masked_tokens"],
         failed=dict(state.failed),
-        mean_tokens_consumed=counts["consumed_tokens"] / max(1, counts["consumed"]),
-        mean_tokens_dropped=counts["dropped_tokens"] / max(1, dropped["too_old"]),
+        mean_tokens_consumed=state.tokens["consumed"] / max(1, counts["consumed"]),
+        mean_tokens_dropped=state.tokens["too_old"] / max(1, dropped["too_old"]),
+        tokens=_ledger(state),
     )
+
+
+def _ledger(state: QueueState) -> dict[str, int]:
+    """All sampled tokens that were delivered, and each of them once more under its end or the place where it is."""
+    ready = [slot.trajectory for slot in state.slots.values() if slot.trajectory is not None]
+    leased = [trajectory for batch in state.leases.values() for trajectory in batch.batch.trajectories]
+    return {
+        **{name: state.tokens[name] for name in ("delivered", "consumed", *DROPPED, *REFUSED)},
+        "waiting": sum(trajectory.num_sampled for trajectory in ready),
+        "leased": sum(trajectory.num_sampled for trajectory in leased),
+    }
 
 
 def waiting_for(settings: Settings, state: QueueState) -> str:

@@ -95,14 +95,17 @@ class QueueRules:
     def _put(self, trajectory: Trajectory, reason: str | None) -> bool:
         slot = self._issued(trajectory.identity)
         if slot is None:
+            self._count_delivered(trajectory.num_sampled, "duplicates")
             return False
         if reason:
+            self._count_delivered(trajectory.num_sampled, "dead_letters")
             self.state.unwritten.dead_letters.append(DeadLetter(trajectory=trajectory, reason=reason))
             self.state.counts["dead_letters"] += 1
             self._fail(slot, "dead_letter", "engine", reason)
             return False
         if (newest := int(ints(trajectory.versions).max())) > self.state.version:
             raise QueueError(f"{trajectory.actor} sampled with version {newest}, which the ledger does not know")
+        self._count_delivered(trajectory.num_sampled)
         slot.store(trajectory)
         self._touch(slot)
         slot.unit.missing -= 1
@@ -114,7 +117,9 @@ class QueueRules:
 
     def fail(self, failure: Failure) -> None:
         """Open the slot again, or abandon it. Raises `TooManyFailures` above the configured rate."""
-        if (slot := self._issued(failure.identity)) is not None:
+        slot = self._issued(failure.identity)
+        self._count_delivered(failure.tokens, "failed" if slot else "duplicates")
+        if slot is not None:
             self._fail(slot, "failed", failure.stage, failure.reason)
 
     def lost(self, actor: str) -> None:
@@ -174,7 +179,7 @@ class QueueRules:
             raise QueueError(f"version {version} was published after version {state.version}")
         batch = self.leased(state.version)
         state.counts["consumed"] += len(batch.trajectories)
-        state.counts["consumed_tokens"] += sum(trajectory.num_tokens for trajectory in batch.trajectories)
+        state.tokens["consumed"] += _sampled(batch.trajectories)
         for unit in state.leases.pop(state.version).units:
             for slot in unit.slots:
                 slot.move(SlotState.CONSUMED)
@@ -241,6 +246,7 @@ class QueueRules:
     def _abandon(self, unit: Unit, ending: Ending, reason: str) -> None:
         self.state.abandoned += len(unit.slots)
         self.state.dropped[ending] += len(unit.slots)
+        self.state.tokens[ending] += _sampled(unit.trajectories)
         self.state.forget(unit)
         for slot in unit.slots:
             slot.move(SlotState.ABANDONED)
@@ -284,11 +290,17 @@ class QueueRules:
             return sum(old for old, _ in ages)
         self.state.ready_units -= 1
         self.state.dropped["too_old"] += len(unit.slots)
-        self.state.counts["dropped_tokens"] += sum(trajectory.num_tokens for trajectory in unit.trajectories)
+        self.state.tokens["too_old"] += _sampled(unit.trajectories)
         oldest = min(trajectory.oldest_version for trajectory in unit.trajectories)
         for slot in unit.slots:
             self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
         return None
+
+    def _count_delivered(self, tokens: int, end: str | None = None) -> None:
+        """Enter `tokens` in the ledger; under `end` too if they came to their end in arriving."""
+        self.state.tokens["delivered"] += tokens
+        if end is not None:
+            self.state.tokens[end] += tokens
 
     def _end(self, slot: Slot, ending: Ending, reason: str) -> None:
         ended = Ended(number=slot.number, identity=slot.identity, state=ending, reason=reason)
@@ -296,6 +308,11 @@ class QueueRules:
 
     def _touch(self, slot: Slot) -> None:
         self.state.unwritten.slots[slot.number] = slot
+
+
+def _sampled(trajectories: Sequence[Trajectory]) -> int:
+    """The tokens of all of them that the policy sampled."""
+    return sum(trajectory.num_sampled for trajectory in trajectories)
 
 
 def _teaches_nothing(group: Sequence[Trajectory], resample: Resample) -> str | None:

@@ -103,7 +103,8 @@ class QueueState:
     leases               batches by version, until the next version is published
     calls                the last request of each actor, which is answered again in the same way
     fenced               actors that were given up for dead
-    counts               dead_letters, stored, duplicates, lost, consumed, and tokens of several kinds
+    counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens
+    tokens               sampled tokens: delivered, and those of them that are no longer held, by their end
     dropped, failed      slots by the reason that ended them, failures by their stage
     """
 
@@ -118,6 +119,7 @@ class QueueState:
     calls: dict[str, Request] = field(default_factory=dict[str, Request])
     fenced: set[str] = field(default_factory=set[str])
     counts: Counter[str] = field(default_factory=Counter[str])
+    tokens: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
     unwritten: Unwritten = field(default_factory=nothing_unwritten)

@@ -159,10 +159,11 @@ def _parse(text: bytes) -> Line | None:
     # The second is for thousands of brackets.
     except (ValueError, RecursionError):
         return None
-    return content if _is_line(content) else None
+    return content if is_line(content) else None
 
 
-def _is_line(content: object) -> TypeGuard[Line]:
+def is_line(content: object) -> TypeGuard[Line]:
+    """Tell if `content` has all that a line of its kind has."""
     kind = next(iter(content), None) if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         return False

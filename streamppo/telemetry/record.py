@@ -19,6 +19,7 @@ from streamppo import durable
 from streamppo.errors import RunError
 from streamppo.process import Spent
 from streamppo.telemetry import metrics_file, summary
+from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live import LiveLine
 from streamppo.telemetry.summary import Summary
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport
@@ -41,16 +42,22 @@ class Record:
     """The numbers of one run. `started` is the `time.perf_counter()` at which the command began.
 
     In the folder of an earlier part of the run the record continues after `version`, the last update with a line there,
-    and its seconds after those of the last line.
+    and its seconds after those of the last line. A finding of `diagnosis`, if there is one, is logged once as it comes.
     """
 
-    def __init__(self, folder: Path, started: float, seed: int, updates: int) -> None:
+    def __init__(
+        self, folder: Path, started: float, seed: int, updates: int, diagnosis: Diagnosis | None = None
+    ) -> None:
         self.folder = folder
         self.seed = seed
         self.updates = updates
         self.checksum = ""
         before, damage = metrics_file.content(folder)
         self._lost = bool(damage) or not before
+        self.diagnosis = diagnosis
+        for line in before:
+            if diagnosis is not None:
+                diagnosis.add(line)
         self.version = max(metrics_file.recorded(before), default=0)
         self._started = started - max((line["wall_s"] for line in before), default=0.0)
         self._live = LiveLine()
@@ -135,6 +142,7 @@ class Record:
 
     def _write(self, kind: str, value: int | str, more: Mapping[str, object] | None = None) -> None:
         line = {kind: value, "wall_s": self.wall_s, **(more or {})}
+        self._diagnose(line)
         path = self.folder / metrics_file.METRICS
         with durable.naming(path, RunError):
             if not path.exists() and self.folder.exists():
@@ -142,6 +150,11 @@ class Record:
                 self._file.close()
                 self._file = self._open()
             self._file.write(json.dumps(line) + "\n")
+
+    def _diagnose(self, line: Mapping[str, object]) -> None:
+        if self.diagnosis is not None and metrics_file.is_line(line):
+            for finding in self.diagnosis.add(line):
+                log.warning("%s: %s: %s", finding.name, finding.numbers, finding.advice)
 
     def _open(self) -> TextIOWrapper:
         return (self.folder / metrics_file.METRICS).open("a", buffering=1)

@@ -70,6 +70,7 @@ class OfQueue(TypedDict):
     failed: dict[str, int] | None
     dead_letters: int | None
     mean_tokens: dict[str, float] | None
+    tokens: dict[str, int] | None
 
 
 class OfEngines(TypedDict):
@@ -163,6 +164,7 @@ def of_queue(queue: QueueReport | None) -> OfQueue:
         "failed": queue and queue.failed,
         "dead_letters": queue and queue.dead_letters,
         "mean_tokens": queue and {"consumed": queue.mean_tokens_consumed, "dropped": queue.mean_tokens_dropped},
+        "tokens": queue and queue.tokens,
     }
 
 

@@ -72,6 +72,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.consumed: dict[tuple[int, int], int] = {}
         self.failures: dict[tuple[int, int], int] = {}
         self.trained: set[Identity] = set()
+        self.tokens_delivered = self.tokens_consumed = 0
         self.seen: set[Identity] = set()
 
     # --- rollout -----------------------------------------------------------------------------------------
@@ -156,12 +157,15 @@ class QueueMachine(RuleBasedStateMachine):
         actor, _, versions = self.flying.pop(identity)
         done = self._trajectory(identity, versions or [self.engines[actor]])
         assert self.queue.put(done) is True
+        self.tokens_delivered += done.num_tokens
         self.delivered.append(done)
 
     @precondition(lambda self: self.delivered or self.zombies)
     @rule(data=st.data())
     def deliver_late_or_again(self, data: st.DataObject) -> None:
-        assert self.queue.put(data.draw(st.sampled_from(self.delivered + self.zombies))) is False
+        done = data.draw(st.sampled_from(self.delivered + self.zombies))
+        assert self.queue.put(done) is False
+        self.tokens_delivered += done.num_tokens
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
@@ -170,7 +174,8 @@ class QueueMachine(RuleBasedStateMachine):
         actor, _, _ = self.flying.pop(identity)
         slot = (identity.prompt, identity.sample)
         self.failures[slot] = self.failures.get(slot, 0) + 1
-        self.queue.fail(Failure(identity=identity, actor=actor, stage="reward", reason="no"))
+        self.queue.fail(Failure(identity=identity, actor=actor, stage="reward", reason="no", tokens=3))
+        self.tokens_delivered += 3
         if self.failures[slot] == self.max_attempts and self.whole_groups:
             for other in [other for other in self.flying if other.prompt == identity.prompt]:
                 del self.flying[other]
@@ -233,7 +238,8 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queue.state.version in self.leases)
     @rule()
     def publish(self) -> None:
-        del self.leases[self.queue.state.version]
+        batch = self.leases.pop(self.queue.state.version)
+        self.tokens_consumed += sum(done.num_tokens for done in batch.trajectories)
         self.queue.publish(self.queue.state.version + 1)
 
     @rule()
@@ -259,6 +265,13 @@ class QueueMachine(RuleBasedStateMachine):
         assert counted.consumed + leased == len(self.consumed)
         live = counted.ready + counted.in_flight
         assert live + len(self.consumed) + counted.dropped["abandoned"] <= counted.issued
+
+    @invariant()
+    def every_delivered_token_is_in_one_place(self) -> None:
+        tokens = dict(self._report().tokens)
+        assert tokens["consumed"] == self.tokens_consumed
+        assert tokens["delivered"] == self.tokens_delivered
+        assert tokens.pop("delivered") == sum(tokens.values())
 
     @invariant()
     def admission_bounds_what_is_held(self) -> None:

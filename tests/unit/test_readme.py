@@ -48,7 +48,18 @@ def test_the_readme_names_the_commands_that_there_are() -> None:
     commands = set(re.findall(r"^    streamppo ([a-z-]+) ", README, re.MULTILINE))
     files = {path.stem.replace("_", "-") for path in (REPOSITORY / "streamppo" / "commands").glob("[!_]*.py")}
     assert commands - {"run", "resume"} <= files
-    assert {"run", "resume", "check", "replay", "export", "inspect", "scale", "reward-test"} >= commands
+    assert {
+        "run",
+        "resume",
+        "check",
+        "replay",
+        "export",
+        "inspect",
+        "scale",
+        "reward-test",
+        "report",
+        "summary",
+    } >= commands
 
 
 def test_every_file_that_the_status_names_is_there() -> None:

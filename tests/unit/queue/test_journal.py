@@ -267,7 +267,7 @@ def test_a_journal_from_before_formats_had_numbers_is_refused(tmp_path: Path) ->
     with sqlite3.connect(path) as database:
         database.execute("create table slots (number integer primary key, task text, row blob, checksum int) strict")
     database.close()
-    with pytest.raises(JournalError, match="its format is 1, and this version reads 3"):
+    with pytest.raises(JournalError, match=f"its format is 1, and this version reads {FORMAT}"):
         Journal(path)
 
 

@@ -336,6 +336,11 @@ def test_drop_samples_the_prompt_again_and_reports_the_lengths() -> None:
     report = counted(rules)
     assert report.dropped["too_old"] == 1
     assert (report.mean_tokens_consumed, report.mean_tokens_dropped) == (2.0, 4.0)
+    assert {name: tokens for name, tokens in report.tokens.items() if tokens} == {
+        "delivered": 4 + 8 * 2,
+        "consumed": 8 * 2,
+        "too_old": 4,
+    }
 
 
 def test_wait_holds_the_flow_until_the_oldest_are_there() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 from msgspec import structs
 
 from streamppo.commands import replay as rerun
+from streamppo.config.sections import Config
 from streamppo.process import Spent
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.catalogue import BESIDE, LINES
+from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.record import FINISHED, SUMMARY, Record
+from streamppo.telemetry.rules import WINDOW
 from streamppo.telemetry.summary import farewell
 from streamppo.types import EngineReport, EvaluationReport, UpdateReport
 
@@ -169,7 +173,9 @@ def test_where_nobody_was_asked_nothing_is_said(tmp_path: Path) -> None:
     updates(record := part(tmp_path), 1, 3)
     found = record.close("RunError: a stall", None, [])
     assert found["engines"] is None
-    assert {found[name] for name in ("trajectories", "dropped", "failed", "dead_letters", "mean_tokens")} == {None}
+    assert {found[name] for name in ("trajectories", "dropped", "failed", "dead_letters", "mean_tokens", "tokens")} == {
+        None
+    }
 
 
 def test_a_line_that_was_cut_is_ignored_by_replay_and_by_readers(tmp_path: Path) -> None:
@@ -282,3 +288,25 @@ def test_tokens_beyond_the_bound_are_sampled_and_not_trained(tmp_path: Path) -> 
     assert said(tmp_path)["lag"]["histogram"] == {"0": 90, "2": 6, "3": 3, "10": 1}
     assert said(tmp_path)["trained_lag"]["histogram"] == {"0": 90, "2": 5}
     assert "lag of trained tokens 0.11 (max 2), of sampled ones max 10," in line
+
+
+def test_a_finding_is_logged_once_also_by_a_run_that_is_resumed(
+    tmp_path: Path, math_config: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(first: int, last: int) -> Record:
+        record = Record(tmp_path, time.perf_counter(), seed=1, updates=100, diagnosis=Diagnosis(math_config()))
+        for version in range(first, last + 1):
+            made = report(version)
+            record.update(structs.replace(made, metrics={**made.metrics, "ess": 0.1, "wait_s": 0.0}))
+        return record
+
+    make(1, 2 * WINDOW)._file.close()
+    assert [one.getMessage().partition(": lower")[0] for one in caplog.records if one.levelname == "WARNING"] == [
+        "ESS collapse: ess 0.10: so few of the tokens count"
+    ]
+    caplog.clear()
+    resumed = make(2 * WINDOW + 1, 4 * WINDOW)
+    assert [one for one in caplog.records if one.levelname == "WARNING"] == []
+    assert resumed.diagnosis is not None and resumed.diagnosis.newest is not None
+    assert resumed.diagnosis.newest.last == 4 * WINDOW
+    resumed._file.close()

@@ -1,0 +1,71 @@
+"""Show a run on one screen, or all runs of a folder as a table. Needs neither Ray nor torch, also beside a run."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+from streamppo.commands.echo import console, echo, table
+from streamppo.config import file as configfile
+from streamppo.driver import lock
+from streamppo.errors import RunError
+from streamppo.telemetry import diagnosis, metrics_file
+from streamppo.telemetry import summary as summaries
+from streamppo.telemetry.record import SUMMARY
+from streamppo.telemetry.report import view
+from streamppo.telemetry.report.view import View
+
+
+def summary(run: Path, *, as_json: bool) -> int:
+    """Print the numbers that people ask for first and the findings, or all numbers as JSON."""
+    shown = _view(run)
+    if as_json:
+        known = shown.summary or {"outcome": _state(run, shown), **summaries.of_lines(shown.lines)}
+        echo(json.dumps(known, indent=2))
+        return 0
+    rows = table("", "", "")
+    for row in view.headline(shown):
+        rows.add_row(row.name, _state(run, shown) if row.name == "outcome" else row.value, row.remark)
+    console().print(rows)
+    config = configfile.load(run / configfile.CONFIG)
+    for finding in diagnosis.of_lines(config, shown.lines, shown.summary):
+        echo(f"\n{finding.name} (update {finding.last}): {finding.numbers}\n  try: {finding.advice}")
+    return 0
+
+
+def list_runs(runs: Path) -> int:
+    """Print a row for each run, the one in which something happened last at the end. Raises `RunError` without one."""
+    found = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
+    if not found:
+        raise RunError(f"{runs}: no run is there")
+    rows = table("run", "state", "updates", "reward", "accuracy", "last")
+    for folder in sorted(found, key=_touched):
+        shown = _view(folder)
+        told = summaries.of_lines(shown.lines)
+        numbers = [_short(told[name]["final"]) for name in ("reward", "eval_accuracy")]
+        when = datetime.fromtimestamp(_touched(folder)).strftime("%Y-%m-%d %H:%M")
+        rows.add_row(folder.name, _state(folder, shown), f"{told['updates']}", *numbers, when)
+    console().print(rows)
+    return 0
+
+
+def _view(run: Path) -> View:
+    path = run / SUMMARY
+    known = json.loads(path.read_bytes()) if path.exists() else None
+    return View(run.name, metrics_file.read(run), known)
+
+
+def _state(run: Path, shown: View) -> str:
+    """Running, or how the run ended; killed, if nothing says how."""
+    if lock.is_running(run):
+        return "running"
+    return shown.outcome if any("end" in line for line in shown.lines[-1:]) else "killed"
+
+
+def _touched(run: Path) -> float:
+    """When something was last written down about the run, in seconds of the clock."""
+    path = run / metrics_file.METRICS
+    return (path if path.exists() else run / configfile.CONFIG).stat().st_mtime
+
+
+def _short(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3f}"

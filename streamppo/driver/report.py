@@ -1,0 +1,170 @@
+"""report.html of a run: its lines, journal, archive and configuration, as far as there are any, on one page.
+
+A part that cannot be read is named in the report, and the rest of it is made.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import tokenizers
+
+from streamppo import durable
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config, model_path
+from streamppo.errors import JournalError, RunError, StreamppoError
+from streamppo.queue import archive, report, snapshot
+from streamppo.queue.journal import Journal
+from streamppo.queue.state import settings_of
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.telemetry import diagnosis, metrics_file
+from streamppo.telemetry.record import SUMMARY
+from streamppo.telemetry.report import page
+from streamppo.telemetry.report.view import Piece, Row, Sample, View
+from streamppo.telemetry.summary import Summary
+from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
+
+REPORT = "report.html"
+SAMPLES = 4
+"""Trajectories of each of the three batches that are shown."""
+SHOWN_TOKENS = 1000
+"""Tokens of one completion that are shown."""
+REASONS = 20
+"""Reasons of failures that are shown."""
+TOKENIZER = "tokenizer.json"
+Decode: TypeAlias = Callable[[Ints], str]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def write_after(folder: Path) -> None:
+    """Write the report of a run that has ended. A report that cannot be made is a warning, and the run's end stays."""
+    try:
+        log.info("report: %s", write([folder], folder / REPORT))
+    # The run is over: nothing about its report may change its exit code, and its error is logged.
+    except Exception as error:
+        log.warning("%s: not written: %s: %s", folder / REPORT, type(error).__name__, error)
+
+
+def write(found: Sequence[Path], to: Path) -> Path:
+    """Write the report of some runs, by their folders, and of replays, by their files, to `to`. Raises `RunError`."""
+    text = page.render([_replay(path) if path.is_file() else _run(path) for path in found])
+    with durable.naming(to, RunError):
+        durable.write(to, text.encode(errors="replace"))
+    return to
+
+
+def _replay(path: Path) -> View:
+    """The updates that `streamppo replay --set` has made. Raises `RunError` for another file."""
+    try:
+        content = json.loads(path.read_bytes())
+        lines = [
+            msgspec.convert(
+                {"update": one["version"], "wall_s": 0.0, **ZEROS, **one["replayed"]}, metrics_file.UpdateLine
+            )
+            | one["replayed"]
+            for one in content["updates"]
+        ]
+        name = f"{path.parent.parent.name} replay {path.stem}: {' '.join(content['set'])}"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunError(f"{path}: no file of `streamppo replay`: {error}") from error
+    return View(name, lines, is_replay=True)
+
+
+ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "lag_histogram": {}}
+"""The entries of an update's line that nobody times in a replay."""
+
+
+def _run(folder: Path) -> View:
+    content = metrics_file.content(folder)
+    view = View(folder.name, content.lines, notes=list(content.damage))
+    view.summary = _tried(view, lambda: _summary(folder))
+    if (config := _tried(view, lambda: configfile.load(folder / configfile.CONFIG))) is None:
+        return view
+    view.config = configfile.show(config)
+    view.findings = diagnosis.of_lines(config, view.lines, view.summary)
+    view.queue = _tried(view, lambda: _queue(config, folder))
+    view.failures = _tried(view, lambda: _failures(folder)) or ()
+    view.samples = _tried(view, lambda: _samples(config, folder)) or []
+    return view
+
+
+def _tried(view: View, part: Callable[[], T]) -> T | None:
+    """Make a part of the report, or note why it cannot be made."""
+    try:
+        return part()
+    except (StreamppoError, OSError, ValueError) as error:
+        view.notes.append(f"{error}")
+        return None
+
+
+def _summary(folder: Path) -> Summary | None:
+    path = folder / SUMMARY
+    return json.loads(path.read_bytes()) if path.exists() else None
+
+
+def _queue(config: Config, folder: Path) -> QueueReport | None:
+    """The queue's counters as of the journal's last transaction."""
+    journal = Journal.of(folder)
+    saved = journal.read()
+    journal.close()
+    return None if saved is None else report.report(snapshot.rebuild(settings_of(config), saved, journal.path))
+
+
+def _failures(folder: Path) -> list[Row]:
+    """The reasons for which attempts came to nothing, the most frequent first."""
+    journal = Journal.of(folder)
+    reasons = Counter((one.state.replace("_", " "), _first_line(one.reason)) for one in journal.ended())
+    journal.close()
+    rows = [Row(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
+    if (more := len(reasons) - REASONS) > 0:
+        rows.append(Row(f"and {more} other reasons", "", "`streamppo inspect --dead-letters` and `--prompt`"))
+    return rows
+
+
+def _first_line(reason: str) -> str:
+    return (reason.strip().splitlines() or [""])[0][:200]
+
+
+def _samples(config: Config, folder: Path) -> list[Sample]:
+    """The first trajectories of the oldest batch that is kept, of the middle one and of the newest."""
+    found = archive.open(folder)
+    if not (versions := found.versions()):
+        raise JournalError(f"{folder}: no batch is kept in its archive")
+    decode = _decoder(Path(model_path(config, folder)))
+    chosen = dict.fromkeys((versions[0], versions[len(versions) // 2], versions[-1]))
+    return [sample for version in chosen for sample in _of_batch(found.batch(version), decode)]
+
+
+def _decoder(model: Path) -> Decode:
+    """The text of tokens, special ones left out; of a folder without transformers, which takes 4 s of CPU to load."""
+    if not (model / TOKENIZER).is_file():
+        return Tokenizer(model).decode
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / TOKENIZER))
+    return lambda tokens: tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+
+def _of_batch(batch: Batch, decode: Decode) -> Iterable[Sample]:
+    step = max(1, len(batch.trajectories) // SAMPLES)
+    for one in batch.trajectories[::step][:SAMPLES]:
+        identity = one.identity
+        cut = f", the first {SHOWN_TOKENS} shown" if one.num_tokens > SHOWN_TOKENS else ""
+        title = f"prompt {identity.prompt} sample {identity.sample}: {one.num_tokens} tokens, {one.finish}{cut}"
+        prompt = decode(ints(one.prompt_tokens))
+        yield Sample(batch.version + 1, title, one.reward, prompt, _pieces(batch, one, decode))
+
+
+def _pieces(batch: Batch, one: Trajectory, decode: Decode) -> list[Piece]:
+    """The completion, cut where the version changes or another than the policy speaks."""
+    tokens, mask = ints(one.tokens)[:SHOWN_TOKENS], flags(one.mask).tolist()
+    lags = [batch.version - version for version in ints(one.versions).tolist()]
+    pieces: list[Piece] = []
+    places = range(len(tokens))
+    for lag, same in groupby(places, lambda place: lags[place] if mask[place] else None):
+        pieces.append(Piece(decode(tokens[list(same)]), lag))
+    return pieces

@@ -1,0 +1,91 @@
+"""The rules at work: on a run's lines as they are written, and on all of them afterwards.
+
+Every `WINDOW` updates the rules look at the numbers, and at the end once more, with the summary. Each says so once
+while the run goes on; afterwards a finding tells from which update to which it was seen.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import NamedTuple
+
+from streamppo.config.sections import Config
+from streamppo.telemetry.metrics_file import EvaluationLine, Line
+from streamppo.telemetry.rules import RULES, WINDOW, Evidence, Numbers
+from streamppo.telemetry.summary import Summary
+
+
+class Finding(NamedTuple):
+    """A rule that fired: its newest numbers, advice, and the first and the last version at which it did."""
+
+    name: str
+    numbers: str
+    advice: str
+    first: int
+    last: int
+
+
+class Diagnosis:
+    """The findings about one run, by the rules' names, in `findings`; `newest` is the one that came last."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._recent: deque[Numbers] = deque(maxlen=WINDOW)
+        self._windows: list[Numbers] = []
+        self._evaluations: list[EvaluationLine] = []
+        self._seen = 0
+        self._version = 0
+        self.findings: dict[str, Finding] = {}
+        self.newest: Finding | None = None
+
+    def add(self, line: Line) -> list[Finding]:
+        """Take one more line of metrics.jsonl; returns the findings that are new."""
+        if "evaluation" in line:
+            self._evaluations = sorted([*self._evaluations, line], key=lambda one: one["evaluation"])
+        if "update" not in line:
+            return []
+        self._version = line["update"]
+        self._recent.append(_numbers(line))
+        self._seen += 1
+        if self._seen % WINDOW:
+            return []
+        self._windows.append(_means(self._recent))
+        return self._look(None)
+
+    def close(self, summary: Summary | None) -> list[Finding]:
+        """Look once more, at the end; returns the findings that are new."""
+        if self._seen > WINDOW and self._seen % WINDOW:
+            self._windows.append(_means(self._recent))
+        return self._look(summary)
+
+    def _look(self, summary: Summary | None) -> list[Finding]:
+        enough = self._recent if self._windows else ()
+        evidence = Evidence(self._config, list(enough), self._windows, self._evaluations, summary)
+        new: list[Finding] = []
+        for rule in RULES:
+            if (numbers := rule.look(evidence)) is None:
+                continue
+            before = self.findings.get(rule.name)
+            first = before.first if before else self._version
+            self.newest = self.findings[rule.name] = Finding(rule.name, numbers, rule.advice, first, self._version)
+            new += [] if before else [self.newest]
+        return new
+
+
+def of_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> list[Finding]:
+    """Find everything there is to say about a run, by its lines in the order in which they were written."""
+    diagnosis = Diagnosis(config)
+    for line in lines:
+        diagnosis.add(line)
+    diagnosis.close(summary)
+    return list(diagnosis.findings.values())
+
+
+def _numbers(line: Mapping[str, object]) -> Numbers:
+    return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+
+
+def _means(updates: Iterable[Numbers]) -> Numbers:
+    updates = list(updates)
+    names = {name for update in updates for name in update}
+    return {name: fmean(update[name] for update in updates if name in update) for name in names}

@@ -1,0 +1,136 @@
+"""report.html: one file that opens offline. Text of a run is escaped, and the page may load nothing at all."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from streamppo.telemetry import summary
+from streamppo.telemetry.catalogue import SOMETIMES, UPDATE
+from streamppo.telemetry.report import plot, view
+from streamppo.telemetry.report.plot import Bar, Curve, Point
+from streamppo.telemetry.report.view import View
+
+COLOURS = 6
+"""Colours of curves in the page's style; more runs begin again with the first."""
+
+
+class Panel(NamedTuple):
+    """A chart of some metrics of the catalogue."""
+
+    title: str
+    metrics: tuple[str, ...]
+
+
+PANELS = (
+    Panel("Reward", ("reward",)),
+    Panel("Held-out accuracy", ("accuracy",)),
+    Panel("Entropy", ("entropy",)),
+    Panel("KL", ("behavior_kl", "proximal_kl", "reference_kl", "teacher_kl")),
+    Panel("Effective sample size", ("ess", "ess_sequence")),
+    Panel("Clip fraction", ("clip_fraction_high", "clip_fraction_low")),
+    Panel("Gradient norm", ("grad_norm", "critic_grad_norm")),
+    Panel("Lag", ("lag_mean", "lag_max")),
+    Panel("Learner waits", ("wait_share",)),
+    Panel("Tokens a second", ("learner_tokens_per_s",)),
+    Panel("Seconds of an update", ("update_s", "train_s", "score_s", "wait_s")),
+    Panel("Length", ("length",)),
+    Panel("Shares of the batch", ("truncated", "equal_groups")),
+    Panel("Value loss", ("value_loss",)),
+    Panel("Explained variance", ("explained_variance",)),
+    Panel("Policy loss", ("policy_loss",)),
+    Panel("Engine and learner at lag 0", ("mismatch",)),
+    Panel("Learning rate", ("lr",)),
+    Panel("Push", ("push_ms",)),
+    Panel("Memory of rank 0", ("peak_memory_mib",)),
+)
+"""The charts, in their order; one whose metrics no run has is left out."""
+OWN = {
+    "accuracy": "share of held-out prompts answered right, greedily, by the version after which it was asked for",
+    "wait_share": "wait_s / update_s: share of the learner's time without a batch",
+}
+"""Curves that are made here."""
+
+
+class Chart(NamedTuple):
+    """A panel with its drawing, the sentences of its metrics, and its curves for the legend."""
+
+    title: str
+    drawing: Markup
+    help: Sequence[tuple[str, str]]
+    legend: Sequence[Curve]
+
+
+def render(views: Sequence[View]) -> str:
+    """Write the page of one run, or of several to be compared."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment.globals |= {"headline": view.headline, "ledger": view.ledger, "lengths": view.lengths}
+    environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": _lags}
+    template = environment.get_template("page.html")
+    return template.render(views=views, charts=charts(views), runs=[one for one in views if not one.is_replay])
+
+
+def charts(views: Sequence[View]) -> list[Chart]:
+    """The panels that have data, and one for each component of the rewards."""
+    lines = [_by_version(one) for one in views]
+    components = sorted({name for run in lines for line in run for name in line if name.startswith("reward_")})
+    panels = [*PANELS, *([Panel("Parts of the reward", tuple(components))] if components else [])]
+    found = [_chart(panel, views, lines) for panel in panels]
+    return [chart for chart in found if chart.drawing]
+
+
+def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping[str, object]]]) -> Chart:
+    curves: list[Curve] = []
+    for number, (one, run) in enumerate(zip(views, lines, strict=True)):
+        for place, metric in enumerate(panel.metrics):
+            points = _points(metric, one, run)
+            name = " ".join([one.name] * (len(views) > 1) + [metric] * (len(panel.metrics) > 1)) or metric
+            colour = (number if len(views) > 1 else place) % COLOURS
+            if points:
+                curves.append(Curve(name, points, colour, dashed=len(views) > 1 and place > 0))
+    sentences = [
+        (metric, _sentence(metric))
+        for metric in panel.metrics
+        if any(_points(metric, *run) for run in zip(views, lines, strict=True))
+    ]
+    return Chart(panel.title, plot.curves(curves, "update"), sentences, curves if len(curves) > 1 else [])
+
+
+def _by_version(one: View) -> list[Mapping[str, object]]:
+    known: dict[int, Mapping[str, object]] = {line["remade"]: line for line in one.lines if "remade" in line}
+    known |= {line["update"]: line for line in one.lines if "update" in line}
+    return [{**line, "update": version} for version, line in sorted(known.items())]
+
+
+def _points(metric: str, one: View, run: Sequence[Mapping[str, object]]) -> list[Point]:
+    if metric == "accuracy":
+        answered = {line["evaluation"]: line["accuracy"] for line in one.lines if "evaluation" in line}
+        return [(float(version), value) for version, value in sorted(answered.items()) if value is not None]
+    if metric == "wait_share":
+        pairs = ((line, line.get("wait_s"), line.get("update_s")) for line in run)
+        return [
+            (_number(line["update"]), _number(wait) / _number(all_s))
+            for line, wait, all_s in pairs
+            if wait is not None and all_s
+        ]
+    return [(_number(line["update"]), _number(line[metric])) for line in run if metric in line]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _sentence(metric: str) -> str:
+    known = OWN | UPDATE | SOMETIMES
+    return known.get(metric) or next(
+        (text for name, text in known.items() if name[-1] == "_" and metric.startswith(name)), ""
+    )
+
+
+def _lags(one: View) -> Markup:
+    """Tokens by lag: those that were masked for it in another colour."""
+    told = summary.of_lines(one.lines)
+    sampled, trained = told["lag"]["histogram"], told["trained_lag"]["histogram"]
+    return plot.bars([Bar(f"lag {lag}", count, 0 if trained.get(lag) else 3) for lag, count in sampled.items()])

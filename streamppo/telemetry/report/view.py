@@ -1,0 +1,175 @@
+"""All that a report shows of one run, and the pieces of it that metrics.jsonl tells."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from streamppo.telemetry import summary as summaries
+from streamppo.telemetry.diagnosis import Finding
+from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.report.plot import MOST_POINTS, Event, short
+from streamppo.telemetry.summary import OfLines, Summary
+from streamppo.types import QueueReport
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one version, as text; None where the policy did not sample them."""
+
+    text: str
+    lag: int | None
+
+
+class Sample(NamedTuple):
+    """A trajectory that was trained on by the update that made `version`."""
+
+    version: int
+    title: str
+    reward: float
+    prompt: str
+    pieces: Sequence[Piece]
+
+
+class Row(NamedTuple):
+    """A named number with a remark."""
+
+    name: str
+    value: str
+    remark: str = ""
+
+
+@dataclass(slots=True)
+class View:
+    """One run, or a replay of one under another configuration, of which there are only `lines`.
+
+    `queue` are the counters in its journal, None without one. `failures` counts reasons, the most frequent first.
+    `notes` say what a report lacks.
+    """
+
+    name: str
+    lines: Sequence[Line]
+    summary: Summary | None = None
+    config: str = ""
+    queue: QueueReport | None = None
+    samples: list[Sample] = field(default_factory=list[Sample])
+    failures: Sequence[Row] = ()
+    findings: Sequence[Finding] = ()
+    notes: list[str] = field(default_factory=list[str])
+    is_replay: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, in words."""
+        if self.is_replay:
+            return "replayed"
+        last = next((line for line in reversed(self.lines) if "end" in line or "part" in line), None)
+        return last["end"] if last is not None and "end" in last else "running, or killed"
+
+
+def headline(view: View) -> list[Row]:
+    """The numbers that people ask for first."""
+    told = summaries.of_lines(view.lines)
+    rows = [Row("outcome", view.outcome), Row("updates", f"{told['updates']}")]
+    rows += [Row("time", _duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
+    rows += _ends(told)
+    lag = told["trained_lag"]
+    if lag["mean"] is not None:
+        rows.append(Row("lag of trained tokens", f"{lag['mean']:.2f}", f"versions; at most {lag['max']}"))
+    rows.append(Row("tokens trained on", short(told["tokens_trained"])))
+    rows.append(Row("learner waits", f"{told['learner_idle_share']:.0%}", "of its time"))
+    if view.summary and (engines := view.summary["engines"]):
+        rows.append(Row("engines idle", f"{engines['idle_share']:.0%}", "of their time"))
+        rows.append(Row("sampled", f"{short(engines['tokens_per_s'])}/s", "tokens, all engines together"))
+    restarts = sum(told["restarts"].values())
+    return [*rows, Row("push", f"{told['push_ms']:.0f} ms", "in the mean"), Row("restarts", f"{restarts}")]
+
+
+def _ends(told: OfLines) -> list[Row]:
+    rows: list[Row] = []
+    for name, ends in (("held-out accuracy", told["eval_accuracy"]), ("reward", told["reward"])):
+        if ends["start"] is not None and ends["final"] is not None:
+            rows.append(Row(name, f"{ends['final']:.3f}", f"{ends['start']:.3f} at the start"))
+    return rows
+
+
+def ledger(view: View) -> tuple[list[Row], str]:
+    """Each sampled token that reached the queue, under its end; and a sentence about the sum."""
+    if view.queue is None:
+        return [], ""
+    found, told = view.queue.tokens, _in_batches(view.lines)
+    trained, masked, rest = told["tokens_trained"], told["tokens_too_old"], told["tokens"]
+    parts = [
+        ("trained on", trained, ""),
+        ("masked", masked, "beyond queue.max_lag, in a batch and out of its loss"),
+        ("left out", rest - trained - masked, "in a batch and out of its loss: filters, equal groups"),
+        ("trained on or not", found["consumed"] - rest, "in batches of updates whose line in metrics.jsonl is lost"),
+        ("dropped: too old", found["too_old"], "sampled again"),
+        ("dropped: abandoned", found["abandoned"], "another sample of the group failed too often"),
+        ("dropped: resampled", found["resampled"], "the group taught nothing"),
+        ("failed", found["failed"], "sampled, and without a score"),
+        ("dead letters", found["dead_letters"], "could not be trained on"),
+        ("duplicates", found["duplicates"], "nobody waited for them: delivered twice, or by one given up for dead"),
+        ("waiting", found["waiting"], "ready, in the queue"),
+        ("leased", found["leased"], "in the batch of an update that has not published its version"),
+    ]
+    delivered = found["delivered"]
+    rows = [Row(name, f"{count:,}", remark) for name, count, remark in parts if count or name == "trained on"]
+    total = sum(count for _, count, _ in parts)
+    if total == delivered:
+        return rows, f"{delivered:,} tokens were delivered: exactly the sum."
+    return rows, f"{delivered:,} tokens were delivered: {delivered - total:,} are missing in the sum."
+
+
+def _in_batches(lines: Sequence[Line]) -> dict[str, int]:
+    """The sums over all updates that have a line, each once."""
+    known: dict[int, Mapping[str, object]] = {line["remade"]: line for line in lines if "remade" in line}
+    known |= {line["update"]: line for line in lines if "update" in line}
+    names = ("tokens", "tokens_trained", "tokens_too_old")
+    values = {name: [line.get(name, 0) for line in known.values()] for name in names}
+    return {name: round(sum(one for one in found if isinstance(one, int | float))) for name, found in values.items()}
+
+
+def lengths(view: View) -> list[Row]:
+    """Mean lengths of what was trained on and of what was sampled, and the bias between them."""
+    if view.queue is None or not view.queue.consumed:
+        return []
+    queue, dropped = view.queue, view.queue.dropped["too_old"]
+    sampled = (queue.tokens["consumed"] + queue.tokens["too_old"]) / (queue.consumed + dropped)
+    bias = queue.mean_tokens_consumed / max(sampled, 1e-9) - 1
+    rows = [Row("trained on", f"{queue.mean_tokens_consumed:.2f}", "tokens a completion, mean")]
+    if dropped:
+        rows.append(Row("dropped: too old", f"{queue.mean_tokens_dropped:.2f}", f"{dropped:,} completions"))
+    return [*rows, Row("both", f"{sampled:.2f}", f"bias of the trained ones {bias:+.1%}")]
+
+
+def events(view: View) -> list[Event]:
+    """The timeline: parts, updates and the waits before them, pushes, evaluations, restarts."""
+    found: list[Event] = []
+    updates = [line for line in view.lines if "update" in line]
+    for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
+        end, begin = line["wall_s"], line["wall_s"] - line["update_s"]
+        ready, name = begin + line["wait_s"], f"update {line['update']}"
+        found.append(Event("learner", begin, ready, f"{name}: waited {line['wait_s']:.2f} s", 7))
+        found.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s, reward {line['reward']:.3f}", 0))
+    for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
+        push_s, begin = line["push_ms"] / 1e3, line["wall_s"] - line["update_s"]
+        found.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
+    for line in view.lines:
+        at = line["wall_s"]
+        if "evaluation" in line:
+            accuracy = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"
+            found.append(Event("evaluation", at, at, f"after update {line['evaluation']}: {accuracy}", 1))
+        elif "restart" in line:
+            found.append(Event("restart", at, at, f"{line['restart']}: {line['reason']}", 3))
+        elif "part" in line:
+            found.append(Event("driver", at, at, f"part {line['part']} begins at version {line['version']}", 4))
+        elif "end" in line:
+            found.append(Event("driver", at, at, f"ends: {line['end']}", 3))
+    return found
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, seconds_left = divmod(rest, 60)
+    return (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds_left:02d} s" if minutes else f"{rest} s"
+    )

@@ -1,0 +1,336 @@
+"""The signs that a run learns badly, each a small function over its numbers. Pure: no disk, no clock.
+
+A rule sees the last `WINDOW` updates, the means of every `WINDOW` updates since the first, the evaluations, and at the
+end of a run its summary. It returns the numbers that speak for it, or None. None fires on a healthy default run: a task
+that is all but solved has little entropy, equal groups and nothing left to explain, and is no fault.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+from typing import NamedTuple, TypeAlias
+
+from streamppo.config.sections import Config
+from streamppo.telemetry.metrics_file import EvaluationLine
+from streamppo.telemetry.summary import Summary
+
+WINDOW = 20
+"""Updates that a rule looks at together."""
+SOLVED = 0.8
+"""A task is all but solved at this share of reward.correct_at, or of right held-out answers."""
+
+CLIPPED, UNMOVED = 0.3, 1e-3
+SPIKE, SPIKE_KL = 10.0, 0.5
+DIVERGED, UNEXPLAINED = 4.0, -0.1
+COLLAPSED, DRIFTED = 0.1, 2.0
+FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
+WAITS, IDLE = 0.8, 0.5
+TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
+SIGMAS = 3.0
+
+Numbers: TypeAlias = Mapping[str, float]
+
+
+class Evidence(NamedTuple):
+    """The numbers that rules look at.
+
+    `recent` are the metrics of the last `WINDOW` updates, `windows` the means of every `WINDOW` updates from the first
+    ones on, `evaluations` in the order of their versions. `summary` is there at the end of a run.
+    """
+
+    config: Config
+    recent: Sequence[Numbers]
+    windows: Sequence[Numbers]
+    evaluations: Sequence[EvaluationLine] = ()
+    summary: Summary | None = None
+
+    def series(self, name: str) -> list[float]:
+        """The values of a metric in the last updates that have it."""
+        return [update[name] for update in self.recent if name in update]
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a metric over the last updates; None where none has it."""
+        return fmean(values) if (values := self.series(name)) else None
+
+    def share(self, part: str, whole: str) -> float:
+        """The sum of one metric over that of another, in the last updates; 0 where there is nothing."""
+        return sum(self.series(part)) / max(sum(self.series(whole)), 1e-9)
+
+    @property
+    def is_solved(self) -> bool:
+        """True if nearly all answers are right."""
+        accuracy = next((one["accuracy"] for one in reversed(self.evaluations)), None) or 0.0
+        reward = self.mean("reward") or 0.0
+        return accuracy >= SOLVED or reward >= SOLVED * self.config.reward.correct_at
+
+
+class Rule(NamedTuple):
+    """A sign: its name, the condition in words, advice, and the function that returns the numbers that fired it."""
+
+    name: str
+    fires: str
+    advice: str
+    look: Callable[[Evidence], str | None]
+
+
+# --- the policy ----------------------------------------------------------------------------------------------
+
+
+def _unmoved(seen: Evidence) -> str | None:
+    steps, low, high = (seen.mean(name) for name in ("steps", "ratio_p01", "ratio_p99"))
+    if steps is None or low is None or high is None or steps <= 1:
+        return None
+    clipped = sum(seen.mean(name) or 0.0 for name in ("clip_fraction_low", "clip_fraction_high"))
+    if clipped or high - low > UNMOVED:
+        return None
+    return f"no token clipped, 98% of the ratios between {low:.4f} and {high:.4f} after {steps:g} steps an update"
+
+
+def _clipped(seen: Evidence) -> str | None:
+    share = sum(seen.mean(name) or 0.0 for name in ("clip_fraction_low", "clip_fraction_high"))
+    return f"{share:.0%} of the trained tokens are clipped" if share > CLIPPED else None
+
+
+def _kl_spikes(seen: Evidence) -> str | None:
+    for name in ("proximal_kl", "behavior_kl", "reference_kl"):
+        values = seen.series(name)
+        if values and max(values) > max(SPIKE_KL, SPIKE * median(values)):
+            return f"{name} was {max(values):.3g} nats, {median(values):.3g} in the median"
+    return None
+
+
+def _entropy_collapses(seen: Evidence) -> str | None:
+    first, entropy = _first(seen, "entropy"), seen.mean("entropy")
+    if first is None or entropy is None or seen.is_solved or entropy > COLLAPSED * first:
+        return None
+    return f"entropy {entropy:.3g} nats a token, {first:.3g} in the first {WINDOW} updates"
+
+
+def _gradient_spikes(seen: Evidence) -> str | None:
+    bad, norms = sum(seen.series("bad_steps")), seen.series("grad_norm")
+    if bad:
+        return f"{bad:g} optimizer steps were left out: their gradient was not finite"
+    if norms and max(norms) > SPIKE * median(norms) > 0:
+        return f"grad_norm was {max(norms):.3g}, {median(norms):.3g} in the median"
+    return None
+
+
+# --- the critic ----------------------------------------------------------------------------------------------
+
+
+def _value_loss_diverges(seen: Evidence) -> str | None:
+    means = [window["value_loss"] for window in seen.windows if "value_loss" in window]
+    if len(means) < 3 or not 0 < DIVERGED * min(means[:-1]) < means[-1] or means[-1] < means[-2] or seen.is_solved:
+        return None
+    return f"value loss {means[-1]:.3g}, and {min(means[:-1]):.3g} at its lowest"
+
+
+def _explains_nothing(seen: Evidence) -> str | None:
+    explained = seen.mean("explained_variance")
+    if explained is None or not seen.mean("value_loss") or explained > UNEXPLAINED or seen.is_solved:
+        return None
+    return f"explained variance {explained:.2f}: the critic is worse than a constant"
+
+
+# --- the data ------------------------------------------------------------------------------------------------
+
+
+def _held_out_falls(seen: Evidence) -> str | None:
+    known = [(one["accuracy"], one["count"]) for one in seen.evaluations if one["accuracy"] is not None]
+    if len(known) < 3:
+        return None
+    (best, count), (last, _) = max(known), known[-1]
+    first, reward = _first(seen, "reward"), seen.mean("reward")
+    noise = (max(best * (1 - best), 0.25 / count) / count) ** 0.5
+    if first is None or reward is None or reward <= first or best - last < SIGMAS * 2**0.5 * noise:
+        return None
+    return f"held-out accuracy {last:.3f} after {best:.3f}, while the reward rose from {first:.3f} to {reward:.3f}"
+
+
+def _few_effective(seen: Evidence) -> str | None:
+    ess = seen.mean("ess")
+    return f"ess {ess:.2f}: so few of the tokens count" if ess is not None and ess < FEW_EFFECTIVE else None
+
+
+def _too_old(seen: Evidence) -> str | None:
+    share, bound = seen.share("tokens_too_old", "tokens"), seen.config.queue.max_lag
+    if share > TOO_OLD:
+        return f"{share:.0%} of the tokens are beyond queue.max_lag ({bound}) and stay out of the loss"
+    dropped = ((seen.summary and seen.summary["dropped"]) or {}).get("too_old", 0)
+    trained = (seen.summary and seen.summary["trajectories"]) or 0
+    if dropped > TOO_OLD * (dropped + trained):
+        return f"{dropped} trajectories beyond queue.max_lag ({bound}) were dropped, {trained} trained on"
+    return None
+
+
+def _mismatched(seen: Evidence) -> str | None:
+    mismatch = seen.mean("mismatch")
+    if mismatch is None or mismatch < MISMATCH:
+        return None
+    return f"mismatch {mismatch:.3g} nats a token between engine and learner with the same weights"
+
+
+def _length_drifts(seen: Evidence) -> str | None:
+    first, length = _first(seen, "length"), seen.mean("length")
+    if not first or length is None or 1 / DRIFTED < length / first < DRIFTED:
+        return None
+    return f"{length:.1f} tokens a completion, {first:.1f} in the first {WINDOW} updates"
+
+
+def _truncated(seen: Evidence) -> str | None:
+    share = seen.mean("truncated") or 0.0
+    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED else None
+
+
+def _equal_groups(seen: Evidence) -> str | None:
+    share = seen.mean("equal_groups") or 0.0
+    if seen.config.algorithm.compares_samples is None or share < EQUAL or seen.is_solved:
+        return None
+    return f"{share:.0%} of the trajectories are in groups that all scored the same, and teach nothing"
+
+
+def _rewards_fail(seen: Evidence) -> str | None:
+    failed = sum(((seen.summary and seen.summary["failed"]) or {}).values())
+    stored = (seen.summary and seen.summary["trajectories"]) or 0
+    if failed > FAILED * (failed + stored):
+        return f"{failed} attempts failed, {stored} trajectories were trained on"
+    if seen.evaluations and (last := seen.evaluations[-1])["failed"] > FAILED * (last["failed"] + last["count"]):
+        return f"{last['failed']} of {last['failed'] + last['count']} held-out prompts have no score"
+    return None
+
+
+def _nothing_to_learn(seen: Evidence) -> str | None:
+    empty, made = sum(seen.series("empty_steps")), sum(seen.series("steps"))
+    return f"{empty:g} of {empty + made:g} steps had no token left" if empty > EMPTY * (empty + made) else None
+
+
+# --- the pipeline --------------------------------------------------------------------------------------------
+
+
+def _starved(seen: Evidence) -> str | None:
+    share = seen.share("wait_s", "update_s")
+    return f"the learner waits {share:.0%} of its time" if share > WAITS else None
+
+
+def _blocked(seen: Evidence) -> str | None:
+    engines = seen.summary and seen.summary["engines"]
+    if not engines or engines["idle_share"] < IDLE:
+        return None
+    return f"the engines had nothing to decode {engines['idle_share']:.0%} of their time"
+
+
+def _first(seen: Evidence, name: str) -> float | None:
+    """The mean of a metric over the first updates, once there are others."""
+    return seen.windows[0].get(name) if len(seen.windows) > 1 else None
+
+
+RULES = (
+    Rule(
+        "policy hardly moves",
+        f"several steps an update, no token clipped, and 98% of the ratios within {UNMOVED:g}",
+        "raise learner.lr, or make fewer steps: epochs and minibatches cost time and change nothing",
+        _unmoved,
+    ),
+    Rule(
+        "clip fraction",
+        f"above {CLIPPED:.0%} of the trained tokens",
+        "lower learner.lr, epochs or minibatches, or set algorithm.target_kl",
+        _clipped,
+    ),
+    Rule(
+        "KL spikes",
+        f"a KL to the proximal, behavior or reference policy above {SPIKE_KL:g} and {SPIKE:g} times its median",
+        "lower learner.lr or learner.max_grad_norm, set algorithm.target_kl, lower queue.max_lag",
+        _kl_spikes,
+    ),
+    Rule(
+        "entropy collapse",
+        f"below {COLLAPSED:.0%} of the first {WINDOW} updates, while the task is not solved",
+        "raise algorithm.entropy or use algorithm.entropy_control, lower learner.lr, widen the upper clip range",
+        _entropy_collapses,
+    ),
+    Rule(
+        "gradient spikes",
+        f"grad_norm above {SPIKE:g} times its median, or a step left out because it was not finite",
+        "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
+        _gradient_spikes,
+    ),
+    Rule(
+        "value loss diverges",
+        f"rising, and above {DIVERGED:g} times its lowest window",
+        "lower algorithm.critic.lr or coefficient, set algorithm.critic.clip, scale the reward down",
+        _value_loss_diverges,
+    ),
+    Rule(
+        "explained variance",
+        f"below {UNEXPLAINED:g}, while the task is not solved",
+        "raise algorithm.critic.lr or epochs, set algorithm.critic.warmup_updates, or have no critic",
+        _explains_nothing,
+    ),
+    Rule(
+        "reward rises while held-out falls",
+        f"held-out accuracy {SIGMAS:g} standard errors below its best, and a reward above that of the first updates",
+        "read samples for answers that please the reward and are wrong, add a [algorithm.kl], stop at the best version",
+        _held_out_falls,
+    ),
+    Rule(
+        "ESS collapse",
+        f"effective sample size below {FEW_EFFECTIVE:g} of the tokens",
+        "lower queue.max_lag or learner.lr, use a correction that truncates or rejects",
+        _few_effective,
+    ),
+    Rule(
+        "lag at its bound",
+        f"more than {TOO_OLD:.0%} of the data beyond queue.max_lag",
+        "raise queue.max_lag, lower rollout.in_flight, add rollout actors, or shorten the longest completions",
+        _too_old,
+    ),
+    Rule(
+        "engine and learner differ",
+        f"mismatch above {MISMATCH:g} nats a token at lag 0",
+        "model.float32_head = true, the same dtype in both, rollout.engine.kv = 'recompute'; see docs/engines.md",
+        _mismatched,
+    ),
+    Rule(
+        "length drifts",
+        f"completions {DRIFTED:g} times as long, or short, as in the first {WINDOW} updates",
+        "read samples; a reward may pay for length, an aggregation by sequence may favour it, drops favour short ones",
+        _length_drifts,
+    ),
+    Rule(
+        "completions are cut off",
+        f"more than {TRUNCATED:.0%} of them",
+        "raise rollout.max_tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
+        _truncated,
+    ),
+    Rule(
+        "equal groups",
+        f"more than {EQUAL:.0%} of the trajectories, where samples are compared and the task is not solved",
+        "zero_variance = 'resample', more samples_per_prompt, prompts of other difficulty, a finer reward",
+        _equal_groups,
+    ),
+    Rule(
+        "failures",
+        f"more than {FAILED:.0%} of the attempts, or of the held-out prompts",
+        "`streamppo reward-test` and the reasons below; raise timeout_s or attempts of the scorer",
+        _rewards_fail,
+    ),
+    Rule(
+        "steps without a token",
+        f"more than {EMPTY:.0%} of the steps",
+        "look at filters, rejections, equal groups and queue.max_lag: together they leave nothing to learn from",
+        _nothing_to_learn,
+    ),
+    Rule(
+        "starved learner",
+        f"it waits more than {WAITS:.0%} of its time",
+        "add rollout actors or slots, shorten completions, raise queue.max_lag, look for a slow reward",
+        _starved,
+    ),
+    Rule(
+        "blocked engines",
+        f"idle more than {IDLE:.0%} of their time",
+        "raise queue.max_lag or rollout.in_flight, fewer rollout actors, or a faster learner",
+        _blocked,
+    ),
+)
+"""All rules, by subject."""

@@ -1,0 +1,77 @@
+"""A run on one screen, and all runs of a folder: running, finished, stopped and killed ones."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from report_case import run_folder
+
+from streamppo import cli
+from streamppo.config.sections import Config
+from streamppo.driver import lock
+from streamppo.telemetry import metrics_file
+
+
+@pytest.fixture
+def run(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
+    return run_folder(tmp_path / "math", math_config())
+
+
+def test_a_run_is_told_on_one_screen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["summary", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= 24
+    rows = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines()}
+    assert (rows["outcome"], rows["updates"]) == ("finished", "24")
+
+
+def test_a_finding_is_told_with_its_advice(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / metrics_file.METRICS
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "ess": 0.1} if "update" in line else line) + "\n" for line in lines))
+    assert cli.main(["summary", str(run)]) == 0
+    assert "ESS collapse (update 24): ess 0.10" in capsys.readouterr().out
+
+
+def test_programs_get_json_of_a_run_without_a_summary_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["summary", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["outcome"], found["updates"]) == ("finished", 24)
+    (run / "summary.json").write_text('{"outcome": "finished", "updates": 99}')
+    assert cli.main(["summary", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["updates"] == 99
+
+
+def test_runs_are_listed_with_their_state(
+    run: Path, math_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("killed", "alive"):
+        other = run_folder(run.parent / name, math_config(), updates=4)
+        lines = (other / metrics_file.METRICS).read_text().splitlines(keepends=True)
+        (other / metrics_file.METRICS).write_text("".join(line for line in lines if '"end"' not in line))
+    with lock.driver_lock(run.parent / "alive"):
+        assert cli.main(["list", "--runs", str(run.parent)]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert {name: row[1:3] for name, row in rows.items() if name != "run"} == {
+        "math": ["finished", "24"],
+        "killed": ["killed", "4"],
+        "alive": ["running", "4"],
+    }
+
+
+def test_a_folder_without_runs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "--runs", str(tmp_path)]) == 1
+    assert "no run is there" in capsys.readouterr().err
+
+
+def test_a_report_wants_a_run_and_writes_into_its_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report"]) == 2
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"report: {run / 'report.html'}\n"
+    assert (run / "report.html").is_file()
+
+
+def test_several_runs_are_written_where_the_command_says(run: Path, tmp_path: Path) -> None:
+    assert cli.main(["report", str(run), str(run), "--to", str(tmp_path / "both.html")]) == 0
+    assert (tmp_path / "both.html").is_file()

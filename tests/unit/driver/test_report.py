@@ -1,0 +1,131 @@
+"""report.html has the whole run in it, escaped, and whatever part is missing is named; no report ever ends a run."""
+
+import errno
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from report_case import BATCH, LENGTH, run_folder
+
+from streamppo.config.sections import Config
+from streamppo.driver import report
+from streamppo.errors import RunError
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.record import SUMMARY
+from streamppo.telemetry.report import page
+
+
+@pytest.fixture
+def run(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
+    return run_folder(tmp_path / "math", math_config())
+
+
+def text(run: Path) -> str:
+    return report.write([run], run / report.REPORT).read_text()
+
+
+def plain(html: str) -> str:
+    """The text of a page in one line."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
+
+
+def test_every_sampled_token_is_in_the_ledger_and_the_sum_is_exact(run: Path) -> None:
+    found = plain(text(run))
+    assert f"trained on {24 * (BATCH * LENGTH - 1)} " in found
+    assert "left out 24 in a batch and out of its loss" in found
+    assert "failed 2 sampled, and without a score" in found
+    assert f"duplicates {LENGTH} " in found
+    assert f"waiting {LENGTH} ready, in the queue" in found
+    assert f"{24 * BATCH * LENGTH + 2 + 2 * LENGTH} tokens were delivered: exactly the sum." in found
+
+
+def test_tokens_of_an_update_whose_line_is_lost_are_told_apart(run: Path) -> None:
+    path = run / metrics_file.METRICS
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line).get("update") != 7))
+    found = plain(text(run))
+    assert f"trained on or not {BATCH * LENGTH} in batches of updates whose line in metrics.jsonl is lost" in found
+    assert "exactly the sum" in found
+
+
+def test_samples_are_escaped_and_show_the_lag_of_their_tokens(run: Path) -> None:
+    html = text(run)
+    assert html.count('class="card sample"') == 3 * report.SAMPLES
+    assert '<span class="prompt">1+1=</span>' in html
+    assert re.search(r'title="lag 1">1</span><span[^>]*title="lag 0">&lt;2</span>', html)
+    assert "&lt;no&gt; answer" in html and "<no>" not in html
+
+
+def test_curves_have_a_point_for_each_update_and_the_catalogues_sentences(run: Path) -> None:
+    html = text(run)
+    reward = re.search(r'<polyline [^>]*data-label="reward" points="([^"]*)"', html)
+    assert reward is not None and len(reward[1].split()) == 24
+    assert "mean reward of the batch" in plain(html)
+    assert "<h3>Held-out accuracy</h3>" in html
+    # Clip fraction of the critic is nobody's chart, and no run here has a teacher.
+    assert "teacher_kl" not in html
+
+
+def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
+    html = text(run)
+    assert "default-src 'none'" in html
+    assert not re.search(r'(?:src|href)="(?!data:)', html)
+    assert "url(" not in html and "@import" not in html
+
+
+def test_several_runs_and_a_replay_are_in_the_same_curves(
+    run: Path, tmp_path: Path, math_config: Callable[..., Config]
+) -> None:
+    other = run_folder(tmp_path / "other", math_config(), updates=20)
+    replay = run / "replays" / "1.json"
+    replay.parent.mkdir()
+    updates = [line for line in metrics_file.updates(run)]
+    curves = [{"version": one["update"], "recorded": one, "replayed": {**one, "reward": 0.9}} for one in updates]
+    replay.write_text(json.dumps({"set": ["learner.lr=1e-3"], "updates": curves}))
+    html = report.write([run, other, replay], tmp_path / "all.html").read_text()
+    labels = re.findall(r'data-label="([^"]*) reward|data-label="([^"]*)" points', html.partition("Held-out")[0])
+    assert [one or two for one, two in labels] == ["math", "other", "math replay 1: learner.lr=1e-3"]
+
+
+def test_a_part_that_cannot_be_read_is_named_and_the_rest_is_there(run: Path) -> None:
+    (run / "journal.sqlite").write_bytes(b"nonsense" * 1000)
+    found = plain(text(run))
+    assert "journal.sqlite" in found
+    assert "Reward" in found and "exactly the sum" not in found
+
+
+def test_a_run_that_made_nothing_has_a_report(tmp_path: Path) -> None:
+    found = plain(text(tmp_path))
+    assert "No update was made." in found and "running, or killed" in found
+    assert "No rule has looked" in found
+
+
+def test_a_file_that_is_no_replay_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no file of `streamppo replay`"):
+        report.write([run, run / "config.toml"], tmp_path / "x.html")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyError("a bug of ours")])
+def test_a_report_that_cannot_be_made_is_a_warning_after_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def refuse(views: object) -> str:
+        raise error
+
+    monkeypatch.setattr(page, "render", refuse)
+    report.write_after(run)
+    (warning,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert f"{run / report.REPORT}: not written: {type(error).__name__}" in warning.getMessage()
+    assert not (run / report.REPORT).exists()
+
+
+def test_a_summary_adds_what_only_engines_know(run: Path) -> None:
+    lag = {"mean": 1.0, "p99": 2, "max": 2, "histogram": {"0": 1}}
+    engines = {"idle_share": 0.25, "tokens_per_s": 1234.0, "tokens": 999}
+    content = {"engines": engines, "dropped": {}, "failed": {}, "trajectories": 96, "lag": lag, "trained_lag": lag}
+    (run / SUMMARY).write_text(json.dumps(content))
+    found = plain(text(run))
+    assert "engines idle 25%" in found and "had sampled 999" in found

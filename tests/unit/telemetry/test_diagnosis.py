@@ -1,0 +1,173 @@
+"""Every rule fires on a run made to show its sign, and none on a default run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+
+from streamppo.config.sections import Config
+from streamppo.telemetry import diagnosis, metrics_file
+from streamppo.telemetry.diagnosis import Diagnosis
+from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.rules import RULES, WINDOW
+
+DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl")
+"""The lines of 60 updates of configs/math.toml, four digits of each number."""
+ENGINES = {"idle_share": 0.1}
+HEALTHY = {
+    "reward": 0.2,
+    "length": 10.0,
+    "truncated": 0.0,
+    "tokens": 100.0,
+    "tokens_too_old": 0.0,
+    "tokens_trained": 100.0,
+    "equal_groups": 0.2,
+    "behavior_kl": 0.01,
+    "ess": 0.9,
+    "mismatch": 0.001,
+    "explained_variance": 0.3,
+    "value_loss": 0.1,
+    "entropy": 0.7,
+    "proximal_kl": 0.001,
+    "clip_fraction_high": 0.01,
+    "clip_fraction_low": 0.01,
+    "ratio_p01": 0.9,
+    "ratio_p99": 1.1,
+    "grad_norm": 1.0,
+    "steps": 4.0,
+    "bad_steps": 0.0,
+    "empty_steps": 0.0,
+    "wait_s": 0.1,
+    "update_s": 1.0,
+    "push_ms": 3.0,
+}
+
+
+def updates(count: int, begin: int = 1, **changed: float) -> list[Line]:
+    """So many updates of a healthy run, but for `changed`."""
+    more: Any = {**HEALTHY, **changed, "lag_histogram": {"0": 1}}
+    return [{"update": version, "wall_s": 1.0 * version, **more} for version in range(begin, begin + count)]
+
+
+def after(**changed: float) -> list[Line]:
+    """Sixty updates, the last twenty of which are not healthy."""
+    return [*updates(2 * WINDOW), *updates(WINDOW, 2 * WINDOW + 1, **changed)]
+
+
+def once(**changed: float) -> list[Line]:
+    """Sixty updates, one of which is not healthy."""
+    return [*updates(2 * WINDOW), *updates(1, 2 * WINDOW + 1, **changed), *updates(WINDOW - 1, 2 * WINDOW + 2)]
+
+
+def evaluation(version: int, accuracy: float, failed: int = 0) -> Line:
+    return {
+        "evaluation": version,
+        "wall_s": 1.0,
+        "accuracy": accuracy,
+        "count": 500,
+        "failed": failed,
+        "versions": (version, version),
+    }
+
+
+def summary(**changed: Any) -> Any:
+    return {"dropped": {"too_old": 0}, "trajectories": 1000, "failed": {}, "engines": ENGINES, **changed}
+
+
+FALLING = [evaluation(0, 0.3), *updates(WINDOW), evaluation(20, 0.6), *updates(WINDOW, 21, reward=0.5)]
+SIGNS: dict[str, tuple[list[Line], Any, str]] = {
+    "policy hardly moves": (
+        after(clip_fraction_high=0.0, clip_fraction_low=0.0, ratio_p01=1.0, ratio_p99=1.0002),
+        None,
+        "between 1.0000 and 1.0002 after 4 steps",
+    ),
+    "clip fraction": (after(clip_fraction_high=0.3), None, "31% of the trained tokens"),
+    "KL spikes": (once(reference_kl=0.02, behavior_kl=0.9), None, "behavior_kl was 0.9 nats, 0.01 in the median"),
+    "entropy collapse": (after(entropy=0.05), None, "entropy 0.05 nats a token, 0.7 in the first 20"),
+    "gradient spikes": (once(grad_norm=30.0), None, "grad_norm was 30, 1 in the median"),
+    "value loss diverges": (after(value_loss=0.5), None, "value loss 0.5, and 0.1 at its lowest"),
+    "explained variance": (after(explained_variance=-0.4), None, "explained variance -0.40"),
+    "reward rises while held-out falls": ([*FALLING, evaluation(40, 0.4)], None, "0.400 after 0.600, while the reward"),
+    "ESS collapse": (after(ess=0.1), None, "ess 0.10"),
+    "lag at its bound": (after(tokens_too_old=12.0), None, "12% of the tokens are beyond queue.max_lag (2)"),
+    "engine and learner differ": (after(mismatch=0.2), None, "mismatch 0.2 nats"),
+    "length drifts": (after(length=31.0), None, "31.0 tokens a completion, 10.0 in the first 20"),
+    "completions are cut off": (after(truncated=0.4), None, "40% of the completions"),
+    "equal groups": (after(equal_groups=0.95), None, "95% of the trajectories"),
+    "failures": (updates(WINDOW), summary(failed={"reward": 100}), "100 attempts failed, 1000 trajectories"),
+    "steps without a token": (after(empty_steps=4.0, steps=1.0), None, "80 of 100 steps"),
+    "starved learner": (after(wait_s=0.9), None, "waits 90%"),
+    "blocked engines": (updates(WINDOW), summary(engines={"idle_share": 0.8}), "80% of their time"),
+}
+
+
+def test_the_documentation_has_the_rules_as_they_are() -> None:
+    text = (REPOSITORY / "docs" / "diagnosis.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| sign")]
+    assert rows == [f"| {rule.name} | {rule.fires} | {rule.advice} |" for rule in RULES]
+
+
+@pytest.fixture
+def grpo(math_config: Callable[..., Config]) -> Config:
+    return math_config("algorithm.advantage.kind=grpo")
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in RULES])
+def test_a_rule_fires_on_a_run_made_to_show_its_sign_and_no_other_does(rule: str, grpo: Config) -> None:
+    lines, at_end, said = SIGNS[rule]
+    found = diagnosis.of_lines(grpo, lines, at_end)
+    assert [one.name for one in found] == [rule]
+    assert said in found[0].numbers
+
+
+def test_no_rule_fires_on_a_healthy_run(grpo: Config) -> None:
+    assert diagnosis.of_lines(grpo, updates(3 * WINDOW), summary()) == []
+
+
+def test_no_rule_fires_on_a_default_run(tmp_path: Path, math_config: Callable[..., Config]) -> None:
+    (tmp_path / metrics_file.METRICS).write_bytes(DEFAULT_RUN.read_bytes())
+    lines = metrics_file.read(tmp_path)
+    assert sum("update" in line for line in lines) == 60
+    assert diagnosis.of_lines(math_config(), lines, None) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "at_end", "said"),
+    [
+        (once(bad_steps=2.0), None, "2 optimizer steps were left out"),
+        ([*updates(WINDOW), evaluation(20, 0.2, failed=60)], None, "60 of 560 held-out prompts"),
+        (updates(WINDOW), summary(dropped={"too_old": 90}), "90 trajectories beyond queue.max_lag (2) were dropped"),
+    ],
+)
+def test_rules_see_the_same_sign_in_other_numbers(lines: list[Line], at_end: Any, said: str, grpo: Config) -> None:
+    (finding,) = diagnosis.of_lines(grpo, lines, at_end)
+    assert said in finding.numbers
+
+
+def test_a_task_that_is_solved_has_little_entropy_and_equal_groups_and_that_is_no_fault(grpo: Config) -> None:
+    lines = after(reward=0.95, entropy=0.01, equal_groups=0.97, explained_variance=-0.5)
+    assert diagnosis.of_lines(grpo, lines, None) == []
+
+
+def test_groups_may_be_equal_where_samples_are_not_compared(math_config: Callable[..., Config]) -> None:
+    assert diagnosis.of_lines(math_config(), after(equal_groups=0.95), None) == []
+
+
+def test_one_step_an_update_cannot_clip_and_that_is_no_fault(grpo: Config) -> None:
+    still = {"clip_fraction_high": 0.0, "clip_fraction_low": 0.0, "ratio_p01": 1.0, "ratio_p99": 1.0}
+    assert diagnosis.of_lines(grpo, after(steps=1.0, **still), None) == []
+
+
+def test_a_finding_is_new_once_and_tells_from_when_to_when_it_was_seen(grpo: Config) -> None:
+    diagnosed = Diagnosis(grpo)
+    new = {line["update"]: diagnosed.add(line) for line in updates(100, ess=0.1) if "update" in line}
+    assert [version for version, findings in new.items() if findings] == [WINDOW]
+    finding = diagnosed.findings["ESS collapse"]
+    assert (finding.first, finding.last) == (20, 100)
+    assert diagnosed.newest == finding
+
+
+def test_a_run_shorter_than_a_window_is_not_judged_by_its_updates(grpo: Config) -> None:
+    assert diagnosis.of_lines(grpo, updates(WINDOW - 1, ess=0.1), summary()) == []
