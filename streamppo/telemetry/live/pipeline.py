@@ -20,17 +20,22 @@ def labelled(label: str, *parts: str | tuple[str, str]) -> Text:
     return Text.assemble((f"{label:<{LABEL}}", "dim"), *parts)
 
 
-def pipeline(state: State, width: int, *, tall: bool = False) -> list[Text]:
-    """Lay out the five rows of the pipeline; `tall` gives each bar of the lag histogram a row."""
-    rows = [_queue(state, width), waits(state, width), _speed(state, width), _memory(state)]
-    return [*_tall_lags(state, width), *rows] if tall else [_lags(state, width), *rows]
+def pipeline(state: State, width: int, *, tall: bool = False) -> list[list[Text]]:
+    """Lay out lag, queue, waiting, speed and memory; each has no row while nothing is known of it.
+
+    `tall` gives each bar of the lag histogram a row.
+    """
+    lags = _tall_lags(state, width) if tall else _lags(state, width)
+    return [lags, _queue(state, width), waits(state, width), _speed(state, width), _memory(state)]
 
 
-def waits(state: State, width: int) -> Text:
+def waits(state: State, width: int) -> list[Text]:
     """Say who waits for whom: shares of the newest updates, and of the time between two reports of the engines."""
     learner, engines = state.learner_waits, state.engines_idle
+    if learner is None:
+        return []
     row = labelled("waiting", "learner waits ", _share(learner), ", engines idle ", _share(engines))
-    return row if learner is None else _if_it_fits(row, f": {_verdict(learner, engines or 0.0)}", width)
+    return [_if_it_fits(row, f": {_verdict(learner, engines or 0.0)}", width)]
 
 
 def _verdict(learner: float, engines: float) -> str:
@@ -61,21 +66,21 @@ def _buckets(state: State) -> dict[str, float]:
     return found
 
 
-def _lags(state: State, width: int) -> Text:
+def _lags(state: State, width: int) -> list[Text]:
     shares = _buckets(state)
-    row = labelled("lag")
     if not shares:
-        return row.append("none yet", "dim")
+        return []
+    row = labelled("lag")
     cells = (width - LABEL) // len(shares) - 8
     for name, share in shares.items():
         row.append(f"{name} ", "dim").append(bar(share, max(1, min(cells, 12))), "cyan").append(f" {share:.0%}  ")
-    return row.append(f"of {state.max_lag}", "dim")
+    return [row.append(f"of {state.max_lag}", "dim")]
 
 
 def _tall_lags(state: State, width: int) -> list[Text]:
     shares = _buckets(state)
     if not shares:
-        return [labelled("lag", ("none yet", "dim"))]
+        return []
     longest, cells = max(shares.values()), min(TALL_BAR, width - LABEL - 12)
     rows: list[Text] = []
     for place, (name, share) in enumerate(shares.items()):
@@ -85,35 +90,38 @@ def _tall_lags(state: State, width: int) -> list[Text]:
     return rows
 
 
-def _queue(state: State, width: int) -> Text:
+def _queue(state: State, width: int) -> list[Text]:
     """Show the trajectories that are ready, against the batch that waits for them, and those that are being sampled."""
+    if not state.ready + state.in_flight:
+        return []
     row = labelled("queue", (f"{state.ready}", "bold"), f" of {state.batch_size} ready ")
     text = f" {state.in_flight} being sampled"
     cells = max(1, min(20, width - row.cell_len - len(text)))
     done = bar(state.ready / max(1, state.batch_size), cells)
-    return row.append(done, "green").append("─" * (cells - len(done)), "dim").append(text)
+    return [row.append(done, "green").append("─" * (cells - len(done)), "dim").append(text)]
 
 
-def _speed(state: State, width: int) -> Text:
+def _speed(state: State, width: int) -> list[Text]:
     """Show the tokens that engines sample in a second, and those that the learner trains on."""
     row = labelled("speed")
     sampled, trained, update_s = state.sampled_per_s, state.trained_per_s, state.update_s
     if sampled is None and trained is None:
-        return row.append("none yet", "dim")
+        return []
     if sampled is not None:
         row.append(f"{sampled:,.0f}", "bold").append(" tokens/s sampled  ")
     if trained is not None:
         row.append(f"{trained:,.0f}", "bold").append(" trained  ")
-    return row if update_s is None else _if_it_fits(row, f"{update_s:.2g} s an update", width)
+    return [row if update_s is None else _if_it_fits(row, f"{update_s:.2g} s an update", width)]
 
 
-def _memory(state: State) -> Text:
-    parts: list[str | tuple[str, str]] = []
+def _memory(state: State) -> list[Text]:
+    """Show the memory of the driver's machine, the most that the first rank took of its GPU, and restarts."""
+    row = labelled("memory")
     if state.memory is not None:
         used, total = state.memory
-        parts += [(f"{used:.1f}", "bold"), f" of {total:.1f} GiB here"]
+        row.append(f"{used:.1f}", "bold").append(f" of {total:.1f} GiB on this machine  ")
     if (peak := state.newest.get("peak_memory_mib")) is not None:
-        parts += [", GPU 0 at most ", (f"{peak / 1024:.1f}", "bold"), " GiB"]
+        row.append(f"{peak / 1024:.1f}", "bold").append(" GiB of the learner's GPU  ")
     if state.restarts:
-        parts += [f"   {state.restarts} restarts"]
-    return labelled("memory", *(parts or [("unknown", "dim")]))
+        row.append(f"{state.restarts} restarts", "yellow")
+    return [row] if row.cell_len > LABEL else []

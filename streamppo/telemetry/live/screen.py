@@ -80,12 +80,13 @@ class Screen:
 
     def leave(self) -> None:
         """Leave the rows as they are: everything else is written below them."""
+        for _, ours in self._replaced.values():
+            ours.finish()
         with self._locked():
             if self._rows:
                 self._write("\n")
             self._rows = ()
         for name, (stream, ours) in self._replaced.items():
-            ours.finish()
             if getattr(sys, name) is ours:
                 setattr(sys, name, stream)
         self._replaced = {}

@@ -50,7 +50,7 @@ def last(state: State, columns: int) -> list[Text]:
     width = columns - 1
     if columns < LEAST_COLUMNS:
         return [_line(state, width)]
-    found = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), waits(state, width)]
+    found = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), *waits(state, width)]
     found += [_warning(state, width)] if state.warning else []
     for row in found:
         row.truncate(width)
@@ -73,7 +73,7 @@ def _narrow(state: State, width: int, room: int) -> list[Text]:
         (1, _reward(state, width, 2 if room > 18 else 1)),
         (2, _held_out(state, width)),
         *((9 + place, _curve(state, name, width, 1)) for place, name in enumerate(("entropy", "ess"))),
-        *((rank, [row]) for rank, row in zip((5, 6, 3, 10, 11), pipeline(state, width), strict=True)),
+        *zip((5, 6, 3, 10, 11), pipeline(state, width), strict=True),
         (4, [_warning(state, width)] if state.warning else []),
         (7, _sample(state, width)),
         (8, [_footer(state)]),
@@ -97,7 +97,7 @@ def _wide(state: State, width: int, room: int) -> list[Text]:
     left = [*_reward(state, half, height), *_held_out(state, half, min(height, 3))]
     for name in list(SHOWN)[1:]:
         left += _curve(state, name, half, 2 if height > 2 else 1)
-    right = pipeline(state, half, tall=True)
+    right = [row for part in pipeline(state, half, tall=True) for row in part]
     rows = [_beside(a, b, half) for a, b in zip_longest(left[:middle], right[:middle], fillvalue=Text())]
     blank = [Text()] if room > len(above) + len(rows) + len(below) + 1 else []
     return [*above, *blank, *rows, *blank, *below]
@@ -127,10 +127,14 @@ def _line(state: State, width: int) -> Text:
 
 
 def _progress(state: State, width: int) -> Text:
-    """Show how far the run is; before its first update and after its last one, the driver's reason to wait."""
+    """Show how far the run is; before its first update and after its last one, the driver's reason to wait.
+
+    Of a run that has ended, the time that it took.
+    """
     made = f"{state.version}/{state.updates}"
-    left_s = state.seconds_left
-    left = f"{seconds(left_s)} left" if left_s is not None else seconds(state.wall_s)
+    left = seconds(state.wall_s)
+    if state.seconds_left and state.doing:
+        left = f"{seconds(state.seconds_left)} left"
     if state.stopping:
         left = "stopping"
     elif not state.doing.startswith("update") and state.doing:
@@ -163,7 +167,7 @@ def _held_out(state: State, width: int, height: int = 1) -> list[Text]:
 
 def _drawn(label: str, values: Sequence[float], width: int, height: int, style: str) -> list[Text]:
     if not values:
-        return [labelled(label, ("none yet", "dim"))]
+        return []
     lines = curve(values, width - LABEL - VALUE - RANGE, height)
     newest = Text(f"{values[-1]:<{VALUE}.3f}", "bold")
     head = labelled(label).append_text(newest).append(lines[0], style)
