@@ -1,4 +1,4 @@
-"""What people see of a run while it goes on: the live view on a terminal, plain lines anywhere else.
+"""A run as people see it while it goes on: the live view on a terminal, plain lines anywhere else.
 
 a terminal                              the view (view.py), drawn at most every `DRAW_S`
 NO_COLOR                                the view without colours
@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Display(Protocol):
-    """What `Record` tells of a run as it goes on."""
+    """Shows people a run as `Record` tells of it."""
 
     reports_s: float
     """Seconds between two reports of queue and engines that it asks for."""
@@ -140,13 +141,8 @@ class LiveView:
             self._looked_at, self._state.memory = present, memory.used()
         self._drawn_at, self._changed = present, False
         self._state.doing, self._state.wall_s = doing, wall_s
-        try:
-            if size := self._screen.size():
-                self._draw(view(self._state, size.columns, size.lines))
-        except Exception:
-            # A fault in a picture ends no run.
-            self.close()
-            log.exception("the live view has failed; the run goes on with plain lines")
+        if size := self._screen.size():
+            self._draw(lambda: view(self._state, size.columns, size.lines))
 
     def say(self, text: str) -> None:
         """Write above the view; the next drawing says how to stop at once."""
@@ -157,23 +153,28 @@ class LiveView:
         """Leave the last state behind, in few rows."""
         if self._closed:
             return
-        self._closed = True
-        logging.getLogger("streamppo").removeHandler(self._warnings)
-        with suppress(Exception):
-            self._draw_last()
-        self._screen.leave()
-
-    def _draw_last(self) -> None:
         size = self._screen.size()
         if self._screen.shown and size:
             self._state.doing = ""
-            self._draw(last(self._state, size.columns))
+            self._draw(lambda: last(self._state, size.columns))
+        self._leave()
 
-    def _draw(self, rows: list[Text]) -> None:
-        with self._console.capture() as capture:
-            self._console.print(Text("\n").join(rows), soft_wrap=True, end="")
-        lines = capture.get().split("\n")
-        self._screen.draw([Row(line, row.cell_len) for line, row in zip(lines, rows, strict=True)])
+    def _leave(self) -> None:
+        self._closed = True
+        logging.getLogger("streamppo").removeHandler(self._warnings)
+        self._screen.leave()
+
+    def _draw(self, lay_out: Callable[[], list[Text]]) -> None:
+        try:
+            rows = lay_out()
+            with self._console.capture() as capture:
+                self._console.print(Text("\n").join(rows), soft_wrap=True, end="")
+            lines = capture.get().split("\n")
+            self._screen.draw([Row(line, row.cell_len) for line, row in zip(lines, rows, strict=True)])
+        except Exception:
+            # A fault in a picture ends no run.
+            self._leave()
+            log.exception("the live view has failed; the run goes on with plain lines")
 
 
 class _Warnings(logging.Handler):
