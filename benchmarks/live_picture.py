@@ -6,9 +6,11 @@ The run's metrics.jsonl is all that the view is made of, but for the memory of t
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
@@ -21,6 +23,9 @@ from streamppo.telemetry.live import memory
 from streamppo.telemetry.live.display import state_of
 from streamppo.telemetry.live.state import State
 from streamppo.telemetry.live.view import view
+
+WITHOUT_FONTS = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+"""Rich's picture without fonts of the network."""
 
 
 def state_at(folder: Path, version: int) -> State:
@@ -41,13 +46,13 @@ def main() -> None:
     parser.add_argument("--update", type=int, required=True, help="the version that was the newest")
     parser.add_argument("--to", type=Path, required=True, help="the picture to write")
     parser.add_argument("--columns", type=int, default=120)
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=30)
     args = parser.parse_args()
     rows = view(state_at(args.run, args.update), args.columns, args.rows)
     console = Console(record=True, width=args.columns, file=sys.stdout, highlight=False, force_terminal=True)
     console.print(Text("\n").join(rows))
     args.to.parent.mkdir(parents=True, exist_ok=True)
-    console.save_svg(str(args.to), title="streamppo run configs/math.toml", theme=MONOKAI)
+    console.save_svg(str(args.to), title="streamppo run configs/math.toml", theme=MONOKAI, code_format=WITHOUT_FONTS)
 
 
 if __name__ == "__main__":

@@ -34,14 +34,14 @@ def waits(state: State, width: int) -> list[Text]:
     learner, engines = state.learner_waits, state.engines_idle
     if learner is None:
         return []
-    row = labelled("waiting", "learner waits ", _share(learner), ", engines idle ", _share(engines))
+    row = labelled("waiting", "learner ", _share(learner), ", engines ", _share(engines))
     return [_if_it_fits(row, f": {_verdict(learner, engines or 0.0)}", width)]
 
 
 def _verdict(learner: float, engines: float) -> str:
     if max(learner, engines) < WAITS:
-        return "neither waits long"
-    return "the learner waits for engines" if learner >= engines else "engines wait for the learner"
+        return "neither for long"
+    return "learner for engines" if learner >= engines else "engines for learner"
 
 
 def _if_it_fits(row: Text, more: str, width: int) -> Text:

@@ -40,7 +40,7 @@ def test_everything_is_there_at_80_by_24() -> None:
     assert told["held-out"].startswith("held-out  0.200   ▁") and told["held-out"].endswith("0.05..0.20  v40")
     assert [part for part in told["lag"].split() if part[-1] == "%"] == ["25%", "50%", "24%", "0%", "0%"]
     assert "128 of 512 ready" in told["queue"] and "320 being sampled" in told["queue"]
-    assert told["waiting"] == "waiting   learner waits 25%, engines idle 10%: the learner waits for engines"
+    assert told["waiting"] == "waiting   learner 25%, engines 10%: learner for engines"
     assert told["speed"] == "speed     200 tokens/s sampled  500 trained  2 s an update"
     assert told["memory"] == "memory    5.0 of 16.0 GiB on this machine  1 restarts"
     assert told["sample"] == "sample    12+34= → 46  reward 1  v39"
