@@ -50,13 +50,13 @@ def shown(text: str, columns: int) -> list[str]:
         elif part == "\n":
             row += 1
             rows += [""] * (row + 1 - len(rows))
-        elif part.endswith("A"):
+        elif re.fullmatch(r"\x1b\[[0-9]+A", part):
             row = max(0, row - int(part[2:-1]))
         elif part == "\x1b[K":
             rows[row] = rows[row][:column]
         elif part == "\x1b[J":
             rows[row], rows[row + 1 :] = rows[row][:column], []
-        elif part.endswith("m"):
+        elif re.fullmatch(r"\x1b\[[0-9;]*m", part):
             continue
         elif part.startswith("\x1b"):
             raise ValueError(f"another sequence: {part!r}")
