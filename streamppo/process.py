@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 MORE_OBJECTS = 200_000
 """A pass comes when so many objects more are alive than at the last one: tens of MiB that cycles may hold."""
-CLEAR_LINE = "\r\033[K"
-"""On a terminal: back to the line's beginning, and the live line that stands there is wiped."""
 
 WHOLE = "process"
 """The phase that is the process itself, with all of its threads."""
@@ -99,13 +97,12 @@ class _Lasting(io.FileIO):
 
 
 class _Lines(logging.Handler):
-    """One lasting line for each record, above the live line where there is one."""
+    """One line for each record, on the standard output of this moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write to whatever standard output is at this moment; a reader that went away stops nothing."""
+        """Write the line; a reader that went away stops nothing."""
         try:
-            clear = CLEAR_LINE if sys.stdout.isatty() else ""
-            sys.stdout.write(f"{clear}{self.format(record)}\n")
+            sys.stdout.write(f"{self.format(record)}\n")
             sys.stdout.flush()
         except OSError:
             self.handleError(record)

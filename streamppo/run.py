@@ -41,6 +41,7 @@ from streamppo.driver.watch import Stage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.learner import manifest
 from streamppo.telemetry.diagnosis import Diagnosis
+from streamppo.telemetry.live.display import display
 from streamppo.telemetry.record import FINISHED, Record
 from streamppo.telemetry.summary import farewell
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
@@ -77,14 +78,17 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
-        record = Record(folder, started, config.seed, config.updates, Diagnosis(config))
-    interrupts.run = folder
+        shown, findings = display(config, folder), Diagnosis(config)
+        record = Record(folder, started, config.seed, config.updates, display=shown, diagnosis=findings)
+    interrupts.run, interrupts.say = folder, record.display.say
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))
         log.info("run folder %s%s", folder, f": {record.version} updates are there" if record.version else "")
         with _summarised(record) as reports:
             ending.enter_context(ray_session(config, interrupts))
-            reports.append(train(Stages(config, folder, record, interrupts), record))
+            stages = Stages(config, folder, record, interrupts)
+            ending.callback(stages.end)
+            reports.append(train(stages, record))
         log.info("model: %s", folder / "final")
     return 0
 

@@ -12,7 +12,7 @@ Arrays travel as bytes columns (little-endian int32 / float32 / uint8), read wit
 a thousand tokens cost less than a microsecond to encode, against tens for a list.
 """
 
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -302,11 +302,25 @@ class ScorerReport(Crossing, frozen=True):
     reasons: dict[str, int]
 
 
+class Sample(Crossing, frozen=True):
+    """A scored completion for people to look at: the end of its prompt, its beginning, the version of its first token.
+
+    Both are of at most `LENGTH` characters.
+    """
+
+    LENGTH: ClassVar[int] = 300
+    prompt: str
+    completion: str
+    reward: float
+    version: int
+
+
 class EngineReport(Crossing, frozen=True):
     """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode.
 
     `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
     engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line.
+    `sample` is its newest completion.
     """
 
     actor: str
@@ -324,6 +338,7 @@ class EngineReport(Crossing, frozen=True):
     too_long: dict[str, int] = {}
     stalls: dict[str, int] = {}
     phases: dict[str, Spent] = {}
+    sample: Sample | None = None
 
 
 class EvaluationReport(Crossing, frozen=True):

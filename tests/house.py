@@ -22,7 +22,7 @@ BOUNDS = {
     "frames from the command to backward()": 5,
     "files on that path": 5,
     "Any per 1,000 lines": 4,
-    "broad excepts": 21,
+    "broad excepts": 22,
     "print": 1,
     "print outside commands": 0,
     "sentences of them that begin with a wh-word": 0,

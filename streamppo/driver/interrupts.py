@@ -4,27 +4,26 @@ An exception out of a signal handler surfaces anywhere: inside an import that sw
 another exception of it. SIGHUP, of a terminal that is closed, is ignored where the run was started so (`nohup`).
 """
 
-import os
 import signal
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from streamppo.errors import Interrupted
-from streamppo.process import CLEAR_LINE
+from streamppo.telemetry.live.display import PlainLines
 
-STDOUT = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
     """The first signal is noted; the next one ends the process at once, and local Ray processes die with it.
 
-    `run` is the folder of the run, once there is one.
+    `run` is the folder of the run, once there is one; `say` writes a line at once, out of a handler.
     """
 
     def __init__(self) -> None:
         self.run: Path | None = None
+        self.say: Callable[[str], None] = PlainLines().say
         self._noted: int | None = None
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._signals = SIGNALS[:2] if ignored else SIGNALS
@@ -50,11 +49,6 @@ class Interrupts:
         self._tell(signal.Signals(number).name)
 
     def _tell(self, name: str) -> None:
-        """Say at once that the run stops: the driver may look for signals seconds later.
-
-        The descriptor is written to because a handler may interrupt the very function that writes to `sys.stdout`.
-        """
+        """Say at once that the run stops: the driver may look for signals seconds later."""
         resume = f"; go on with: streamppo resume {self.run}" if self.run else ""
-        with suppress(OSError):
-            clear = CLEAR_LINE if os.isatty(STDOUT) else ""
-            os.write(STDOUT, f"{clear}{name}: stopping, a second signal stops at once{resume}\n".encode())
+        self.say(f"{name}: stopping, a second signal stops at once{resume}\n")

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ from streamppo.driver.cluster import actor_id, describe, inside, kill, refuse_de
 from streamppo.driver.crew import Crew
 from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.memory import MemoryKills
-from streamppo.driver.phase_reports import PhaseReports
 from streamppo.driver.placement import Placement, refuse_impossible
+from streamppo.driver.reports import Reports
 from streamppo.driver.silence import Silence
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
@@ -75,7 +76,7 @@ class Stages:
             model_path=model_path(config, folder),
         )
         self._silence = Silence(self.queue, self.calls, self._silent, config.watchdog.heartbeat_s)
-        self._phases = PhaseReports(self.queue, self.calls, record.phases)
+        self._reports = Reports(self.queue, self.calls, record)
         self.crew.resize(config.rollout.actors)
         self._groups = itertools.count()
         self.ranks = make_ranks(config, as_source(self.queue), self._placement, next(self._groups))
@@ -147,6 +148,7 @@ class Stages:
 
     def save_last(self, checkpoints: str) -> None:
         """Write a checkpoint of the version that the learner has, if `watchdog.shutdown_s` is enough for it."""
+        self._record.tick("a last checkpoint")
         self.queue.stop.remote()
         refs = [rank.save.remote(checkpoints) for rank in self.ranks]
         refs += [rank.settle.remote() for rank in self.ranks]
@@ -172,6 +174,13 @@ class Stages:
             log.info("the last updates were not made: %s", describe(error))
             return []
         return sorted(reports, key=lambda report: report.version)
+
+    def end(self) -> None:
+        """End rollout actors and ranks: Ray's own end may begin with the queue, and each of their calls complains."""
+        with suppress(RunError):
+            refuse_dead_ray()
+            for actor in (*(seat.actor for seat in self.crew.seats), *self.ranks):
+                kill(actor)
 
     # --- lives -----------------------------------------------------------------------------------------------
 
@@ -214,7 +223,8 @@ class Stages:
         refuse_dead_ray()
         self._silence.check([*(seat.name for seat in self.crew.at_work()), *self._loaded_ranks])
         self._check_scale()
-        self._phases.check(self.crew.at_work())
+        self._reports.check(self.crew.at_work())
+        self._record.tick(doing)
         # Engines that start have a limit and an error of their own.
         starting = self.crew.generating and not self.crew.at_work()
         stall_s = self.config.watchdog.stall_s + (self.config.rollout.engine.start_s if starting else 0.0)

@@ -37,6 +37,8 @@ from streamppo.types import (
     Failure,
     Prompt,
     Reward,
+    Sample,
+    ScoredText,
     Ticket,
     Trajectory,
     decode,
@@ -119,6 +121,7 @@ class Worker:
         self._finished: list[Trajectory | Failure] = []
         self._delivery_due = asyncio.Event()
         self._trajectories = 0
+        self._newest: tuple[ScoredText, float, int] | None = None
 
     @property
     def version(self) -> int:
@@ -190,9 +193,12 @@ class Worker:
 
     async def _score(self, prompt: Prompt, episode: Episode) -> Reward:
         begin = time.perf_counter()
-        scored = await self._rewards.score(prompt, episode.text(prompt, self._player.tokenizer))
+        text = episode.text(prompt, self._player.tokenizer)
+        scored = await self._rewards.score(prompt, text)
         process.add("reward", time.perf_counter() - begin)
-        return episode.reward(scored)
+        reward = episode.reward(scored)
+        self._newest = text, reward.total, int(episode.versions[0])
+        return reward
 
     async def _deliver(self) -> None:
         """Make one delivery after another, without end; before and during a delivery, results gather."""
@@ -254,6 +260,7 @@ class Worker:
             too_long=self._task.lengths(),
             stalls=self._player.stalls(),
             phases=process.spent(),
+            sample=_shown(*self._newest) if self._newest else None,
         )
 
 
@@ -270,3 +277,9 @@ def _stage(error: Exception) -> Literal["engine", "environment", "reward", "teac
             return "task"
         case _:
             return "engine"
+
+
+def _shown(text: ScoredText, reward: float, version: int) -> Sample:
+    prompt = text.messages[-1].content if text.messages else text.prompt
+    shown, completion = utf8_safe(prompt[-Sample.LENGTH :]), utf8_safe(text.completion[: Sample.LENGTH])
+    return Sample(prompt=shown, completion=completion, reward=reward, version=version)

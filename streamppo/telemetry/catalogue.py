@@ -7,6 +7,8 @@ LINES = {
     "redone": "the version that an update made once more; the update's line, of the first time, was there",
     "evaluation": "the version after which it was asked for; accuracy, prompts with and without a score, versions seen",
     "phases": "a process, with all its phases since it started: calls, wall seconds, CPU seconds; now and then",
+    "queue": "trajectories that are ready, and those that are being sampled; now and then",
+    "engine": "a rollout actor: its version, tokens and busy and idle seconds since it started, and one completion",
     "restart": "the stage that died and is started again; why",
     "end": "the driver ends: `finished`, or why it ends early; a driver that was killed has no such line",
 }

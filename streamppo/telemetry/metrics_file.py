@@ -77,6 +77,35 @@ class PhasesLine(TypedDict):
     spent: dict[str, tuple[int, float, float]]
 
 
+class QueueLine(TypedDict):
+    """Trajectories in the queue: `queue` of them are ready, `in_flight` are being sampled."""
+
+    queue: int
+    wall_s: float
+    in_flight: int
+
+
+class Sampled(TypedDict):
+    """A completion as it was sampled, the first part of it; of its prompt the last part."""
+
+    prompt: str
+    completion: str
+    reward: float
+    version: int
+
+
+class EngineLine(TypedDict):
+    """Counters of a rollout actor since it started, and the completion that was the newest one."""
+
+    engine: str
+    wall_s: float
+    version: int
+    tokens: int
+    busy_s: float
+    idle_s: float
+    sampled: Sampled | None
+
+
 class RestartLine(TypedDict):
     """A stage died and is started again."""
 
@@ -92,7 +121,18 @@ class EndLine(TypedDict):
     wall_s: float
 
 
-Line: TypeAlias = PartLine | UpdateLine | RemadeLine | RedoneLine | EvaluationLine | PhasesLine | RestartLine | EndLine
+Line: TypeAlias = (
+    PartLine
+    | UpdateLine
+    | RemadeLine
+    | RedoneLine
+    | EvaluationLine
+    | PhasesLine
+    | QueueLine
+    | EngineLine
+    | RestartLine
+    | EndLine
+)
 KINDS: dict[str, type[Line]] = {
     "part": PartLine,
     "update": UpdateLine,
@@ -100,6 +140,8 @@ KINDS: dict[str, type[Line]] = {
     "redone": RedoneLine,
     "evaluation": EvaluationLine,
     "phases": PhasesLine,
+    "queue": QueueLine,
+    "engine": EngineLine,
     "restart": RestartLine,
     "end": EndLine,
 }

@@ -1,4 +1,4 @@
-"""The numbers of a run as it goes: a live line on the terminal, metrics.jsonl, and summary.json at the end.
+"""The numbers of a run as it goes: on the terminal, in metrics.jsonl, and in summary.json at the end.
 
 runs/NAME/metrics.jsonl    one line for every event, as it happens
 runs/NAME/summary.json     the whole run in one object, written when its driver ends; absent while a driver lives, and
@@ -14,23 +14,26 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 from io import TextIOWrapper
 from pathlib import Path
+from typing import cast
+
+import msgspec
 
 from streamppo import durable
 from streamppo.errors import RunError
-from streamppo.process import Spent
 from streamppo.telemetry import metrics_file, summary
 from streamppo.telemetry.diagnosis import Diagnosis
-from streamppo.telemetry.live import LiveLine
+from streamppo.telemetry.live.display import Display, PlainLines
+from streamppo.telemetry.metrics_file import Line
 from streamppo.telemetry.summary import Summary
-from streamppo.types import EngineReport, EvaluationReport, QueueReport, UpdateReport
+from streamppo.types import EngineReport, EvaluationReport, QueueReport, Sample, UpdateReport
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
 FINISHED = "finished"
 """The outcome of a run that made all its updates."""
 
-PHASES_S = 10.0
-"""Seconds between two lines about the phases of a process."""
+REPORTS_S = 8.0
+"""Seconds between two lines about a process at least. Reports come every 10 s, more often for a view."""
 
 DAMAGE_SHOWN = 3
 """Damaged lines that are named one by one."""
@@ -42,11 +45,19 @@ class Record:
     """The numbers of one run. `started` is the `time.perf_counter()` at which the command began.
 
     In the folder of an earlier part of the run the record continues after `version`, the last update with a line there,
-    and its seconds after those of the last line. A finding of `diagnosis`, if there is one, is logged once as it comes.
+    and its seconds after those of the last line. `display` shows it to people; findings of
+    `diagnosis`, if there is one, are logged once as they come.
     """
 
     def __init__(
-        self, folder: Path, started: float, seed: int, updates: int, diagnosis: Diagnosis | None = None
+        self,
+        folder: Path,
+        started: float,
+        seed: int,
+        updates: int,
+        *,
+        display: Display | None = None,
+        diagnosis: Diagnosis | None = None,
     ) -> None:
         self.folder = folder
         self.seed = seed
@@ -60,13 +71,15 @@ class Record:
                 diagnosis.add(line)
         self.version = max(metrics_file.recorded(before), default=0)
         self._started = started - max((line["wall_s"] for line in before), default=0.0)
-        self._live = LiveLine()
-        self._phases_at = time.monotonic()
+        self.display: Display = display or PlainLines()
+        self._began, self._told_at = time.monotonic(), dict[str, float]()
         for sentence in damage[:DAMAGE_SHOWN]:
             log.info(sentence)
         if len(damage) > DAMAGE_SHOWN:
             log.info(f"{len(damage)} lines of {metrics_file.METRICS} are damaged: summary.json is about the others")
         metrics_file.mend(folder)
+        for line in before:
+            self.display.line(line)
         # It is about the parts before this one.
         (folder / SUMMARY).unlink(missing_ok=True)
         self._file = self._open()
@@ -98,10 +111,9 @@ class Record:
         self._write("update", report.version, {**report.metrics, "lag_histogram": _named(report.lag_histogram)})
         self.version = report.version
         is_last = report.version == self.updates
-        if is_last or time.monotonic() - self._phases_at > PHASES_S:
-            self._phases_at = time.monotonic()
-            self.phases("learner-0", report.phases)
-        self._live.show(self._line(report), last=is_last)
+        if self._due("learner-0") or is_last:
+            self._write("phases", "learner-0", {"spent": report.phases})
+        self.display.update(self._line(report), is_last=is_last)
         return True
 
     def remade(self, version: int, metrics: Mapping[str, float], lag_histogram: Mapping[int, int]) -> None:
@@ -126,11 +138,34 @@ class Record:
     def restart(self, stage: str, reason: str) -> None:
         """Write down that a stage died, and is started again."""
         self._write("restart", stage, {"reason": reason})
-        log.info(f"{reason}; starting {stage} again")
+        log.warning(f"{reason}; starting {stage} again")
 
-    def phases(self, process: str, spent: Mapping[str, Spent]) -> None:
-        """Write down the phases of a process since it started."""
-        self._write("phases", process, {"spent": spent})
+    def queue(self, report: QueueReport) -> None:
+        """Take in a report of the queue; write it down now and then."""
+        due = self._due("queue")
+        self._tell("queue", report.ready, {"in_flight": report.in_flight}, written=due)
+        if due:
+            self._write("phases", "queue", {"spent": report.phases})
+
+    def engine(self, report: EngineReport) -> None:
+        """Take in a report of a rollout actor; write it down now and then."""
+        due = self._due(report.actor)
+        counters = {name: getattr(report, name) for name in ("version", "tokens", "busy_s", "idle_s")}
+        self._tell("engine", report.actor, {**counters, "sampled": _sampled(report.sample)}, written=due)
+        if due:
+            self._write("phases", report.actor, {"spent": report.phases})
+
+    def tick(self, doing: str) -> None:
+        """Let the display look at the clock; `doing` is the driver's reason to wait."""
+        self.display.tick(doing, self.wall_s)
+
+    def _due(self, process: str) -> bool:
+        """True if `REPORTS_S` are over since this was true for the same process, or since the run began."""
+        present = time.monotonic()
+        if present - self._told_at.setdefault(process, self._began) < REPORTS_S:
+            return False
+        self._told_at[process] = present
+        return True
 
     def _line(self, report: UpdateReport) -> str:
         m = report.metrics
@@ -141,7 +176,14 @@ class Record:
         )
 
     def _write(self, kind: str, value: int | str, more: Mapping[str, object] | None = None) -> None:
-        line = {kind: value, "wall_s": self.wall_s, **(more or {})}
+        self._tell(kind, value, more or {}, written=True)
+
+    def _tell(self, kind: str, value: int | str, more: Mapping[str, object], *, written: bool) -> None:
+        """Show an event, and write it down if it is to be `written`."""
+        line = {kind: value, "wall_s": self.wall_s, **more}
+        self.display.line(cast(Line, line))
+        if not written:
+            return
         self._diagnose(line)
         path = self.folder / metrics_file.METRICS
         with durable.naming(path, RunError):
@@ -164,14 +206,14 @@ class Record:
 
         Raises `RunError` if it cannot be written; after another error that is only logged.
         """
-        self._live.close()
+        self.display.close()
         path = self.folder / SUMMARY
         try:
             with self._after(outcome):
                 if queue is not None:
-                    self.phases("queue", queue.phases)
+                    self._write("phases", "queue", {"spent": queue.phases})
                 for engine in engines:
-                    self.phases(engine.actor, engine.phases)
+                    self._write("phases", engine.actor, {"spent": engine.phases})
                 self._write("end", outcome)
             content: Summary = {
                 "outcome": outcome,
@@ -203,3 +245,7 @@ class Record:
 
 def _named(lag_histogram: Mapping[int, int]) -> dict[str, int]:
     return {str(lag): count for lag, count in lag_histogram.items()}
+
+
+def _sampled(sample: Sample | None) -> dict[str, object] | None:
+    return sample and msgspec.to_builtins(sample)

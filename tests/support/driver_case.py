@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from streamppo.config.sections import Config
 from streamppo.driver import lock, silence, stages, watch
 from streamppo.errors import RunError
+from streamppo.telemetry.live.display import PlainLines
 
 
 class Actor:
@@ -89,8 +90,16 @@ class Recorded:
     def complete_to(self) -> int:
         return self.version
 
-    def phases(self, process: str, spent: object) -> None:
-        pass
+    display = PlainLines()
+
+    def queue(self, report: object) -> None:
+        """The queue's counters."""
+
+    def engine(self, report: object) -> None:
+        """The counters of a rollout actor."""
+
+    def tick(self, doing: str) -> None:
+        """The driver waits."""
 
     def begin(self, version: int) -> None:
         """The learner stands at `version`."""

@@ -13,12 +13,14 @@ from streamppo.commands import replay as rerun
 from streamppo.config.sections import Config
 from streamppo.process import Spent
 from streamppo.telemetry import metrics_file as lines
+from streamppo.telemetry import record as record_module
 from streamppo.telemetry.catalogue import BESIDE, LINES
 from streamppo.telemetry.diagnosis import Diagnosis
+from streamppo.telemetry.live.display import PlainLines
 from streamppo.telemetry.record import FINISHED, SUMMARY, Record
 from streamppo.telemetry.rules import WINDOW
 from streamppo.telemetry.summary import farewell
-from streamppo.types import EngineReport, EvaluationReport, UpdateReport
+from streamppo.types import EngineReport, EvaluationReport, QueueReport, Sample, UpdateReport
 
 METRICS = {
     "entropy": 1.0,
@@ -48,6 +50,29 @@ def part(folder: Path, lasting_s: float = 0.0) -> Record:
 def updates(record: Record, first: int, last: int) -> None:
     for version in range(first, last + 1):
         record.update(report(version))
+
+
+def of_queue(**phases: Spent) -> QueueReport:
+    counts = dict.fromkeys(("issued", "stored", "consumed", "duplicates", "dead_letters", "masked_tokens"), 0)
+    means = {"mean_tokens_consumed": 0.0, "mean_tokens_dropped": 0.0}
+    named = {"dropped": {}, "failed": {}, "tokens": {}, "phases": phases}
+    return QueueReport(version=1, ready=5, in_flight=7, **named, **counts, **means)
+
+
+def of_engine() -> EngineReport:
+    sample = Sample(prompt="1+1=", completion="2", reward=1.0, version=3)
+    counts = {"version": 4, "tokens": 10, "trajectories": 2, "swaps": 0}
+    seconds = {"busy_s": 1.0, "idle_s": 0.5, "swap_s": 0.0, "push_ms": 0.0}
+    return EngineReport(actor="rollout-0", checksum="", sample=sample, **counts, **seconds)
+
+
+def tell(record: Record, after_s: float, *reports: QueueReport | EngineReport) -> None:
+    """Reports that come so long after the record was made."""
+    present = record._began + after_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_module.time, "monotonic", lambda: present)
+        for one in reports:
+            record.queue(one) if isinstance(one, QueueReport) else record.engine(one)
 
 
 def said(folder: Path) -> dict[str, Any]:
@@ -105,6 +130,7 @@ def test_seconds_never_go_back_and_no_update_is_missing_or_there_twice(tmp_path:
 def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
     whole = in_three_parts(tmp_path)
     whole.remade(5, METRICS | {"reward": 1.0}, {0: 1})
+    tell(whole, 100.0, of_queue(), of_engine())
     whole.close(FINISHED, None, [])
     assert {next(iter(line)) for line in lines.read(tmp_path)} == LINES.keys()
     assert all(line.keys() == BESIDE.keys() | report(1).metrics.keys() for line in lines.updates(tmp_path))
@@ -112,12 +138,28 @@ def test_every_kind_of_line_is_in_the_catalogue(tmp_path: Path) -> None:
 
 def test_the_newest_phases_of_every_process_are_in_the_summary(tmp_path: Path) -> None:
     record = part(tmp_path)
-    record.phases("queue", {"process": Spent(1, 9.0, 3.0), "journal": Spent(7, 2.0, 1.0)})
-    record.phases("queue", {"process": Spent(1, 19.0, 6.0), "journal": Spent(8, 3.0, 1.5)})
+    tell(record, 10.0, of_queue(process=Spent(1, 9.0, 3.0), journal=Spent(7, 2.0, 1.0)))
+    tell(record, 20.0, of_queue(process=Spent(1, 19.0, 6.0), journal=Spent(8, 3.0, 1.5)))
     record.update(structs.replace(report(30), phases={"pack": Spent(1, 0.5, 0.4)}))
     record.close(FINISHED, None, [])
     queue = {"process": [1, 19.0, 6.0], "journal": [8, 3.0, 1.5]}
     assert said(tmp_path)["phases"] == {"queue": queue, "learner-0": {"pack": [1, 0.5, 0.4]}}
+
+
+def test_reports_that_come_often_are_all_shown_and_written_down_now_and_then(tmp_path: Path) -> None:
+    shown: list[lines.Line] = []
+    display = PlainLines()
+    display.line = shown.append
+    record = Record(tmp_path, time.perf_counter(), seed=1, updates=30, display=display)
+    for second in range(1, 21):
+        tell(record, float(second), of_queue(), of_engine())
+    assert sum("queue" in line for line in shown) == sum("engine" in line for line in shown) == 20
+    written = lines.read(tmp_path)
+    assert sum("queue" in line for line in written) == sum("engine" in line for line in written) == 2
+    assert sum("phases" in line for line in written) == 4
+    newest = next(line for line in reversed(written) if "engine" in line)
+    assert newest["sampled"] == {"prompt": "1+1=", "completion": "2", "reward": 1.0, "version": 3}
+    record.close(FINISHED, None, [])
 
 
 def test_the_last_line_is_about_the_whole_run(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Pictures made of characters, each in a given number of cells: curves, bars, and text that can do no harm."""
+
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.cells import cell_len, set_cell_size
+
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+"""Parts of a cell, from below."""
+LEFT_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
+"""Parts of a cell, from the left."""
+HARMFUL = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+"""Unicode categories of characters that move a cursor, turn the direction of writing, or have no shape."""
+
+
+def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
+    """Draw `values` over time into `height` rows of at most `width` cells, from their smallest to their largest.
+
+    More values than cells are averaged; the smallest has an eighth of a cell, so that it is seen.
+    """
+    if not values or width < 1:
+        return [""] * height
+    means = _averaged(values, width)
+    low, high = min(means), max(means)
+    steps = 8 * height - 1
+    # Means of equal numbers differ by a rounding.
+    span = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else 0.0
+    levels = [1 + round(steps * (mean - low) / span) if span else 4 * height for mean in means]
+    return ["".join(EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(height))]
+
+
+def bar(share: float, width: int) -> str:
+    """Draw a bar that is `share` of `width` cells long, to an eighth of a cell, without the rest."""
+    eighths = round(8 * width * min(1.0, max(0.0, share)))
+    return "█" * (eighths // 8) + LEFT_EIGHTHS[eighths % 8]
+
+
+def seconds(value: float) -> str:
+    """Write a time for people: 0:07, 12:34, 3:02:10, 2 d 05:10."""
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24} d {hours % 24:02d}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def harmless(text: str) -> str:
+    """Make every character visible: a newline becomes ⏎, another one that a terminal would obey becomes ·."""
+    shown = (" " if one == "\t" else "⏎" if one == "\n" else one for one in text.replace("\r\n", "\n"))
+    return "".join("·" if unicodedata.category(one) in HARMFUL else one for one in shown)
+
+
+def cut(text: str, width: int) -> str:
+    """Cut `text` to `width` cells, with … at the end if anything was cut."""
+    if width < 1:
+        return ""
+    # No character has less than no cell: the rest is not even looked at.
+    if len(text) > 4 * width:
+        text = text[: 4 * width]
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+def _averaged(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    ends = [len(values) * place // width for place in range(width + 1)]
+    return [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(ends)]

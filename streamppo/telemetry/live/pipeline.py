@@ -1,0 +1,127 @@
+"""The part of the live view that shows the pipeline: lag, queue, waiting, speed and memory."""
+
+from rich.text import Text
+
+from streamppo.telemetry.live.drawing import bar
+from streamppo.telemetry.live.state import State
+
+LABEL = 10
+"""Cells of a row's label."""
+WAITS = 0.1
+"""Share of its time from which a stage is said to wait."""
+BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
+"""Lags that are shown together, as in the names of the metrics."""
+TALL_BAR = 24
+"""Cells of the longest bar of the lag histogram, in rows of its own."""
+
+
+def labelled(label: str, *parts: str | tuple[str, str]) -> Text:
+    """Begin a row with its label."""
+    return Text.assemble((f"{label:<{LABEL}}", "dim"), *parts)
+
+
+def pipeline(state: State, width: int, *, tall: bool = False) -> list[list[Text]]:
+    """Lay out lag, queue, waiting, speed and memory; each has no row while nothing is known of it.
+
+    `tall` gives each bar of the lag histogram a row.
+    """
+    lags = _tall_lags(state, width) if tall else _lags(state, width)
+    return [lags, _queue(state, width), waits(state, width), _speed(state, width), _memory(state)]
+
+
+def waits(state: State, width: int) -> list[Text]:
+    """Say who waits for whom: shares of the newest updates, and of the time between two reports of the engines."""
+    learner, engines = state.learner_waits, state.engines_idle
+    if learner is None:
+        return []
+    row = labelled("waiting", "learner ", _share(learner), ", engines ", _share(engines))
+    return [_if_it_fits(row, f": {_verdict(learner, engines or 0.0)}", width)]
+
+
+def _verdict(learner: float, engines: float) -> str:
+    if max(learner, engines) < WAITS:
+        return "neither for long"
+    return "learner for engines" if learner >= engines else "engines for learner"
+
+
+def _if_it_fits(row: Text, more: str, width: int) -> Text:
+    return row.append(more, "dim") if row.cell_len + len(more) <= width else row
+
+
+def _share(share: float | None) -> tuple[str, str]:
+    if share is None:
+        return ("?", "dim")
+    return (f"{share:.0%}", "bold" if share < WAITS else "bold yellow")
+
+
+def _buckets(state: State) -> dict[str, float]:
+    """Share of the tokens of each bucket of lags, up to the oldest one that there is."""
+    histogram = state.lag_histogram
+    total, oldest = sum(histogram.values()), max(histogram, default=0)
+    found: dict[str, float] = {}
+    for low, high in BUCKETS:
+        if total and low <= oldest:
+            count = sum(n for lag, n in histogram.items() if low <= lag and (high is None or lag <= high))
+            found[f"{low}" if low == high else f"{low}+" if high is None else f"{low}-{high}"] = count / total
+    return found
+
+
+def _lags(state: State, width: int) -> list[Text]:
+    shares = _buckets(state)
+    if not shares:
+        return []
+    row = labelled("lag")
+    cells = (width - LABEL) // len(shares) - 8
+    for name, share in shares.items():
+        row.append(f"{name} ", "dim").append(bar(share, max(1, min(cells, 12))), "cyan").append(f" {share:.0%}  ")
+    return [row.append(f"of {state.max_lag}", "dim")]
+
+
+def _tall_lags(state: State, width: int) -> list[Text]:
+    shares = _buckets(state)
+    if not shares:
+        return []
+    longest, cells = max(shares.values()), min(TALL_BAR, width - LABEL - 12)
+    rows: list[Text] = []
+    for place, (name, share) in enumerate(shares.items()):
+        drawn = bar(share / longest, cells)
+        rows.append(labelled("" if place else "lag", (f"{name:<4}", "dim"), (f"{drawn} ", "cyan"), f"{share:.0%}"))
+    rows[-1].append(f"  of at most {state.max_lag}", "dim")
+    return rows
+
+
+def _queue(state: State, width: int) -> list[Text]:
+    """Show the trajectories that are ready, against the batch that waits for them, and those that are being sampled."""
+    if not state.ready + state.in_flight:
+        return []
+    row = labelled("queue", (f"{state.ready}", "bold"), f" of {state.batch_size} ready ")
+    text = f" {state.in_flight} being sampled"
+    cells = max(1, min(20, width - row.cell_len - len(text)))
+    done = bar(state.ready / max(1, state.batch_size), cells)
+    return [row.append(done, "green").append("─" * (cells - len(done)), "dim").append(text)]
+
+
+def _speed(state: State, width: int) -> list[Text]:
+    """Show the tokens that engines sample in a second, and those that the learner trains on."""
+    row = labelled("speed")
+    sampled, trained, update_s = state.sampled_per_s, state.trained_per_s, state.update_s
+    if sampled is None and trained is None:
+        return []
+    if sampled is not None:
+        row.append(f"{sampled:,.0f}", "bold").append(" tokens/s sampled  ")
+    if trained is not None:
+        row.append(f"{trained:,.0f}", "bold").append(" trained  ")
+    return [row if update_s is None else _if_it_fits(row, f"{update_s:.2g} s an update", width)]
+
+
+def _memory(state: State) -> list[Text]:
+    """Show the memory of the driver's machine, the most that the first rank took of its GPU, and restarts."""
+    row = labelled("memory")
+    if state.memory is not None:
+        used, total = state.memory
+        row.append(f"{used:.1f}", "bold").append(f" of {total:.1f} GiB on this machine  ")
+    if (peak := state.newest.get("peak_memory_mib")) is not None:
+        row.append(f"{peak / 1024:.1f}", "bold").append(" GiB of the learner's GPU  ")
+    if state.restarts:
+        row.append(f"{state.restarts} restarts", "yellow")
+    return [row] if row.cell_len > LABEL else []

@@ -1,0 +1,174 @@
+"""Rows at the bottom of a terminal that are drawn again in their place, while all other output appears above them.
+
+    log lines, ours and Ray's       whole lines, moved up by the rows; from here on the terminal's own
+    row 1 .. row n                  drawn in one write; the cursor stays behind the last one
+
+While rows are shown, `sys.stdout` and `sys.stderr` are replaced: Ray prints its actors' lines from a thread of its own.
+A line costs what it is long: rows are written again as they were, and nothing is laid out for it.
+"""
+
+import io
+import os
+import sys
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock, local
+from typing import NamedTuple, TextIO
+
+ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
+
+
+class Row(NamedTuple):
+    """One row as the terminal gets it, and the cells that it takes there."""
+
+    text: str
+    cells: int
+
+
+class Screen:
+    """The rows on the terminal behind `sys.stdout`; none until the first `draw`."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._rows: Sequence[Row] = ()
+        self._late: deque[str] = deque()
+        self._replaced: dict[str, tuple[TextIO, Above]] = {}
+
+    @property
+    def shown(self) -> bool:
+        """True while there are rows."""
+        return bool(self._rows)
+
+    @property
+    def terminal(self) -> TextIO:
+        """Standard output, as it was before there were rows."""
+        return self._replaced["stdout"][0] if "stdout" in self._replaced else sys.stdout
+
+    def size(self) -> os.terminal_size | None:
+        """Columns and rows, 0 where the terminal does not say; None if there is no terminal, or none any more."""
+        try:
+            return os.get_terminal_size(self.terminal.fileno()) if self.terminal.isatty() else None
+        except (OSError, ValueError):
+            return None
+
+    def draw(self, rows: Sequence[Row]) -> None:
+        """Replace the rows."""
+        self._replace_streams()
+        with self._locked():
+            erase, self._rows = self._to_first_row(), rows
+            self._write(erase + self._drawn())
+
+    def above(self, text: str) -> None:
+        """Write whole lines above the rows."""
+        with self._locked():
+            self._write(self._with(text))
+
+    def say(self, text: str) -> None:
+        """Write whole lines above the rows, out of a signal handler: it waits for nothing.
+
+        The handler may have interrupted a writer, which then writes them.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._late.append(text)
+            return
+        try:
+            with suppress(OSError, ValueError):
+                os.write(self.terminal.fileno(), self._with(text).encode(errors="replace"))
+        finally:
+            self._lock.release()
+
+    def leave(self) -> None:
+        """Leave the rows as they are: everything else is written below them."""
+        for _, ours in self._replaced.values():
+            ours.finish()
+        with self._locked():
+            if self._rows:
+                self._write("\n")
+            self._rows = ()
+        for name, (stream, ours) in self._replaced.items():
+            if getattr(sys, name) is ours:
+                setattr(sys, name, stream)
+        self._replaced = {}
+
+    def _replace_streams(self) -> None:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            # Errors that go to a file go there.
+            if name not in self._replaced and stream.isatty():
+                ours = Above(stream, self)
+                self._replaced[name] = stream, ours
+                setattr(sys, name, ours)
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        with self._lock:
+            yield
+            while self._late:
+                self._write(self._with(self._late.popleft()))
+
+    def _write(self, text: str) -> None:
+        # A terminal that went away stops no run.
+        with suppress(OSError, ValueError):
+            self.terminal.write(text)
+            self.terminal.flush()
+
+    def _with(self, text: str) -> str:
+        """Everything that makes `text` appear above the rows."""
+        return f"{self._to_first_row()}{ERASE_BELOW if self._rows else ''}{text}{self._drawn()}"
+
+    def _to_first_row(self) -> str:
+        """Move to the first row's beginning; rows wider than the terminal has become are wrapped by it."""
+        if not self._rows:
+            return ""
+        size = self.size()
+        columns = (size.columns if size else 0) or sys.maxsize
+        up = sum(max(1, -(-row.cells // columns)) for row in self._rows) - 1
+        narrowed = any(row.cells >= columns for row in self._rows)
+        return "\r" + (f"\033[{up}A" if up else "") + (ERASE_BELOW if narrowed else "")
+
+    def _drawn(self) -> str:
+        if not self._rows:
+            return ""
+        return "\n".join(row.text + ERASE_LINE for row in self._rows) + ERASE_BELOW
+
+
+class Above(io.TextIOBase):
+    """A stream in place of standard output or standard error: its whole lines appear above the rows.
+
+    A line that is written in pieces, as `print` does, waits for its end; those of two threads do not mix.
+    """
+
+    def __init__(self, stream: TextIO, screen: Screen) -> None:
+        self._stream, self._screen = stream, screen
+        self._begun = local()
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The encoding of the stream below."""
+        return self._stream.encoding
+
+    def write(self, text: str, /) -> int:
+        """Write what ends in a newline, and keep the rest for the next call."""
+        whole, newline, rest = (getattr(self._begun, "text", "") + text).rpartition("\n")
+        self._begun.text = rest
+        if newline:
+            self._screen.above(whole + newline)
+        return len(text)
+
+    def finish(self) -> None:
+        """Write a line that was begun in this thread, and never ended."""
+        if getattr(self._begun, "text", ""):
+            self.write("\n")
+
+    def writable(self) -> bool:
+        """It is written to."""
+        return True
+
+    def isatty(self) -> bool:
+        """Ask the stream below."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the stream below."""
+        return self._stream.fileno()

@@ -1,0 +1,178 @@
+"""Everything that the live view shows, gathered of the lines of metrics.jsonl as they are written.
+
+A view of a run that has ended can so be made of its file; a resumed run begins with the curves of the parts before.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, Sampled, UpdateLine
+
+WINDOW = 20
+"""Updates that speeds and shares are averaged over."""
+CURVES = ("reward", "entropy", "ess", "length", "lag_mean")
+"""Metrics that have a curve."""
+
+
+class Pace(NamedTuple):
+    """When an update was recorded, and how its seconds were spent."""
+
+    wall_s: float
+    update_s: float
+    wait_s: float
+    tokens_trained: float
+
+
+class Engine(NamedTuple):
+    """The newest line of a rollout actor, and the one before it."""
+
+    newest: EngineLine
+    before: EngineLine | None
+
+
+@dataclass(slots=True)
+class State:
+    """The state of one run.
+
+    `line` is the newest update in one line, `doing` the driver's reason to wait, `stopping` true after a signal.
+    `memory` is in use and there, in GiB.
+    """
+
+    name: str
+    folder: str
+    updates: int
+    max_lag: int
+    batch_size: int
+    version: int = 0
+    wall_s: float = 0.0
+    curves: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CURVES})
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    paces: deque[Pace] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    lags: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    newest: Mapping[str, float] = field(default_factory=dict)
+    ready: int = 0
+    in_flight: int = 0
+    engines: dict[str, Engine] = field(default_factory=dict)
+    sampled: Sampled | None = None
+    restarts: int = 0
+    warning: str = ""
+    warned_s: float = 0.0
+    line: str = ""
+    doing: str = ""
+    stopping: bool = False
+    memory: tuple[float, float] | None = None
+
+    def add(self, line: Line) -> None:
+        """Take in one more line."""
+        self.wall_s = max(self.wall_s, line["wall_s"])
+        if "update" in line:
+            self._add_update(line)
+        elif "remade" in line:
+            self.curves["reward"].append(line["reward"])
+        elif "evaluation" in line:
+            self._add_evaluation(line)
+        elif "queue" in line:
+            self.ready, self.in_flight = line["queue"], line["in_flight"]
+        elif "engine" in line:
+            self._add_engine(line)
+        elif "restart" in line:
+            self.restarts += 1
+            # The one that is gone has no more lines.
+            self.engines = {} if line["restart"] == "rollout" else self.engines
+        elif "part" in line:
+            self._begin_part()
+
+    def warn(self, text: str) -> None:
+        """Remember the newest warning."""
+        self.warning, self.warned_s = text, self.wall_s
+
+    # --- numbers made of it ----------------------------------------------------------------------------------
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds that the updates take that are missing, at the pace of the newest ones; None before there are."""
+        if len(self.paces) < 2:
+            return None
+        spent = self.paces[-1].wall_s - self.paces[0].wall_s
+        return spent / (len(self.paces) - 1) * max(0, self.updates - self.version)
+
+    @property
+    def update_s(self) -> float | None:
+        """Seconds from one update to the next, of the newest ones."""
+        if len(self.paces) < 2:
+            return None
+        return (self.paces[-1].wall_s - self.paces[0].wall_s) / (len(self.paces) - 1)
+
+    @property
+    def learner_waits(self) -> float | None:
+        """The share of its time that the learner has waited for batches."""
+        update_s = sum(pace.update_s for pace in self.paces)
+        return sum(pace.wait_s for pace in self.paces) / update_s if update_s else None
+
+    @property
+    def engines_idle(self) -> float | None:
+        """The share of their time that engines had nothing to decode, between their two newest lines."""
+        idle_s = sum(_since(engine, "idle_s") for engine in self.engines.values())
+        lived_s = idle_s + sum(_since(engine, "busy_s") for engine in self.engines.values())
+        return idle_s / lived_s if lived_s > 0 else None
+
+    @property
+    def sampled_per_s(self) -> float | None:
+        """Tokens that all engines together sample in a second."""
+        found = [
+            (_since(one, "tokens"), _since(one, "idle_s") + _since(one, "busy_s")) for one in self.engines.values()
+        ]
+        rates = [tokens / lived_s for tokens, lived_s in found if lived_s > 0]
+        return sum(rates) if rates else None
+
+    @property
+    def trained_per_s(self) -> float | None:
+        """Tokens that the learner trains on in a second."""
+        if len(self.paces) < 2:
+            return None
+        spent = self.paces[-1].wall_s - self.paces[0].wall_s
+        return sum(pace.tokens_trained for pace in list(self.paces)[1:]) / max(spent, 1e-9)
+
+    @property
+    def lag_histogram(self) -> dict[int, int]:
+        """Tokens of the newest batches by their lag."""
+        found: Counter[int] = Counter()
+        for histogram in self.lags:
+            found.update({int(lag): count for lag, count in histogram.items()})
+        return dict(sorted(found.items()))
+
+    # --- lines -----------------------------------------------------------------------------------------------
+
+    def _add_update(self, line: UpdateLine) -> None:
+        self.version = max(self.version, line["update"])
+        metrics = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        for name, values in self.curves.items():
+            if name in metrics:
+                values.append(metrics[name])
+        self.newest = metrics
+        self.lags.append(line["lag_histogram"])
+        self.paces.append(Pace(line["wall_s"], line["update_s"], line["wait_s"], line["tokens_trained"]))
+
+    def _add_evaluation(self, line: EvaluationLine) -> None:
+        if line["accuracy"] is not None:
+            # They end in any order, and a resumed run repeats some.
+            known = dict(self.held_out) | {line["evaluation"]: line["accuracy"]}
+            self.held_out = sorted(known.items())
+
+    def _add_engine(self, line: EngineLine) -> None:
+        known = self.engines.get(line["engine"])
+        self.engines[line["engine"]] = Engine(line, known.newest if known else None)
+        self.sampled = line["sampled"] or self.sampled
+
+    def _begin_part(self) -> None:
+        """Engines of the part before are gone, and the time between two parts is nobody's."""
+        self.engines = {}
+        self.paces.clear()
+        self.ready = self.in_flight = 0
+
+
+def _since(engine: Engine, name: Literal["tokens", "busy_s", "idle_s"]) -> float:
+    """Count from the line before to the newest, or from the start if it is the first."""
+    return engine.newest[name] - (engine.before[name] if engine.before else 0)

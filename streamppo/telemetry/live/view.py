@@ -1,0 +1,206 @@
+"""The live view: the state of a run as rows of text, for a terminal of any size.
+
+below 60 columns, or 8 rows    one line: how far the run is
+from 60 columns                one column of rows; of few rows, the most important ones
+from 120 columns               curves on the left, the pipeline on the right; curves grow with the terminal's rows
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from rich.text import Text
+
+from streamppo.telemetry.live.drawing import bar, curve, cut, harmless, seconds
+from streamppo.telemetry.live.pipeline import LABEL, labelled, pipeline, waits
+from streamppo.telemetry.live.state import State
+
+LEAST_COLUMNS, LEAST_ROWS = 60, 8
+"""A smaller terminal gets one line."""
+WIDE = 120
+"""Columns from which there are two columns of rows."""
+GAP = 4
+"""Cells between the two."""
+STYLES = {"reward": "green", "entropy": "blue", "ess": "magenta", "length": "yellow", "lag_mean": "cyan"}
+SHOWN = {"reward": "reward", "entropy": "entropy", "ess": "ess", "length": "length", "lag_mean": "lag"}
+"""Curves and their labels, the most important one first."""
+CTRL_C = "Ctrl-C: a last checkpoint, and end; twice: end at once"
+STOPPING = "stopping: a last checkpoint, and end; Ctrl-C: end at once"
+VALUE, RANGE = 8, 14
+"""Cells of the newest value before a curve, and of the smallest and the largest behind it."""
+VERSION = 7
+"""Cells of the version of the newest accuracy."""
+
+
+def view(state: State, columns: int, rows: int) -> list[Text]:
+    """Lay the state out for a terminal: no row is wider than `columns` - 1, and some rows are left for log lines."""
+    width, room = columns - 1, _room(rows)
+    if columns < LEAST_COLUMNS or rows < LEAST_ROWS:
+        found = [_line(state, width)]
+    elif columns < WIDE:
+        found = _narrow(state, width, room)
+    else:
+        found = _wide(state, width, room)
+    for row in found:
+        row.truncate(max(width, row.cell_len) if width < 0 else width)
+    return found[: max(1, rows - 1)]
+
+
+def last(state: State, columns: int) -> list[Text]:
+    """Lay out the rows that stay in the scrollback when the run has ended."""
+    width = columns - 1
+    if columns < LEAST_COLUMNS:
+        return [_line(state, width)]
+    found = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), *waits(state, width)]
+    found += [_warning(state, width)] if state.warning else []
+    for row in found:
+        row.truncate(width)
+    return found
+
+
+def _room(rows: int) -> int:
+    """Count the rows of the view: three quarters of the terminal's, so that log lines are seen too; of few, most."""
+    return min(rows - 1, max(rows * 3 // 4, 12))
+
+
+# --- the layouts ---------------------------------------------------------------------------------------------
+
+
+def _narrow(state: State, width: int, room: int) -> list[Text]:
+    """Take rows in the order of their importance until there is no more room; show them in their own order."""
+    ranked: list[tuple[int, list[Text]]] = [
+        (8, [_title(state, width)]),
+        (0, [_progress(state, width)]),
+        (1, _reward(state, width, 2 if room > 18 else 1)),
+        (2, _held_out(state, width)),
+        *((9 + place, _curve(state, name, width, 1)) for place, name in enumerate(("entropy", "ess"))),
+        *zip((5, 6, 3, 10, 11), pipeline(state, width), strict=True),
+        (4, [_warning(state, width)] if state.warning else []),
+        (7, _sample(state, width)),
+        (8, [_footer(state)]),
+    ]
+    taken, left = set[int](), room
+    for place, (_, rows) in sorted(enumerate(ranked), key=lambda one: one[1][0]):
+        if len(rows) <= left:
+            taken.add(place)
+            left -= len(rows)
+    return [row for place, (_, rows) in enumerate(ranked) if place in taken for row in rows]
+
+
+def _wide(state: State, width: int, room: int) -> list[Text]:
+    half = (width - GAP) // 2
+    above = [_title(state, width), _progress(state, width)]
+    below = [_warning(state, width)] if state.warning else []
+    below += [*_sample(state, width), _footer(state)]
+    middle = max(1, room - len(above) - len(below) - 2)
+    # Two curves are twice as high as the others where there is room for all.
+    height = max(1, min(4, (middle - 5) // 4))
+    left = [*_reward(state, half, height), *_held_out(state, half, min(height, 3))]
+    for name in list(SHOWN)[1:]:
+        left += _curve(state, name, half, 2 if height > 2 else 1)
+    right = [row for part in pipeline(state, half, tall=True) for row in part]
+    rows = [_beside(a, b, half) for a, b in zip_longest(left[:middle], right[:middle], fillvalue=Text())]
+    blank = [Text()] if room > len(above) + len(rows) + len(below) + 1 else []
+    return [*above, *blank, *rows, *blank, *below]
+
+
+def _beside(left: Text, right: Text, half: int) -> Text:
+    row = left.copy()
+    row.truncate(half, pad=True)
+    return row.append(" " * GAP).append_text(right)
+
+
+# --- rows ----------------------------------------------------------------------------------------------------
+
+
+def _title(state: State, width: int) -> Text:
+    lasted = seconds(state.wall_s)
+    title = cut(harmless(f"{state.name}  {state.folder}"), width - len(lasted) - 4)
+    rule = "─" * max(0, width - len(lasted) - Text(title).cell_len - 2)
+    row = Text.assemble((title, "bold"), " ", (rule, "dim"), " ", (lasted, "dim"))
+    return row
+
+
+def _line(state: State, width: int) -> Text:
+    """Show the newest update, or the driver's reason to wait; a terminal of unknown width gets all of it."""
+    text = harmless(state.line or state.doing)
+    return Text(text if width < 0 else text[:width])
+
+
+def _progress(state: State, width: int) -> Text:
+    """Show how far the run is; before its first update and after its last one, the driver's reason to wait.
+
+    Of a run that has ended, the time that it took.
+    """
+    made = f"{state.version}/{state.updates}"
+    left = seconds(state.wall_s)
+    if state.seconds_left and state.doing:
+        left = f"{seconds(state.seconds_left)} left"
+    if state.stopping:
+        left = "stopping"
+    elif not state.doing.startswith("update") and state.doing:
+        left = harmless(state.doing)
+    left = cut(left, width // 2)
+    share = state.version / state.updates
+    room = width - LABEL - len(made) - Text(left).cell_len - 10
+    done = bar(share, room)
+    rest = "─" * (room - len(done))
+    return labelled("update", (f"{made}  ", "bold"), (done, "green"), (rest, "dim"), f" {share:4.0%}  ", (left, "bold"))
+
+
+def _reward(state: State, width: int, height: int) -> list[Text]:
+    return _curve(state, "reward", width, height)
+
+
+def _curve(state: State, name: str, width: int, height: int) -> list[Text]:
+    """Show the newest value of a metric and its curve; the label stands beside the highest row of it."""
+    return _drawn(SHOWN[name], state.curves[name], width, height, STYLES[name])
+
+
+def _held_out(state: State, width: int, height: int = 1) -> list[Text]:
+    """Show the accuracy on held-out prompts; `v20` is the version of the newest one."""
+    accuracies = [accuracy for _, accuracy in state.held_out]
+    rows = _drawn("held-out", accuracies, width - VERSION, height, "bright_cyan")
+    if state.held_out:
+        rows[0].append(f"  v{state.held_out[-1][0]}", "dim")
+    return rows
+
+
+def _drawn(label: str, values: Sequence[float], width: int, height: int, style: str) -> list[Text]:
+    if not values:
+        return []
+    lines = curve(values, width - LABEL - VALUE - RANGE, height)
+    newest = Text(f"{values[-1]:<{VALUE}.3f}", "bold")
+    head = labelled(label).append_text(newest).append(lines[0], style)
+    head.append(f"  {min(values):.2f}..{max(values):.2f}", "dim")
+    return [head, *(Text(" " * (LABEL + VALUE)).append(line, style) for line in lines[1:])]
+
+
+def _warning(state: State, width: int) -> Text:
+    when = f"  {seconds(state.warned_s)}"
+    return labelled("warning", (cut(harmless(state.warning), width - LABEL - len(when)), "yellow"), (when, "dim"))
+
+
+def _sample(state: State, width: int) -> list[Text]:
+    """Show one completion behind its prompt, in one row, with every character made harmless."""
+    if state.sampled is None:
+        return []
+    one = state.sampled
+    tail = f"  reward {one['reward']:.3g}  v{one['version']}"
+    room = width - LABEL - len(tail) - 3
+    prompt, completion = harmless(one["prompt"]), harmless(one["completion"])
+    # The end of a prompt is the question; a completion gets at least the half of the row.
+    prompt = _end(prompt, max(room // 2, room - len(completion)))
+    shown = cut(completion, room - Text(prompt).cell_len)
+    return [labelled("sample", (prompt, "dim"), (" → ", "dim"), shown, (tail, "dim"))]
+
+
+def _end(text: str, width: int) -> str:
+    """Cut `text` to its last `width` cells."""
+    short = text
+    while Text(short).cell_len > width:
+        short = short[max(1, len(short) - width) :]
+    return short if short == text else "…" + short[1:]
+
+
+def _footer(state: State) -> Text:
+    return Text(STOPPING, "bold yellow") if state.stopping else Text(CTRL_C, "dim")

@@ -1,0 +1,139 @@
+"""The live view as text: it fits any terminal, tells the truth, and obeys nothing that a completion says."""
+
+import unicodedata
+
+import pytest
+from live_states import NASTY, busy, empty, engine, update
+from rich.text import Text
+
+from streamppo.telemetry.live.drawing import bar, curve, cut, harmless, seconds
+from streamppo.telemetry.live.view import last, view
+
+SIZES = [
+    (columns, rows) for columns in (1, 20, 59, 60, 61, 80, 119, 120, 160, 300) for rows in (1, 2, 7, 8, 15, 24, 50)
+]
+
+
+def texts(rows: list[Text]) -> list[str]:
+    return [row.plain.rstrip() for row in rows]
+
+
+@pytest.mark.parametrize(("columns", "rows"), SIZES)
+@pytest.mark.parametrize("versions", [0, 1, 40])
+def test_no_row_is_wider_than_the_terminal_and_there_are_no_more_of_them(
+    columns: int, rows: int, versions: int
+) -> None:
+    for state in (busy(versions), empty()):
+        for found in (view(state, columns, rows), last(state, columns)):
+            assert all(row.cell_len < columns for row in found)
+            assert not [one for row in found for one in row.plain if unicodedata.category(one)[0] == "C"]
+        assert 1 <= len(view(state, columns, rows)) <= max(1, rows - 1)
+
+
+def test_everything_is_there_at_80_by_24() -> None:
+    found = texts(view(busy(completion="46"), 80, 24))
+    labels = ["update", "reward", "held-out", "entropy", "ess", "lag", "queue", "waiting", "speed", "memory"]
+    assert [row.split(" ")[0] for row in found] == ["math", *labels, "warning", "sample", "Ctrl-C:"]
+    told = {row.split(" ")[0]: row for row in found}
+    assert "40/100" in told["update"] and " 40%" in told["update"] and "2:00 left" in told["update"]
+    assert told["reward"].startswith("reward    0.400   ▁") and told["reward"].endswith("█  0.01..0.40")
+    assert told["held-out"].startswith("held-out  0.200   ▁") and told["held-out"].endswith("0.05..0.20  v40")
+    assert [part for part in told["lag"].split() if part[-1] == "%"] == ["25%", "50%", "24%", "0%", "0%"]
+    assert "128 of 512 ready" in told["queue"] and "320 being sampled" in told["queue"]
+    assert told["waiting"] == "waiting   learner 25%, engines 10%: learner for engines"
+    assert told["speed"] == "speed     200 tokens/s sampled  500 trained  2 s an update"
+    assert told["memory"] == "memory    5.0 of 16.0 GiB on this machine  1 restarts"
+    assert told["sample"] == "sample    12+34= → 46  reward 1  v39"
+
+
+def test_of_few_rows_the_most_important_ones_are_left_and_below_that_one_line() -> None:
+    found = texts(view(busy(), 60, 9))
+    assert [row.split(" ")[0] for row in found] == [
+        *["update", "reward", "held-out", "lag", "queue", "waiting", "warning", "sample"]
+    ]
+    assert texts(view(busy(), 80, 7)) == texts(view(busy(), 59, 24)) == ["[ 102.0s] update   40/100  reward 0.400"]
+    assert texts(view(empty(), 59, 24)) == [""]
+
+
+def test_a_wide_terminal_has_curves_on_the_left_and_the_pipeline_on_the_right() -> None:
+    found = texts(view(busy(), 160, 50))
+    assert len(found) <= 38
+    reward = next(row for row in found if row.startswith("reward"))
+    assert "lag       0 " in reward
+    assert any(row.startswith("length") for row in found) and any("queue     128" in row for row in found)
+    assert found[found.index(reward) + 1].lstrip()[0] in "▁▂▃▄▅▆▇█", "the curve has several rows"
+
+
+def test_a_run_that_has_not_begun_says_what_it_waits_for_and_nothing_else() -> None:
+    state = empty()
+    state.doing = "loading the model"
+    found = texts(view(state, 80, 24))
+    assert [row.split(" ")[0] for row in found] == ["math", "update", "Ctrl-C:"]
+    assert "0/100" in found[1] and found[1].endswith("0%  loading the model")
+
+
+def test_markup_and_control_characters_are_shown_and_not_obeyed() -> None:
+    found = texts(view(busy(), 300, 24))
+    sample = next(row for row in found if row.startswith("sample"))
+    assert sample.startswith("sample    12+34= → x = [red]1[/red]⏎·[2J·· # 答え: 42 日本語") and sample.endswith("v39")
+    warning = next(row for row in found if row.startswith("warning"))
+    assert "[bold]learner-0[/bold]: killed by the kernel for memory·[31m" in warning
+    assert harmless("a\r\nb\tc\x00\ud800\u200b") == "a⏎b c···"
+    assert "[bold]" not in " ".join(str(span.style) for row in view(busy(), 80, 24) for span in row.spans)
+
+
+def test_a_long_prompt_shows_its_end_and_leaves_the_completion_the_half_of_the_row() -> None:
+    state = busy()
+    assert state.sampled
+    state.sampled = {**state.sampled, "prompt": "word " * 60 + "how many?", "completion": "y" * 300}
+    sample = next(row for row in texts(view(state, 80, 24)) if row.startswith("sample"))
+    assert " how many? → yyyyyyyyyyyyyyyyyyyyyyyy" in sample and sample.startswith("sample    …")
+
+
+def test_after_a_signal_the_view_says_how_to_end_at_once() -> None:
+    state = busy()
+    assert texts(view(state, 80, 24))[-1] == "Ctrl-C: a last checkpoint, and end; twice: end at once"
+    state.stopping = True
+    found = texts(view(state, 80, 24))
+    assert found[-1] == "stopping: a last checkpoint, and end; Ctrl-C: end at once"
+    assert any(row.startswith("update") and row.endswith("stopping") for row in found)
+
+
+def test_the_last_state_is_at_most_five_rows_with_the_time_that_it_took() -> None:
+    state = busy()
+    state.doing = ""
+    found = texts(last(state, 80))
+    assert [row.split(" ")[0] for row in found] == ["update", "reward", "held-out", "waiting", "warning"]
+    assert found[0].endswith("40%  1:42")
+
+
+def test_a_resumed_run_has_the_curves_of_the_parts_before_and_the_pace_of_this_one() -> None:
+    state = busy()
+    state.add({"part": 2, "wall_s": 200.0, "version": 40})
+    assert len(state.curves["reward"]) == 40 and state.seconds_left is None and state.engines_idle is None
+    state.add(update(41, 1000.0))
+    state.add(update(42, 1003.0))
+    assert state.seconds_left == pytest.approx(58 * 3.0)
+
+
+def test_speeds_are_of_the_time_between_two_reports_and_an_engine_that_has_died_has_none() -> None:
+    state = empty()
+    state.add(engine("rollout-0", 1000, 10.0, 10.0))
+    assert state.sampled_per_s == pytest.approx(100)
+    state.add(engine("rollout-0", 5000, 20.0, 20.0))
+    state.add(engine("rollout-1", 500, 10.0, 20.0))
+    assert state.sampled_per_s == pytest.approx(450)
+    state.add({"restart": "rollout", "wall_s": 21.0, "reason": "it was killed"})
+    assert state.sampled_per_s is None
+
+
+def test_curves_and_bars_have_the_cells_that_they_were_given() -> None:
+    assert curve([], 10) == [""] and curve([0.3], 10) == ["▄"] and curve([1, 1, 1], 10) == ["▄▄▄"]
+    assert curve([0, 1], 10) == ["▁█"] and curve(list(range(8)), 8) == ["▁▂▃▄▅▆▇█"]
+    assert curve([0, 1, 2], 9, 2) == [" ▁█", "▁██"]
+    assert curve(list(range(1000)), 4) == ["▁▃▆█"]
+    assert curve([0.1 + 0.2, 0.3], 4) == ["▄▄"]
+    assert [bar(share, 4) for share in (0, 0.5, 0.53, 1, 2, -1)] == ["", "██", "██▏", "████", "████", ""]
+    assert [seconds(value) for value in (7, 754, 10_930, 191_410)] == ["0:07", "12:34", "3:02:10", "2 d 05:10"]
+    assert cut("日本語", 5) == "日本…" and cut("日本語", 4) == "日 …" and cut("abc", 3) == "abc" and cut("abc", 0) == ""
+    assert cut(NASTY * 1000, 10).startswith("x = [red]1"[:9])
