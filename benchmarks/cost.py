@@ -34,6 +34,8 @@ QUIET = ("evaluation={every=0, prompts=8}", "checkpoint.every=0")
 WARM = 40
 """Updates before the first look."""
 FIRST = "first update"
+NAMED = 0.025
+"""A phase has a name in the plot if it is this share of the highest bar."""
 NAMES = {"ray::RolloutActor": "rollout", "ray::Rank": "learner", "ray::QueueActor": "queue", "ray::": "other actors"}
 """How the title of a process begins, and its name in the table; the rest is Ray's own."""
 
@@ -96,19 +98,22 @@ def _costs(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _plot(table: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Draw a bar for each process, with its phases one upon the other and its range."""
-    processes = [name for name in NAMES.values() if name in table]
-    with plots.axes(path, 1, width=9, height=5) as (axis,):
+    """Draw a bar for each process, with its phases one upon the other and its range; the large ones have names."""
+    processes = [name for name in NAMES.values() if name in table and table[name]["median"] > 1]
+    named = NAMED * max(table[name]["median"] for name in processes)
+    with plots.axes(path, 1, width=7, height=6) as (axis,):
         for process in processes:
             bottom = 0.0
             for name, row in table.items():
                 if name.startswith(f"{process}: "):
-                    axis.bar(process, row["median"], bottom=bottom, label=name)
+                    axis.bar(process, row["median"], bottom=bottom)
+                    if row["median"] > named:
+                        middle = bottom + row["median"] / 2
+                        axis.text(process, middle, name.partition(": ")[2], ha="center", va="center", fontsize="small")
                     bottom += row["median"]
             low, middle, high = (table[process][name] for name in ("min", "median", "max"))
             axis.errorbar(process, middle, [[middle - low], [high - middle]], color="black", marker="o", capsize=4)
-        axis.set(ylabel="CPU ms an update")
-        axis.legend(fontsize="xx-small", ncols=2, loc="upper left", bbox_to_anchor=(1, 1))
+        axis.set(ylabel="CPU ms an update: median and range")
 
 
 def main() -> None:

@@ -123,7 +123,7 @@ def main() -> None:
         for shape in SHAPES:
             drawn = sorted(draw(shape, number, 0) for number in range(DRAWN))
             axis.loglog(drawn, [1 - place / DRAWN for place in range(DRAWN)], label=shape)
-        axis.set(xlabel="tokens", ylabel="share of the completions that are as long or longer")
+        axis.set(xlabel="tokens", ylabel="share that is as long or longer")
         axis.legend()
 
 
