@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +51,6 @@ WARM = 3
 REWARD_S = 1.0
 SPARE = 1.1
 """TRL may take this many times our seconds times the goal."""
-THREADS = (1, 2)
-PARTS = (1, 8)
-"""Micro-batches of TRL with drawn lengths: padding of the whole batch is a lot of memory to walk through."""
 
 
 class Case(NamedTuple):
@@ -131,7 +129,7 @@ def compare(name: str, model: Path, options: argparse.Namespace, campaign: Campa
             limit_s = min(limit_s, case.least * made["reached_s"] * SPARE)
         yield made
     tried: dict[Way, Row] = {}
-    for way in [Way(threads, parts) for threads in THREADS for parts in (PARTS if case.shape else PARTS[:1])]:
+    for way in starmap(Way, product(options.threads, options.parts if case.shape else [1])):
         probe = partial(theirs, model, case, options, way=way, stop_after=options.probe)
         tried[way] = row(f"{way}, {options.probe} updates", probe)
         yield tried[way]
@@ -306,7 +304,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--target", type=float, default=0.9, help="held-out accuracy")
     made.add_argument("--updates", type=int, default=1100, help="over which the learning rate falls, on both sides")
     made.add_argument("--limit-s", type=float, default=1200.0, help="seconds of one training at most")
-    made.add_argument("--probe", type=int, default=6, help="updates with which the ways of TRL are compared")
+    made.add_argument("--threads", type=int, nargs="+", default=(1, 2), help="of TRL")
+    made.add_argument("--parts", type=int, nargs="+", default=(1, 8), help="micro-batches of TRL with drawn lengths")
+    made.add_argument("--probe", type=int, default=6, help="updates with which the ways of TRL are compared: 2 or more")
     made.add_argument("--python", default=sys.executable, help="an interpreter that has trl and streamppo")
     made.add_argument("--json", type=Path)
     made.add_argument("--plot", type=Path)
