@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import plots
+from benchmarks.campaign import Campaign
 from benchmarks.draw import SEVERAL
 from benchmarks.runs import Run, machine, run
 
@@ -112,18 +114,15 @@ class Job(NamedTuple):
 
 def main() -> None:
     options = _options()
-    log = options.json.with_suffix(".jsonl") if options.json else None
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
+    campaign = Campaign(options.json)
     choices: list[str] = options.only or list(CHOICES)
     wanted = [Job(choice, lag, seed) for seed in options.seeds for choice in choices for lag in options.max_lag]
     with tempfile.TemporaryDirectory() as folder:
-        for row in _measured([one for one in wanted if one not in map(_job, rows)], options, Path(folder)):
+        missing = [job for job in wanted if not campaign.find(job._asdict())]
+        for row in _measured(missing, options, Path(folder)):
             print(_line(row), flush=True)
-            if log:
-                with log.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            rows.append(row)
-    table = summed([row for row in rows if _job(row) in wanted])
+            campaign.add(row)
+    table = summed([row for row in campaign.rows if _job(row) in wanted])
     print("\n".join(markdown(table)))
     if options.json:
         result = {"machine": machine(), "updates": options.updates, "reach": options.reach, "table": table}
@@ -234,29 +233,23 @@ def markdown(table: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _plot(table: Sequence[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     lags = sorted({row["max_lag"] for row in table})
     choices = list(dict.fromkeys(row["choice"] for row in table))[::-1]
-    figure, axes = pyplot.subplots(
-        1, len(lags), figsize=(5 * len(lags), 1.5 + 0.22 * len(choices)), sharey=True, sharex=True, squeeze=False
-    )
-    for axis, max_lag in zip(axes[0], lags, strict=True):
-        for row in (row for row in table if row["max_lag"] == max_lag):
-            mean, least, most = row["reward"]
-            place = choices.index(row["choice"])
-            axis.plot([least, most], [place, place], color="tab:gray", linewidth=1)
-            axis.plot([mean], [place], "o", color="tab:blue", markersize=4)
-        if default := [row["reward"][0] for row in table if (row["choice"], row["max_lag"]) == ("default", max_lag)]:
-            axis.axvline(default[0], color="tab:orange", linewidth=0.8)
-        axis.set(title=f"max_lag = {max_lag}", xlabel="reward of the last ten updates: mean and range")
-        axis.grid(axis="x", alpha=0.3)
-    axes[0][0].set_yticks(range(len(choices)), choices, fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    height = 1.5 + 0.22 * len(choices)
+    with plots.axes(path, len(lags), height=height, sharey=True, sharex=True) as axes:
+        for axis, max_lag in zip(axes, lags, strict=True):
+            for row in (row for row in table if row["max_lag"] == max_lag):
+                mean, least, most = row["reward"]
+                place = choices.index(row["choice"])
+                axis.plot([least, most], [place, place], color="tab:gray", linewidth=1)
+                axis.plot([mean], [place], "o", color="tab:blue", markersize=4)
+            if default := [
+                row["reward"][0] for row in table if (row["choice"], row["max_lag"]) == ("default", max_lag)
+            ]:
+                axis.axvline(default[0], color="tab:orange", linewidth=0.8)
+            axis.set(title=f"max_lag = {max_lag}", xlabel="reward of the last ten updates: mean and range")
+            axis.grid(axis="x", alpha=0.3)
+        axes[0].set_yticks(range(len(choices)), choices, fontsize="small")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ configs/math.toml, and GRPO; `default` is our run with the advantage of the file
 TRL runs with one and with two threads, with drawn lengths also in micro-batches, for a few updates each; the fastest of
 these runs on. All seconds are counted from the start of the command. TRL's are without its evaluations, ours with them,
 because they run beside training. TRL ends when our seconds times the goal, and a tenth more, are over: a ratio is then
-a lower bound. `--python` is an interpreter that has trl (extra `peers`) and streamppo.
+a lower bound. Every run is a line of beside.jsonl as soon as it has ended: the same command goes on after those that
+are there. `--python` is an interpreter that has trl (extra `peers`) and streamppo.
 """
 
 import argparse
@@ -22,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +34,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import lengths
-from benchmarks.growth import ended, look
+from benchmarks import growth, lengths, plots
+from benchmarks.campaign import Campaign, Row
 from benchmarks.latency import LATENCY
-from benchmarks.runs import Goal, machine, table, told, waiting
+from benchmarks.runs import Goal, ended, machine, table, told, waiting
 from benchmarks.trl_run import Job
 from streamppo.telemetry import metrics_file
 
@@ -49,9 +51,6 @@ WARM = 3
 REWARD_S = 1.0
 SPARE = 1.1
 """TRL may take this many times our seconds times the goal."""
-THREADS = (1, 2)
-PARTS = (1, 8)
-"""Micro-batches of TRL with drawn lengths: padding of the whole batch is a lot of memory to walk through."""
 
 
 class Case(NamedTuple):
@@ -61,6 +60,16 @@ class Case(NamedTuple):
     shape: str = ""
     reward_s: float = 0.0
     overrides: tuple[str, ...] = ()
+
+
+class Way(NamedTuple):
+    """One way of running TRL."""
+
+    threads: int
+    parts: int
+
+    def __str__(self) -> str:
+        return f"TRL, {self.threads} threads, {self.parts} parts"
 
 
 def _drawn(shape: str) -> Case:
@@ -73,7 +82,9 @@ CASES = {
     "pareto": _drawn("pareto"),
     "reward": Case(5.0, reward_s=REWARD_S, overrides=(*waiting(8192), "queue.max_lag=8")),
 }
-ADVANTAGES = {"grpo": ("algorithm.advantage={kind='grpo'}",), "default": ()}
+GRPO = "grpo"
+"""The advantage of TRL, with which the goals compare."""
+ADVANTAGES = {GRPO: ("algorithm.advantage={kind='grpo'}",), "default": ()}
 LOWER = {
     "reached_s": "seconds to the target",
     "reached_update": "updates to the target",
@@ -87,39 +98,43 @@ LOWER = {
 def main() -> None:
     """Measure the chosen cases, print a table, the verdicts and where we lose, and write them down with the machine."""
     options = parser().parse_args()
-    about = {**machine(), "trl": _trl(options.python)}
-    rows: list[dict[str, Any]] = []
+    about, campaign = {**machine(), "trl": _trl(options.python)}, Campaign(options.json)
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         model, endless = lengths.make_models(CONFIG, Path(folder))
         for name in options.only:
-            rows += compare(name, endless if CASES[name].shape else model, options)
-            print(table([_short(row) for row in rows if row["case"] == name]), flush=True)
-    verdicts, losses = judge(rows, options.target), lost(rows)
-    print(*map(told, verdicts), *losses, sep="\n")
-    result = {"machine": about, "target": options.target, "goals": verdicts, "lost": losses, "runs": rows}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+            for row in compare(name, endless if CASES[name].shape else model, options, campaign):
+                rows.append(row)
+                print(json.dumps(_short(row)), flush=True)
+                if options.json:
+                    result = {"machine": about, "target": options.target, "goals": judge(rows, options.target)}
+                    options.json.write_text(json.dumps({**result, "lost": lost(rows), "runs": rows}, indent=1) + "\n")
+    print(table([_short(row) for row in rows]), *map(told, judge(rows, options.target)), *lost(rows), sep="\n")
     if options.plot:
         _plot(rows, options.target, options.plot)
 
 
-def compare(name: str, model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(name: str, model: Path, options: argparse.Namespace, campaign: Campaign) -> Iterator[Row]:
     """Run both sides of one case: a row for each of our advantages, and one for each way of TRL that was tried."""
     case = CASES[name]
-    made = [
-        {"case": name, "side": f"streamppo, {advantage}", **ours(model, case, advantage, options)}
-        for advantage in options.advantages
-    ]
-    grpo = made[0]["reached_s"]
-    limit_s = min(options.limit_s, case.least * grpo * SPARE) if grpo else options.limit_s
-    tried: dict[tuple[int, int], dict[str, Any]] = {}
-    for threads, parts in product(THREADS, PARTS if case.shape else PARTS[:1]):
-        tried[threads, parts] = theirs(model, case, options, threads=threads, parts=parts, stop_after=options.probe)
-    threads, parts = min(tried, key=lambda way: tried[way]["wall_ms"])
-    whole = theirs(model, case, options, threads=threads, parts=parts, limit_s=limit_s)
-    sides = [(f"TRL, {at[0]} threads, {at[1]} parts, {options.probe} updates", row) for at, row in tried.items()]
-    sides.append((f"TRL, {threads} threads, {parts} parts", {**whole, "limit_s": limit_s}))
-    return made + [{"case": name, "side": side, **row} for side, row in sides]
+
+    def row(side: str, measure: Callable[[], Mapping[str, Any]]) -> Row:
+        about = {"target": options.target, "schedule": options.updates}
+        return campaign.row({"case": name, "side": side, **about}, measure)
+
+    limit_s = options.limit_s
+    for advantage in options.advantages:
+        made = row(f"streamppo, {advantage}", partial(ours, model, case, advantage, options))
+        if advantage == GRPO and made["reached_s"]:
+            limit_s = min(limit_s, case.least * made["reached_s"] * SPARE)
+        yield made
+    tried: dict[Way, Row] = {}
+    for way in starmap(Way, product(options.threads, options.parts if case.shape else [1])):
+        probe = partial(theirs, model, case, options, way=way, stop_after=options.probe)
+        tried[way] = row(f"{way}, {options.probe} updates", probe)
+        yield tried[way]
+    best = min(tried, key=lambda way: tried[way]["wall_ms"])
+    yield row(f"{best}", lambda: {**theirs(model, case, options, way=best, limit_s=limit_s), "limit_s": limit_s})
 
 
 def judge(rows: Sequence[Mapping[str, Any]], target: float) -> list[dict[str, Any]]:
@@ -133,8 +148,8 @@ def judge(rows: Sequence[Mapping[str, Any]], target: float) -> list[dict[str, An
             ratio = (other["reached_s"] or other["until_s"]) / mine["reached_s"]
         bound = bool(ratio and other and not other["reached_s"])
         # A lower bound says nothing of a goal above it.
-        known = None if bound and ratio is not None and ratio < case.least else ratio
-        verdicts.append({**goal.verdict(known), "lower_bound": bound})
+        known = [] if ratio is None or (bound and ratio < case.least) else [ratio]
+        verdicts.append({**goal.verdict(*known), "lower_bound": bound})
     return verdicts
 
 
@@ -153,7 +168,7 @@ def lost(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _pair(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
     """Our run with GRPO and TRL's whole run of one case."""
     of_case = [row for row in rows if row["case"] == name]
-    mine = next((row for row in of_case if row["side"] == "streamppo, grpo"), None)
+    mine = next((row for row in of_case if row["side"] == f"streamppo, {GRPO}"), None)
     return mine, next((row for row in of_case if "limit_s" in row), None)
 
 
@@ -180,8 +195,7 @@ def theirs(
     case: Case,
     options: argparse.Namespace,
     *,
-    threads: int,
-    parts: int,
+    way: Way,
     stop_after: int = 0,
     limit_s: float = 1e9,
 ) -> dict[str, Any]:
@@ -189,8 +203,8 @@ def theirs(
     job = Job(
         config=str(CONFIG),
         model=str(model),
-        threads=threads,
-        parts=parts,
+        threads=way.threads,
+        parts=way.parts,
         begin=time.time(),
         shape=case.shape,
         reward_s=case.reward_s,
@@ -204,7 +218,7 @@ def theirs(
     path.write_bytes(msgspec.json.encode(job))
     command = [options.python, str(Path(__file__).parent / "trl_run.py"), str(path)]
     # More than its threads would be used by libraries that are loaded before torch is told.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(way.threads), "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -237,13 +251,15 @@ def ours(model: Path, case: Case, advantage: str, options: argparse.Namespace) -
             log.open("w") as output,
             ended(subprocess.Popen(command, stdout=output, stderr=output, env=environment)) as run,
         ):
-            before, first = look(run, folder, WARM, name=lambda _: "", read=_cpu_s)
+            before, first = growth.look(run, folder, WARM, name=lambda _: "", read=_cpu_s)
             offset_s = time.perf_counter() - begin - _wall_s(folder, first)
-            while run.poll() is None and time.perf_counter() - begin < options.limit_s:
+            while run.poll() is None and (
+                time.perf_counter() - begin < options.limit_s or growth.made(folder) <= first
+            ):
                 if _reached(folder, options.target):
                     break
                 time.sleep(1.0)
-            after, last = look(run, folder, 0, name=lambda _: "", read=_cpu_s)
+            after, last = growth.look(run, folder, 0, name=lambda _: "", read=_cpu_s)
             if run.poll() or last <= first:
                 sys.exit(f"{' '.join(command)}\n{log.read_text()[-4000:]}")
         events = [{**line, "wall_s": line["wall_s"] + offset_s} for line in metrics_file.read(folder)]
@@ -288,7 +304,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--target", type=float, default=0.9, help="held-out accuracy")
     made.add_argument("--updates", type=int, default=1100, help="over which the learning rate falls, on both sides")
     made.add_argument("--limit-s", type=float, default=1200.0, help="seconds of one training at most")
-    made.add_argument("--probe", type=int, default=6, help="updates with which the ways of TRL are compared")
+    made.add_argument("--threads", type=int, nargs="+", default=(1, 2), help="of TRL")
+    made.add_argument("--parts", type=int, nargs="+", default=(1, 8), help="micro-batches of TRL with drawn lengths")
+    made.add_argument("--probe", type=int, default=6, help="updates with which the ways of TRL are compared: 2 or more")
     made.add_argument("--python", default=sys.executable, help="an interpreter that has trl and streamppo")
     made.add_argument("--json", type=Path)
     made.add_argument("--plot", type=Path)
@@ -296,21 +314,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], target: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = list(dict.fromkeys(row["case"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(names), figsize=(5 * len(names), 4), squeeze=False)
-    for axis, name in zip(axes[0], names, strict=True):
-        for row in (row for row in rows if row["case"] == name and not row["side"].endswith("updates")):
-            axis.plot(*zip(*row["curve"], strict=True), label=row["side"])
-        axis.axhline(target, color="gray", linewidth=0.5)
-        axis.set(title=name, xlabel="seconds from the start of the command", ylabel="held-out accuracy")
-        axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with plots.axes(path, len(names)) as axes:
+        for axis, name in zip(axes, names, strict=True):
+            for row in (row for row in rows if row["case"] == name and not row["side"].endswith("updates")):
+                axis.plot(*zip(*row["curve"], strict=True), label=row["side"])
+            axis.axhline(target, color="gray", linewidth=0.5)
+            axis.set(title=name, xlabel="seconds from the start of the command", ylabel="held-out accuracy")
+            axis.legend(fontsize="small")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
 """The embedded engine beside its peer: transformers' batched `generate`, same weights, one thread, in turns.
 
-python -m benchmarks.engine
+python benchmarks/engine.py --json engine.json [--no-peer] [--rounds 1]
 """
 
+import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.runs import machine
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
 
@@ -21,8 +27,8 @@ PROMPT = 6
 ROUNDS = 3
 
 
-def beside_generate() -> list[dict[str, Any]]:
-    """Tokens/s of both, for equal lengths, for lengths uniform in 1..64, and for answers of at most 4 tokens."""
+def measure(rounds: int = ROUNDS, peer: bool = True) -> list[dict[str, Any]]:
+    """Tokens/s for equal lengths, for lengths uniform in 1..64, and for answers of at most 4 tokens."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -43,21 +49,28 @@ def beside_generate() -> list[dict[str, Any]]:
         "uniform in 1..64 tokens": generator.integers(1, 65, 2048),
         "uniform in 1..4 tokens": generator.integers(1, 5, 4096),
     }
-    return [_compare(name, model, lengths) for name, lengths in cases.items()]
+    return [_measure(name, model, lengths, rounds, peer) for name, lengths in cases.items()]
 
 
-def _compare(name: str, model: Any, lengths: np.ndarray) -> dict[str, Any]:
-    ours, theirs = [], []
-    for _ in range(ROUNDS):
-        ours.append(int(lengths.sum()) / _ours(model, lengths))
-        theirs.append(int(lengths.sum()) / _theirs(model, lengths))
-    return {
+def _measure(name: str, model: Any, lengths: np.ndarray, rounds: int, peer: bool) -> dict[str, Any]:
+    tokens = int(lengths.sum())
+    ours, theirs, cpu_s = [], [], []
+    for _ in range(rounds):
+        begin = time.process_time()
+        ours.append(tokens / _ours(model, lengths))
+        cpu_s.append(time.process_time() - begin)
+        if peer:
+            theirs.append(tokens / _theirs(model, lengths))
+    row = {
         "case": name,
         "in_flight": IN_FLIGHT,
         "engine_tokens_per_s": round(statistics.median(ours)),
-        "generate_tokens_per_s": round(statistics.median(theirs)),
-        "ratio": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 2),
+        "engine_cpu_us_per_token": 1e6 * statistics.median(cpu_s) / tokens,
     }
+    if peer:
+        row["generate_tokens_per_s"] = round(statistics.median(theirs))
+        row["ratio"] = round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 2)
+    return row
 
 
 def _ours(model: Any, lengths: np.ndarray) -> float:
@@ -94,6 +107,19 @@ def _theirs(model: Any, lengths: np.ndarray) -> float:
     return time.perf_counter() - begin
 
 
+def main() -> None:
+    """Measure, print a line for each case, and write them down with the machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave transformers' generate out")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = measure(options.rounds, options.peer)
+    print(*map(json.dumps, rows), sep="\n")
+    if options.json:
+        costs = {f"engine, {row['case']}: CPU us a token": row["engine_cpu_us_per_token"] for row in rows}
+        options.json.write_text(json.dumps({"machine": machine(), "costs": costs, "cases": rows}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    for row in beside_generate():
-        print(json.dumps(row))
+    main()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.runs import machine
+from benchmarks.runs import ended, machine
 from streamppo.telemetry import metrics_file as lines
 
 CONFIG = Path(__file__).parent.parent / "configs" / "math.toml"
@@ -64,16 +64,6 @@ def measure(updates: int, overrides: list[str]) -> list[Growth]:
         for (pid, name), kib in late.items()
         if (pid, name) in early
     ]
-
-
-@contextlib.contextmanager
-def ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """End the run with the block, also where a time limit ends the benchmark."""
-    try:
-        yield run
-    finally:
-        run.terminate()
-        run.wait()
 
 
 def look(

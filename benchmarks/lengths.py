@@ -3,16 +3,23 @@
 The model answers as it always does, ends its answer with its end-of-sequence token, and goes on sampling until the
 drawn length: its folder names no token that ends a completion. All tokens are sampled and trained on; the reward reads
 the answer, up to the first end-of-sequence token.
+
+    python benchmarks/lengths.py --plot lengths.png      the drawn lengths
 """
 
+import argparse
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from statistics import NormalDist
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import plots
 from streamppo.tasks.tokenizer import END, SPECIALS
 from streamppo.types import Identity, Prompt, ScoredText
 
@@ -28,6 +35,8 @@ SIGMA, TAIL = 1.0, 1.3
 """Standard deviation of the logarithm; index of the Pareto distribution."""
 SEED = 1
 NORMAL = NormalDist()
+DRAWN = 20_000
+"""Completions of the plot."""
 
 
 def equal(prompt: Prompt, identity: Identity | None) -> int:
@@ -103,3 +112,20 @@ def without_end(model: Path, folder: Path) -> None:
     settings.write_text(json.dumps(kept))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+
+
+def main() -> None:
+    """Draw the share of completions that are longer, by length."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", type=Path, required=True)
+    options = parser.parse_args()
+    with plots.axes(options.plot, 1) as (axis,):
+        for shape in SHAPES:
+            drawn = sorted(draw(shape, number, 0) for number in range(DRAWN))
+            axis.loglog(drawn, [1 - place / DRAWN for place in range(DRAWN)], label=shape)
+        axis.set(xlabel="tokens", ylabel="share that is as long or longer")
+        axis.legend()
+
+
+if __name__ == "__main__":
+    main()

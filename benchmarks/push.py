@@ -1,6 +1,6 @@
 """Seconds and bytes of every step of a push: from the learner's float32 weights to an engine that decodes with them.
 
-    python benchmarks/push.py --json push.json [--gigabytes 1.0] [--repeat 3] [--no-store]
+    python benchmarks/push.py --json push.json --plot push.png [--gigabytes 1.0] [--repeat 3] [--no-store]
 
 A llama of that size in bf16. Everything happens in this process, one step after another, by the very functions that
 learner, pusher and embedded engine call: CPU seconds of all threads, and wall seconds. `swap` is the part during which
@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.runs import commit, machine
+from benchmarks import plots
+from benchmarks.runs import machine
 from streamppo.learner import policy
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.weights.buckets import Buckets, unflatten
@@ -109,6 +110,16 @@ def _rows(later: Sequence[Steps], first: Steps, gigabytes: float) -> dict[str, d
     }
 
 
+def _plot(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draw the CPU seconds of each step, those of the first push behind those of the later ones."""
+    names = [name for name in rows if name != "all"]
+    with plots.axes(path, 1, width=7) as (axis,):
+        axis.bar(names, [rows[name]["first_cpu_s_per_gb"] for name in names], color="lightgray", label="first push")
+        axis.bar(names, [rows[name]["cpu_s_per_gb"] for name in names], width=0.5, label="later ones")
+        axis.set(ylabel="CPU s a GB")
+        axis.legend()
+
+
 def main() -> None:
     """Push some versions, print a table, and write it down with the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,6 +127,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -129,8 +141,11 @@ def main() -> None:
     print(f"{way.gigabytes:.2f} GB; seconds a GB\n{'step':8} {'CPU':>8} {'wall':>8} {'CPU, first':>12}")
     for name, row in rows.items():
         print(f"{name:8} {row['cpu_s_per_gb']:8.3f} {row['wall_s_per_gb']:8.3f} {row['first_cpu_s_per_gb']:12.3f}")
+    if options.plot:
+        _plot(rows, options.plot)
     if options.json:
-        content = {"machine": machine(), "commit": commit(), "gigabytes": way.gigabytes, "steps": rows}
+        costs = {"push: CPU s a GB": rows["all"]["cpu_s_per_gb"]}
+        content = {"machine": machine(), "costs": costs, "gigabytes": way.gigabytes, "steps": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

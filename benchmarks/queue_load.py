@@ -1,6 +1,6 @@
 """Deliveries and tickets a second of the queue, journal and archive on, with many simulated engines.
 
-    python benchmarks/queue_load.py --json queue.json [--quick] [--engines 1 16 256] [--tokens 100 2000] [--seconds 4]
+    python benchmarks/queue_load.py --json queue.json --plot queue.png [--engines 1 16 256] [--tokens 100 2000]
 
 The queue's actor is an object in this process, and an engine is two coroutines of its event loop: this is the cost of
 the event loop, the rules, the journal and the archive, without Ray's calls. Every engine generates in no time, and so
@@ -28,7 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.runs import commit, machine
+from benchmarks import plots
+from benchmarks.runs import machine
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.queue.actor import QueueActor
@@ -188,6 +189,19 @@ def _push(version: int) -> bytes:
     return encode(Push(version=version, base_version=None, tensors=(), bucket_bytes=(), checksums=(str(version),)))
 
 
+def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:
+    """Draw deliveries a second, their latency and their cost by engines, with a line for each length."""
+    shown = {"deliveries_per_s": "deliveries/s", "deliver_p99_ms": "p99 of a delivery, ms"}
+    shown |= {"cpu_ms_per_delivery": "CPU ms a delivery"}
+    with plots.axes(path, len(shown)) as axes:
+        for axis, (name, label) in zip(axes, shown.items(), strict=True):
+            for tokens in dict.fromkeys(row["tokens"] for row in rows):
+                line = sorted((row["engines"], row[name]) for row in rows if row["tokens"] == tokens)
+                axis.loglog(*zip(*line, strict=True), "o-", label=f"{tokens:,.0f} tokens")
+            axis.set(xlabel="engines", ylabel=label)
+            axis.legend()
+
+
 def main() -> None:
     """Measure every case, print a table, and write it down with the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,6 +210,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--quick", action="store_true", help="three cases of two seconds: less than a minute")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     cases = QUICK if options.quick else [(engines, tokens) for tokens in options.tokens for engines in options.engines]
     seconds = 2.0 if options.quick else options.seconds
@@ -209,8 +224,16 @@ def main() -> None:
         shown = ("deliveries_per_s", "tickets_per_s", "cpu_ms_per_delivery", "lone_delivery_cpu_ms")
         shown += ("deliver_median_ms", "deliver_p99_ms", "ticket_median_ms")
         print(f"{engines:12} {tokens:12}", *(f"{row[name]:12.2f}" for name in shown), flush=True)
+    if options.plot:
+        _plot(rows, options.plot)
     if options.json:
-        content = {"machine": machine(), "commit": commit(), "seconds": seconds, "cases": rows}
+        costs = {
+            f"queue, {row['engines']:,} engines, {row['tokens']:,} tokens: CPU ms a delivery": row[
+                "cpu_ms_per_delivery"
+            ]
+            for row in rows
+        }
+        content = {"machine": machine(), "costs": costs, "seconds": seconds, "cases": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -4,11 +4,12 @@ import contextlib
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,20 +40,37 @@ def run(config: Path, overrides: Sequence[str], environment: Mapping[str, str] |
             process = subprocess.Popen(
                 command, env={**os.environ, **(environment or {})}, stdout=output, stderr=subprocess.STDOUT
             )
-            first_output_s, peak = 0.0, 0.0
-            while process.poll() is None:
-                if not first_output_s and log.stat().st_size:
-                    first_output_s = time.perf_counter() - begin
-                # Reading the memory maps of every process costs milliseconds; it must not slow down what it measures.
-                if first_output_s:
-                    peak = max(peak, _memory_mib(process.pid))
-                    time.sleep(2.0)
-                time.sleep(0.05)
+            with ended(process):
+                first_output_s, peak = _watched(process, log, begin)
         if process.returncode:
             sys.exit(f"{' '.join(command)}\nended with {process.returncode}:\n{log.read_text()[-4000:]}")
         (made,) = runs.iterdir()
         summary, updates = json.loads((made / SUMMARY).read_text()), lines.updates(made)
     return Run(summary, updates, first_output_s, peak)
+
+
+@contextlib.contextmanager
+def ended(run: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    """End the run with the block, also where a time limit ends the benchmark."""
+    try:
+        yield run
+    finally:
+        run.terminate()
+        run.wait()
+
+
+def _watched(process: "subprocess.Popen[bytes]", log: Path, begin: float) -> tuple[float, float]:
+    """Wait until a run ends; return the seconds until it wrote something, and its peak of memory in MiB."""
+    first_output_s, peak = 0.0, 0.0
+    while process.poll() is None:
+        if not first_output_s and log.stat().st_size:
+            first_output_s = time.perf_counter() - begin
+        # Reading the memory maps of every process costs milliseconds; it must not slow down what it measures.
+        if first_output_s:
+            peak = max(peak, _memory_mib(process.pid))
+            time.sleep(2.0)
+        time.sleep(0.05)
+    return first_output_s, peak
 
 
 def waiting(in_flight: int, where: str = "process") -> list[str]:
@@ -121,20 +139,24 @@ class Goal(NamedTuple):
     least: float | None = None
     most: float | None = None
 
-    def verdict(self, measured: float | None) -> dict[str, Any]:
-        """Say if it was met: None where nothing was measured."""
-        met = None
+    def verdict(self, *repeats: float) -> dict[str, Any]:
+        """Say if the median of the repeated measurements meets it: None without any."""
+        measured, met = statistics.median(repeats) if repeats else None, None
         if measured is not None:
             met = (self.least is None or measured >= self.least) and (self.most is None or measured <= self.most)
-        return {"goal": self.name, "least": self.least, "most": self.most, "measured": measured, "met": met}
+        spread = [min(repeats), max(repeats)] if repeats else None
+        bounds = {"least": self.least, "most": self.most}
+        return {"goal": self.name, **bounds, "measured": measured, "range": spread, "met": met}
 
 
 def told(verdict: Mapping[str, Any]) -> str:
     """A verdict in a line."""
     word = {True: "met", False: "NOT met", None: "not measured"}[verdict["met"]]
     bound = f"at least {verdict['least']:g}" if verdict["least"] is not None else f"at most {verdict['most']:g}"
-    measured = "" if verdict["measured"] is None else f": {verdict['measured']:.3g}"
-    return f"{word:12} {verdict['goal']}, {bound}{measured}"
+    if verdict["measured"] is None:
+        return f"{word:12} {verdict['goal']}, {bound}"
+    low, high = verdict["range"]
+    return f"{word:12} {verdict['goal']}, {bound}: {verdict['measured']:.3g} ({low:.3g} to {high:.3g})"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -146,12 +168,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: object) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def commit() -> str:
-    """The commit that is measured; it ends in "-dirty" if files differ from it."""
-    folder = Path(__file__).parent
-    return subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=folder, text=True).strip()
 
 
 def _cpu() -> str:

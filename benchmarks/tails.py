@@ -4,7 +4,9 @@
 
 Every case is a real run of configs/math.toml, of which the first `WARM` updates are left out. The model is the same in
 all of them; a completion ends at a length drawn from its identity (benchmarks/lengths.py). With a lag bound of 0
-nothing is ever too old, so that its one run counts for every treatment. The plot needs matplotlib (`streamppo[plots]`).
+nothing is ever too old, so that its one run counts for every treatment. The cases of the goals come first, and again
+for each `--repeat`; then the other lag bounds, then the other treatments. Every run is a line of tails.jsonl as soon as
+it has ended: the same command goes on after those that are there.
 """
 
 import argparse
@@ -12,14 +14,15 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import lengths
+from benchmarks import lengths, plots
+from benchmarks.campaign import Campaign, Row
 from benchmarks.runs import Goal, Run, machine, run, table, told
 
 CONFIG = Path("configs/math.toml")
@@ -29,9 +32,10 @@ SAMPLES = 4
 """queue.samples_per_prompt of configs/math.toml."""
 MAX_LAGS = (0, 1, 2, 4, 8, 16)
 TOO_OLD = ("mask", "drop", "wait")
+"""The first is that of configs/math.toml: goals are for it, and it stands for all at a lag bound of 0."""
 HEAVY = ("lognormal", "pareto")
 JUDGED = 4
-"""The lag bound that the goals speak of; `too_old` is that of configs/math.toml."""
+"""The lag bound that the goals speak of."""
 FASTER = {
     "equal": Goal("equal: trained tokens/s at max_lag 4 over max_lag 0", least=1.8),
     **{shape: Goal(f"{shape}: trained tokens/s at max_lag 4 over max_lag 0", least=2.8) for shape in HEAVY},
@@ -39,40 +43,58 @@ FASTER = {
 BUSY = {shape: Goal(f"{shape}: idle share of the learner at max_lag 4", most=0.05) for shape in lengths.SHAPES}
 
 
+class Case(NamedTuple):
+    """One run. `round` counts the repetitions of a case from 1."""
+
+    lengths: str
+    max_lag: int
+    too_old: str
+    round: int = 1
+
+
 def main() -> None:
     """Measure the chosen cases, print a table and the verdicts, and write them down with the machine."""
     options = _options()
-    about = machine()
-    rows: list[dict[str, Any]] = []
+    about, campaign = machine(), Campaign(options.json)
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         _, model = lengths.make_models(CONFIG, Path(folder))
-        for shape, max_lag, too_old in cases(options.only, options.max_lag, options.too_old):
-            made = run(CONFIG, overrides(model, shape, max_lag, too_old, options.updates))
-            rows.append({"lengths": shape, "max_lag": max_lag, "too_old": too_old, **measure(made, shape)})
-            print(table(rows[-1:]).splitlines()[len(rows) > 1 and -1 :], flush=True)
-    verdicts = judge(rows)
-    print(table(rows), *map(told, verdicts), sep="\n")
-    result = {"machine": about, "updates": options.updates, "goals": verdicts, "runs": rows}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        for case in cases(options.only, options.max_lag, options.too_old, options.repeat):
+            key = {**case._asdict(), "updates": options.updates}
+            rows.append(campaign.row(key, partial(_run, model, case, options)))
+            print(json.dumps(rows[-1]), flush=True)
+            if options.json:
+                result = {"machine": about, "updates": options.updates, "goals": judge(rows), "runs": rows}
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows), *map(told, judge(rows)), sep="\n")
     if options.plot:
         _plot(rows, options.plot)
 
 
-def cases(shapes: Sequence[str], max_lags: Sequence[int], too_old: Sequence[str]) -> Iterator[tuple[str, int, str]]:
-    """Every shape of lengths with every lag bound and treatment; with a lag bound of 0 only the first treatment."""
-    for shape, max_lag, treatment in product(shapes, max_lags, too_old):
-        if max_lag or treatment == too_old[0]:
-            yield shape, max_lag, treatment
+def cases(shapes: Sequence[str], max_lags: Sequence[int], too_old: Sequence[str], repeat: int) -> list[Case]:
+    """List the cases, the most important first; with a lag bound of 0 there is one treatment."""
+    judged = [
+        Case(shape, max_lag, TOO_OLD[0], number)
+        for number in range(1, repeat + 1)
+        for shape in shapes
+        for max_lag in (0, JUDGED)
+        if max_lag in max_lags and (max_lag == 0 or TOO_OLD[0] in too_old)
+    ]
+    every = (Case(shape, lag, treatment) for treatment in too_old for lag in max_lags if lag for shape in shapes)
+    return [*judged, *(case for case in every if case not in judged)]
 
 
-def overrides(model: Path, shape: str, max_lag: int, too_old: str, updates: int) -> list[str]:
+def _run(model: Path, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    return measure(run(CONFIG, overrides(model, case, options.updates)), case.lengths)
+
+
+def overrides(model: Path, case: Case, updates: int) -> list[str]:
     """Return all that differs from configs/math.toml in one case."""
     return [
         f"model.path={model}",
-        *lengths.overrides(shape),
-        f"queue.max_lag={max_lag}",
-        f"queue.too_old={too_old}",
+        *lengths.overrides(case.lengths),
+        f"queue.max_lag={case.max_lag}",
+        f"queue.too_old={case.too_old}",
         f"updates={updates}",
         "evaluation={every=0, prompts=8}",
         "checkpoint.every=0",
@@ -113,14 +135,15 @@ def mean_drawn(shape: str, trajectories: int) -> float:
 
 
 def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the verdict on every goal."""
-    found = {(row["lengths"], row["max_lag"]): row for row in rows if row["too_old"] == "mask" or not row["max_lag"]}
+    """Return the verdict on every goal. Speeds are compared within a round, whose runs follow one another."""
     verdicts: list[dict[str, Any]] = []
     for shape in lengths.SHAPES:
-        at_0, at_4 = found.get((shape, 0)), found.get((shape, JUDGED))
-        faster = at_4["trained_tokens_per_s"] / at_0["trained_tokens_per_s"] if at_0 and at_4 else None
-        verdicts.append(FASTER[shape].verdict(faster))
-        verdicts.append(BUSY[shape].verdict(at_4["learner_idle_share"] if at_4 else None))
+        of_shape = [row for row in rows if row["lengths"] == shape and row["too_old"] == TOO_OLD[0]]
+        at_0, at_4 = ({row["round"]: row for row in of_shape if row["max_lag"] == lag} for lag in (0, JUDGED))
+        both = [(at_4[number], at_0[number]) for number in at_4 if number in at_0]
+        faster = (one["trained_tokens_per_s"] / other["trained_tokens_per_s"] for one, other in both)
+        verdicts.append(FASTER[shape].verdict(*faster))
+        verdicts.append(BUSY[shape].verdict(*(row["learner_idle_share"] for row in at_4.values())))
     return verdicts
 
 
@@ -130,31 +153,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-lag", type=int, nargs="+", default=MAX_LAGS)
     parser.add_argument("--too-old", nargs="+", choices=TOO_OLD, default=TOO_OLD)
     parser.add_argument("--updates", type=int, default=45)
+    parser.add_argument("--repeat", type=int, default=2, help="rounds of the cases that have goals")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     shapes = list(dict.fromkeys(row["lengths"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        of_shape = [row for row in rows if row["lengths"] == shape]
-        synchronous = [row for row in of_shape if row["max_lag"] == 0]
-        for too_old in dict.fromkeys(row["too_old"] for row in of_shape):
-            line = [*synchronous, *(row for row in of_shape if row["too_old"] == too_old and row["max_lag"])]
-            axis.plot(
-                [row["max_lag"] for row in line], [row["trained_tokens_per_s"] for row in line], "o-", label=too_old
-            )
-        axis.set(title=f"{shape} lengths", xlabel="max_lag", ylabel="trained tokens/s", ylim=(0, None))
-        axis.legend(title="too_old")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with plots.axes(path, len(shapes)) as axes:
+        for axis, shape in zip(axes, shapes, strict=True):
+            of_shape = [row for row in rows if row["lengths"] == shape]
+            for too_old in dict.fromkeys(row["too_old"] for row in of_shape):
+                line = [row for row in of_shape if row["too_old"] == too_old or not row["max_lag"]]
+                lags = sorted({row["max_lag"] for row in line})
+                speeds = [[row["trained_tokens_per_s"] for row in line if row["max_lag"] == lag] for lag in lags]
+                axis.plot(lags, [statistics.median(found) for found in speeds], "o-", label=too_old)
+            axis.set(title=f"{shape} lengths", xlabel="max_lag", ylabel="trained tokens/s", ylim=(0, None))
+            axis.legend(title="too_old")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ def main() -> None:
     ]
     result = {"machine": machine(), "config": str(options.config), "overrides": options.set, "settings": rows}
     if options.peer:
-        from benchmarks.engine import beside_generate
+        from benchmarks import engine
 
-        result["engine"] = beside_generate()
+        result["engine"] = engine.measure()
     _print(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -296,6 +296,21 @@ def data(
     return data_sets.data(name, folder, to, split)
 
 
+@app.command
+def bench(
+    *,
+    json: Annotated[Path | None, Parameter(help="Write the result to this file.")] = None,
+    compare: Annotated[
+        Path | None, Parameter(help="A file of --json; what became slower makes the exit code 1.")
+    ] = None,
+    rounds: Annotated[Whole, Parameter(validator=Number(gte=1), help="How often to measure (default: 3).")] = 3,
+) -> int:
+    """Measure how fast streamppo is on this machine, in under five minutes. Needs the repository."""
+    from streamppo.commands import bench as command
+
+    return command.bench(command.PARTS, rounds, json, compare)
+
+
 # --- what they share -----------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,9 @@ from streamppo.algorithms.masked import on_last_token
 from streamppo.process import phase
 from streamppo.types import Batch, Trajectory, flags, floats, ints
 
+MUCH = 1 / 16
+"""Padding of a micro-batch, as a share of its budget, from which on it has rows of similar lengths alone."""
+
 
 class PaddedBatch(NamedTuple):
     """One batch as tensors, each row padded on the right to the longest.
@@ -178,6 +181,7 @@ def micro_batches(
     Every rank gets the same number of micro-batches, because each of them is a collective: where rows run out, a
     micro-batch is empty. Longest first, each row goes to the rank with the least work so far, so that padding is
     short and loads are equal to within one row. A row that is longer than the budget gets a micro-batch of its own.
+    With a heavy tail of lengths padding would be most of the work: short rows have other micro-batches than long ones.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     dealt: list[list[int]] = [[] for _ in range(ranks)]
@@ -193,13 +197,21 @@ def micro_batches(
 
 
 def _split_padded(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
-    """Longest first, so that the first row of a micro-batch is its padded width."""
+    """Longest first: the first row of a micro-batch is its width. Short rows begin another one where padding is much.
+
+    Much is more than `MUCH` of the budget; a row is short if it is not above half of the width.
+    """
     pieces: list[Tensor] = []
     start = 0
     while start < len(tokens):
-        count = max(1, budget // tokens[start])
-        pieces.append(rows[start : start + count])
-        start += count
+        width, end, padding = tokens[start], start, 0
+        for count in tokens[start : start + max(1, budget // width)]:
+            padding += width - count
+            if padding > MUCH * budget and 2 * count <= width:
+                break
+            end += 1
+        pieces.append(rows[start:end])
+        start = end
     return pieces
 
 

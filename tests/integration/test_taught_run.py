@@ -1,19 +1,20 @@
-"""A run whose teacher is a server: it learns beside failures of that server, goes on with another, and needs none."""
+"""A run of several turns, taught by a server: it learns beside its failures, goes on with another, and needs none."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import MATH
 from teacher_server import scored, teaching
 from test_recovery import command, replayed, resumed
-from test_run import finished, summary, updates
+from test_run import CALCULATOR, finished, summary, updates
 from transformers import AutoModelForCausalLM
 
 from streamppo.config import file as configfile
 from streamppo.learner import tiny
 from streamppo.queue import archive
-from streamppo.types import floats, ints
+from streamppo.types import flags, floats, ints
 
 SHORT = (
     "updates=3",
@@ -24,6 +25,8 @@ SHORT = (
     "checkpoint.every=2",
     "model.tiny.max_steps=3",
 )
+TURNS = (*CALCULATOR, "model.tiny.max_steps=10")
+"""Enough of a warm start for some calls of the calculator."""
 FAILS_EVERY = 9
 
 
@@ -33,7 +36,7 @@ def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_wh
 ) -> None:
     taught_by = tmp_path / "teacher"
     # Another seed is another model with the same characters.
-    tiny.make(configfile.load(MATH, ["model.tiny.max_steps=3", "seed=2"]), taught_by)
+    tiny.make(configfile.load(MATH, [*TURNS, "seed=2"]), taught_by)
     run = tmp_path / "math"
     with teaching(taught_by) as server:
 
@@ -41,7 +44,7 @@ def test_a_run_is_taught_by_a_server_goes_on_with_another_one_and_is_replayed_wh
             return (400, "not this one") if len(server.asked) % FAILS_EVERY == 0 else (200, answer)
 
         server.edit = at_times
-        finished(tmp_path, *SHORT, f"algorithm.teacher.url={server.url}", "algorithm.teacher.weight=0.1")
+        finished(tmp_path, *SHORT, *TURNS, f"algorithm.teacher.url={server.url}", "algorithm.teacher.weight=0.1")
     made = summary(tmp_path)
     (calls,) = [one for one in made["engines"]["scorers"] if one["name"] == "teacher"]
     assert calls["calls"] > 3 * 16 and calls["mean_s"] > 0
@@ -65,13 +68,16 @@ def test_a_run_whose_teacher_does_not_answer_ends_before_it_begins_with_the_reas
 
 
 def _columns_are_the_models(run: Path, folder: Path) -> None:
-    """Compare what was trained on with the model that the servers had."""
+    """Compare what was trained on with the model that the servers had: sampled tokens, in all turns, and no other."""
     found = archive.open(run)
     assert found.versions() == [0, 1, 2, 3, 4]
+    made = [one for version in found.versions() for one in found.batch(version).trajectories]
+    several = [one for one in made if not flags(one.mask).all()]
+    assert len(several) >= 3, "the calculator was called"
     lm = AutoModelForCausalLM.from_pretrained(folder)
-    for one in [one for version in found.versions() for one in found.batch(version).trajectories[:4]]:
-        prompt, tokens = ints(one.prompt_tokens).tolist(), ints(one.tokens).tolist()
+    for one in [*several[:12], *made[:8]]:
+        prompt, tokens, mask = ints(one.prompt_tokens).tolist(), ints(one.tokens).tolist(), flags(one.mask)
         body = {"input_ids": [*prompt, *tokens], "logprob_start_len": len(prompt) - 1}
         answer = scored(lm, {**body, "return_logprob": True, "sampling_params": {"max_new_tokens": 0}})
-        entries = answer["meta_info"]["input_token_logprobs"][1:]
-        assert floats(one.teacher_logprobs).tolist() == pytest.approx([entry[0] for entry in entries], abs=1e-5)
+        numbers = np.array([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
+        assert floats(one.teacher_logprobs) == pytest.approx(np.where(mask, numbers, 0.0), abs=1e-5)

@@ -59,6 +59,7 @@ def test_the_readme_names_the_commands_that_there_are() -> None:
         "reward-test",
         "report",
         "summary",
+        "bench",
     } >= commands
 
 

@@ -384,6 +384,19 @@ def test_the_heaviest_rank_is_ahead_of_the_lightest_by_its_shortest_row_at_most(
         assert heaviest.sum() - min(int(tokens.sum()) for tokens in rows) <= heaviest.min()
 
 
+def test_a_heavy_tail_of_lengths_is_padded_to_less_than_twice_its_tokens_and_other_rows_are_not_split_for_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn_B = (8 * (2 * torch.rand(512, generator=generator)) ** (-1 / 1.3)).clamp(4, 512).round().long() + 6
+    (share,) = micro_batches(torch.arange(512), drawn_B, 16384, 1)
+    assert sorted(torch.cat(share).tolist()) == list(range(512))
+    assert len(share) <= 6 and sum(len(rows) * int(drawn_B[rows].max()) for rows in share) < 1.5 * drawn_B.sum()
+    for lengths_B in (torch.full((512,), 13), torch.arange(512) % 8 + 8, torch.tensor([512, 6, 6])):
+        (share,) = micro_batches(torch.arange(len(lengths_B)), lengths_B, 16384, 1)
+        assert len(share) == 1
+    (joined,) = micro_batches(torch.arange(512), drawn_B, 16384, 1, padded=False)
+    assert len(joined) == 1, "without padding nothing is split for it"
+
+
 def test_rows_are_dealt_by_their_work_of_which_long_ones_have_more_than_tokens() -> None:
     tokens_B = torch.tensor([100, *[10] * 10])
     by_tokens = micro_batches(torch.arange(11), tokens_B, 400, 2)

@@ -9,18 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scripted import Scripted
 from teacher_server import Edit, Server, teaching
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from streamppo.config.task import Environment
 from streamppo.config.teacher import Teacher as Config
 from streamppo.errors import ModelError, TaskError, TeacherFailed
 from streamppo.rollout import teacher
-from streamppo.rollout.episode import Episode
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import Episode, Player
+from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.types import ScorerReport, floats
+from streamppo.types import Identity, Prompt, Reward, ScorerReport, Trajectory, flags, floats, ints
 
 VOCABULARY = 9
 ALPHABET = "0123+="
+EOS = "<eos>"
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +80,44 @@ def test_log_probs_are_those_of_the_model_for_every_token_that_the_policy_sample
     assert (report.name, report.calls, report.failed) == ("teacher", 2, 0)
     assert report.mean_s > 0
     assert {one["logprob_start_len"] for one in server.asked} == {1}
+
+
+class Twice:
+    """An environment that answers with twice the text, until that is "+"."""
+
+    async def reset(self, prompt: Prompt) -> str:
+        return prompt.text
+
+    async def step(self, text: str) -> Any:
+        return Done(1.0) if text == "+" else Observation(f"{text}{text}=", reward=0.5)
+
+
+async def _three_turns(tokenizer: Tokenizer, url: str) -> Trajectory:
+    """Play "12" and "3" and "+" and give the trajectory the teacher's log-probs."""
+    player = Player(Scripted(tokenizer, "12", "3", "+"), tokenizer, Environment(name=f"{__file__}:Twice"))
+    played = await player.play(Prompt(text="0+1=", columns={}), Sampling(16))
+    made = teacher.Teacher(Config(url=url))
+    column = await made.score(played)
+    await made.close()
+    return played.trajectory(Identity(task="t", prompt=0, sample=0), "a", played.reward(Reward()), column)
+
+
+def test_of_several_turns_every_sampled_token_has_its_log_prob_after_all_before_it_and_no_observation_has_one(
+    folder: Path, server: Server
+) -> None:
+    tokenizer = Tokenizer(folder)
+    one = asyncio.run(_three_turns(tokenizer, server.url))
+    prompt, tokens, mask = ints(one.prompt_tokens).tolist(), ints(one.tokens).tolist(), flags(one.mask)
+    texts = tokenizer.texts(tokens)
+    assert "".join(texts) == "12<eos>1212=3<eos>33=+<eos>"
+    assert [text for text, sampled in zip(texts, mask, strict=True) if sampled] == ["1", "2", EOS, "3", EOS, "+", EOS]
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logp = lm(torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)
+    places = range(len(prompt), len(prompt) + len(tokens))
+    each = [logp[place - 1, token].item() for place, token in zip(places, tokens, strict=True)]
+    found = floats(one.teacher_logprobs)
+    assert found.tolist() == pytest.approx(np.where(mask, each, 0.0), abs=1e-6)
+    assert (found[mask] < -0.01).all() and len(server.asked) == 1
 
 
 def meta(change: Callable[[list[Any]], Any]) -> Edit:

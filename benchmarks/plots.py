@@ -1,0 +1,21 @@
+"""How benchmarks draw: axes side by side in one file. Needs matplotlib (`pip install streamppo[plots]`)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def axes(path: Path, count: int, *, width: float = 5, height: float = 4, **shared: bool) -> Iterator[Any]:
+    """Give `count` axes in a row, each of `width` times `height` inches, and write `path` after the block."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, made = pyplot.subplots(1, count, figsize=(width * count, height), squeeze=False, **shared)
+    yield made[0]
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
