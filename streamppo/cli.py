@@ -217,6 +217,20 @@ def summary(
     return command.summary(folder, as_json=json)
 
 
+@app.command
+def trace(
+    folder: RunFolder,
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="The file to write (default: trace.json).")] = Path("trace.json"),
+) -> int:
+    """Write a file for Perfetto: updates, waits, pushes and restarts over time, with queue, engines and phases."""
+    folder = _existing(folder)
+    from streamppo.commands import trace as command
+
+    return command.trace(folder, to)
+
+
 @app.command(name="list")
 def list_runs(
     *,

@@ -1,0 +1,133 @@
+"""A run's lines as a trace that Perfetto and chrome://tracing open: who did what when, and who waited.
+
+Format: Trace Event Format (Chromium), times in microseconds. Updates and pushes are slices, the parts of an update
+inside of it; evaluations, restarts, and the driver's begins and ends are instants; the queue's trajectories, the
+engines' tokens and the phases of every process are counters, between one line of them and the next.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from streamppo.process import WHOLE
+from streamppo.telemetry.metrics_file import EngineLine, Line, PhasesLine, UpdateLine
+
+Event: TypeAlias = Mapping[str, object]
+PROCESS = 1
+LANES = ("driver", "learner", "push", "evaluation")
+"""The lanes of slices and instants, from the top."""
+INSIDE = ("wait_s", "score_s", "train_s")
+"""Parts of an update, in their order."""
+SHOWN = ("reward", "lag_mean", "lag_max", "ess", "entropy", "tokens_trained", "grad_norm")
+"""Metrics that stand beside an update."""
+
+
+def events(lines: Sequence[Line], name: str) -> list[Event]:
+    """All events of the run `name`, ordered by their begin."""
+    named: list[Event] = [_named("process_name", 0, name)]
+    named += [_named("thread_name", lane, title) for lane, title in enumerate(LANES)]
+    found = [*_slices(lines), *_instants(lines), *_counters(lines)]
+    return named + sorted(found, key=lambda event: _number(event["ts"]))
+
+
+def _named(kind: str, lane: int, name: str) -> Event:
+    return {"name": kind, "ph": "M", "ts": 0, "pid": PROCESS, "tid": lane, "args": {"name": name}}
+
+
+# --- slices --------------------------------------------------------------------------------------------------
+
+
+def _slices(lines: Sequence[Line]) -> Iterator[Event]:
+    updated = pushed = 0.0
+    for line in lines:
+        if "update" in line:
+            # Two clocks tell of one moment: slices of a lane may not overlap by the difference.
+            begin = max(updated, line["wall_s"] - line["update_s"])
+            yield from _update(line, begin)
+            pushed, updated = max(pushed, begin), line["wall_s"]
+            yield _slice("push", f"version {line['update'] - 1}", pushed, line["push_ms"] / 1e3, {})
+            pushed += line["push_ms"] / 1e3
+
+
+def _update(line: UpdateLine, begin: float) -> Iterator[Event]:
+    """An update from the moment at which it asked for its batch; inside of it the wait, and what came after it."""
+    numbers: Mapping[str, object] = {**line}
+    shown = {name: numbers[name] for name in SHOWN if name in numbers}
+    at = begin
+    yield _slice("learner", f"update {line['update']}", begin, line["wall_s"] - begin, shown)
+    for name in INSIDE:
+        lasts = min(_number(numbers.get(name, 0.0)), line["wall_s"] - at)
+        if lasts > 0:
+            yield _slice("learner", name.removesuffix("_s"), at, lasts, {})
+            at += lasts
+
+
+def _slice(lane: str, name: str, begin_s: float, lasts_s: float, shown: Mapping[str, object]) -> Event:
+    return _event("X", lane, name, begin_s) | {"dur": round(1e6 * lasts_s), "args": dict(shown)}
+
+
+# --- instants and counters -----------------------------------------------------------------------------------
+
+
+def _instants(lines: Sequence[Line]) -> Iterator[Event]:
+    for line in lines:
+        if "evaluation" in line:
+            told = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"
+            yield _event("i", "evaluation", f"version {line['evaluation']}: {told}", line["wall_s"]) | {"s": "t"}
+        elif "restart" in line:
+            yield _event("i", "driver", f"{line['restart']}: {line['reason']}", line["wall_s"]) | {"s": "p"}
+        elif "part" in line:
+            told = f"part {line['part']} begins at version {line['version']}"
+            yield _event("i", "driver", told, line["wall_s"]) | {"s": "p"}
+        elif "end" in line:
+            yield _event("i", "driver", f"ends: {line['end']}", line["wall_s"]) | {"s": "p"}
+
+
+def _counters(lines: Sequence[Line]) -> Iterator[Event]:
+    engines: dict[str, EngineLine] = {}
+    processes: dict[str, PhasesLine] = {}
+    for line in lines:
+        if "update" in line:
+            yield _counter("lag of the batch, mean", line["wall_s"], {"versions": _number(line.get("lag_mean", 0.0))})
+        elif "queue" in line:
+            yield _counter("queue", line["wall_s"], {"ready": line["queue"], "being sampled": line["in_flight"]})
+        elif "engine" in line:
+            before = engines.get(line["engine"])
+            engines[line["engine"]] = line
+            if before is not None and before["tokens"] <= line["tokens"]:
+                yield _rate(line, before)
+        elif "phases" in line:
+            before = processes.get(line["phases"])
+            processes[line["phases"]] = line
+            if before is not None:
+                yield from _spent(line, before)
+
+
+def _rate(line: EngineLine, before: EngineLine) -> Event:
+    """Tokens a second since the engine's last line; they stand at that one, as they hold from there on."""
+    lasts = max(line["wall_s"] - before["wall_s"], 1e-9)
+    rate = (line["tokens"] - before["tokens"]) / lasts
+    return _counter(f"{line['engine']}: tokens a second", before["wall_s"], {"tokens": rate})
+
+
+def _spent(line: PhasesLine, before: PhasesLine) -> Iterator[Event]:
+    """Seconds in each phase for each second since the process's last line; none if it began anew since then."""
+    lasts = max(line["wall_s"] - before["wall_s"], 1e-9)
+    shares = {
+        name: (wall_s - before["spent"].get(name, (0, 0.0, 0.0))[1]) / lasts
+        for name, (_, wall_s, _) in line["spent"].items()
+        if name != WHOLE
+    }
+    if shares and min(shares.values()) >= 0:
+        yield _counter(f"{line['phases']}: seconds a second", before["wall_s"], shares)
+
+
+def _counter(name: str, at_s: float, values: Mapping[str, float]) -> Event:
+    return {"name": name, "ph": "C", "ts": round(1e6 * at_s), "pid": PROCESS, "args": dict(values)}
+
+
+def _event(phase: str, lane: str, name: str, at_s: float) -> dict[str, object]:
+    return {"name": name, "ph": phase, "ts": round(1e6 * at_s), "pid": PROCESS, "tid": LANES.index(lane)}
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0.0
