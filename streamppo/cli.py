@@ -262,6 +262,14 @@ def export(
 
 
 @app.command
+def init(folder: Annotated[Path, Parameter(help="The new folder; its name is the project's.")], /) -> int:
+    """Begin a project that runs at once on a CPU: a configuration, a reward, data, a README."""
+    from streamppo.commands import init as command
+
+    return command.init(folder)
+
+
+@app.command
 def reward_test(
     config: ConfigFile,
     /,
