@@ -306,6 +306,20 @@ def check(
 
 
 @app.command
+def doctor(
+    *,
+    runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
+) -> int:
+    """Tell what this machine has and what is installed, what each feature lacks, and the remedy.
+
+    The exit code is 1 if no run can be made here.
+    """
+    from streamppo.commands import doctor as command
+
+    return command.doctor(runs)
+
+
+@app.command
 def data(
     name: Annotated[data_sets.Name, Parameter(help="Which data set.", show_choices=True)],
     /,

@@ -44,7 +44,7 @@ def check(config: Config, name: str, gpu_gib: float | None) -> int:
         findings = slow.add(findings, config, gpu_gib)
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
     echo(f"{configfile.show(config)}\n")
-    _print_table(sorted(findings, key=lambda one: one.state == "error"))
+    print_table(sorted(findings, key=lambda one: one.state == "error"))
     echo(f"\n{name}: {errors} errors, {absent} things that cannot be looked at here")
     return 1 if errors else 0
 
@@ -53,7 +53,8 @@ def _count(findings: Sequence[Finding], state: State) -> int:
     return sum(one.state == state for one in findings)
 
 
-def _print_table(findings: Sequence[Finding]) -> None:
+def print_table(findings: Sequence[Finding]) -> None:
+    """Print findings, one in a line."""
     rows = table("", "", "")
     for column in rows.columns[:2]:
         column.no_wrap = True
