@@ -19,6 +19,7 @@ class Tables(nn.Module):
 
     def __init__(self, probabilities_V: list[float]) -> None:
         super().__init__()
+        self.config = SimpleNamespace(hidden_size=1)
         self.logits_V = nn.Parameter(torch.tensor(probabilities_V, dtype=torch.float64).log().float())
 
 
