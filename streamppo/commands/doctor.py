@@ -12,7 +12,6 @@ import shutil
 import socket
 import tempfile
 import time
-from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
 
@@ -46,18 +45,16 @@ def doctor(runs: Path) -> int:
 def packages() -> Findings:
     """Python, every package that streamppo needs, and those of each extra, as its own metadata names them."""
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.platform()}")
-    needed: list[Requirement] = []
-    extras: defaultdict[str, list[Requirement]] = defaultdict(list)
-    names = metadata.metadata(PACKAGE).get_all("Provides-Extra") or []
-    for one in map(Requirement, metadata.requires(PACKAGE) or []):
-        if one.marker is None or one.marker.evaluate({"extra": ""}):
-            needed.append(one)
-        else:
-            for name in names:
-                if one.marker.evaluate({"extra": name}):
-                    extras[name].append(one)
+    found = [Requirement(one) for one in metadata.requires(PACKAGE) or []]
+    needed = [one for one in found if _is_for(one, "")]
     yield from _needed(needed)
-    yield from (_extra(name, extras[name]) for name in names)
+    for name in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
+        yield _extra(name, [one for one in found if one not in needed and _is_for(one, name)])
+
+
+def _is_for(one: Requirement, extra: str) -> bool:
+    """True for a package that this machine needs with `extra`; the extra "" is none."""
+    return one.marker is None or one.marker.evaluate({"extra": extra})
 
 
 def _needed(found: list[Requirement]) -> Findings:
