@@ -42,6 +42,17 @@ def test_the_readme_names_every_example() -> None:
     assert {Path(name).stem for name in named} == {Path(name).stem for name in files}
 
 
+def test_a_new_project_trains_with_its_own_reward(tmp_path: Path) -> None:
+    project = tmp_path / "sorting"
+    python("-m", "streamppo", "init", str(project))
+    short = ("updates=3", "queue.batch_size=32", "model.tiny.max_steps=40", "evaluation.prompts=16")
+    python("-m", "streamppo", "run", str(project / "run.toml"), "--runs", str(project / "runs"), *short)
+    found = updates(project / "runs" / "sorting")
+    assert len(found) == 3
+    assert all(0.0 < line["reward_placed"] <= 1.0 for line in found)
+    assert all(0.0 < line["reward"] < line["reward_placed"] for line in found), "letters in their place are worth less"
+
+
 def test_a_service_scores_a_run(tmp_path: Path) -> None:
     service = subprocess.Popen(
         [sys.executable, "examples/reward_service.py", "0"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
