@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from streamppo.commands.check import print_table
 from streamppo.commands.checks.finding import Finding, Findings, first_line
-from streamppo.commands.checks.machine import gpus_here
+from streamppo.commands.checks.machine import gpus_here, memory_mib
 from streamppo.driver import disk
 from streamppo.errors import RunError
 
@@ -94,8 +94,9 @@ def _version(name: str) -> str:
 
 def machine() -> Findings:
     """Cores, memory, GPUs, and the limits that Ray runs into."""
-    mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-    yield _enough("memory", mib, MEMORY_MIB, f"and {len(os.sched_getaffinity(0))} cores", "take a larger machine")
+    yield _enough(
+        "memory", memory_mib(), MEMORY_MIB, f"and {len(os.sched_getaffinity(0))} cores", "take a larger machine"
+    )
     gpus = gpus_here()
     text = f"{gpus} are seen" if gpus else "none: the embedded engine and the learner run on CPUs"
     yield Finding("GPUs", "ok", text)

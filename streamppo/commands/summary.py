@@ -10,7 +10,7 @@ from streamppo.driver import lock
 from streamppo.errors import RunError
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry import summary as summaries
-from streamppo.telemetry.record import SUMMARY
+from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import view
 from streamppo.telemetry.report.view import View
 
@@ -49,9 +49,7 @@ def list_runs(runs: Path) -> int:
 
 
 def _view(run: Path) -> View:
-    path = run / SUMMARY
-    known = json.loads(path.read_bytes()) if path.exists() else None
-    return View(run.name, metrics_file.read(run), known)
+    return View(run.name, metrics_file.read(run), read_summary(run))
 
 
 def _state(run: Path, shown: View) -> str:

@@ -15,7 +15,7 @@ from streamppo.config.correction import (
 )
 from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
 from streamppo.config.kl import Kl
-from streamppo.config.policy_loss import Clip, PolicyLoss, Reinforce
+from streamppo.config.policy_loss import Clip, OwnLoss, PolicyLoss, Reinforce
 from streamppo.config.teacher import Teacher
 
 
@@ -234,6 +234,16 @@ class Algorithm(Section, frozen=True):
     def has_critic(self) -> bool:
         """True if values are used, and so trained."""
         return isinstance(self.advantage, CRITIC_BASED)
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """The user's own functions, by the fields that name them."""
+        choices = {"advantage": self.advantage, "correction": self.correction, "policy_loss": self.policy_loss}
+        return {
+            field: choice.function
+            for field, choice in choices.items()
+            if isinstance(choice, OwnAdvantage | OwnCorrection | OwnLoss)
+        }
 
     @property
     def needs_proximal_first(self) -> str | None:

@@ -19,9 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from streamppo import durable
-from streamppo.config.algorithm import CRITICS, OwnAdvantage
-from streamppo.config.correction import OwnCorrection
-from streamppo.config.policy_loss import OwnLoss
+from streamppo.config.algorithm import CRITICS
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
 from streamppo.config.task import DataTask
@@ -89,10 +87,8 @@ def _named(config: Config, folder: Path) -> Iterator[Named]:
         yield Named("algorithm.critic.model", config.algorithm.critic.model, kept=True)
     if config.algorithm.teacher.model:
         yield Named("algorithm.teacher.model", config.algorithm.teacher.model, kept=True)
-    for field in ("advantage", "correction", "policy_loss"):
-        choice = getattr(config.algorithm, field)
-        if isinstance(choice, OwnAdvantage | OwnCorrection | OwnLoss):
-            yield Named(f"algorithm.{field}.function", _source(choice.function), kept=False)
+    for field, function in config.algorithm.own_functions.items():
+        yield Named(f"algorithm.{field}.function", _source(function), kept=False)
     if isinstance(config.task, DataTask):
         for name, source in config.task.sources.items():
             yield Named(f"task.sources.{name}.data", source.data, kept=True)

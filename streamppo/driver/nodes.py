@@ -14,9 +14,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from streamppo import durable
-from streamppo.config.algorithm import CRITICS, OwnAdvantage
-from streamppo.config.correction import OwnCorrection
-from streamppo.config.policy_loss import OwnLoss
+from streamppo.config.algorithm import CRITICS
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
@@ -44,9 +42,7 @@ def of_rank(config: Config, folder: Path) -> Needs:
     algorithm = config.algorithm
     folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
     given = _local([name for name in folders if name not in ("", BUILTIN, *CRITICS)])
-    choices = (algorithm.advantage, algorithm.correction, algorithm.policy_loss)
-    own = tuple(one.function for one in choices if isinstance(one, OwnAdvantage | OwnCorrection | OwnLoss))
-    return Needs(str(folder), token, given, own)
+    return Needs(str(folder), token, given, tuple(algorithm.own_functions.values()))
 
 
 def of_rollout(config: Config, rank: Needs) -> Needs:

@@ -23,10 +23,9 @@ from streamppo.queue.journal import Journal
 from streamppo.queue.state import settings_of
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry import diagnosis, metrics_file
-from streamppo.telemetry.record import SUMMARY
+from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import page
 from streamppo.telemetry.report.view import Piece, Row, Sample, View
-from streamppo.telemetry.summary import Summary
 from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"
@@ -83,7 +82,7 @@ ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "lag_histogram": {}}
 def _run(folder: Path) -> View:
     content = metrics_file.content(folder)
     view = View(folder.name, content.lines, notes=list(content.damage))
-    view.summary = _tried(view, lambda: _summary(folder))
+    view.summary = _tried(view, lambda: read_summary(folder))
     if (config := _tried(view, lambda: configfile.load(folder / configfile.CONFIG))) is None:
         return view
     view.config = configfile.show(config)
@@ -101,11 +100,6 @@ def _tried(view: View, part: Callable[[], T]) -> T | None:
     except (StreamppoError, OSError, ValueError) as error:
         view.notes.append(f"{error}")
         return None
-
-
-def _summary(folder: Path) -> Summary | None:
-    path = folder / SUMMARY
-    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def _queue(config: Config, folder: Path) -> QueueReport | None:

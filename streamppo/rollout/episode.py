@@ -41,13 +41,18 @@ class Episode(NamedTuple):
     end: Done = Done()
     candidates: Candidates | None = None
 
+    @property
+    def num_sampled(self) -> int:
+        """The tokens that the policy sampled."""
+        return int(np.count_nonzero(self.mask))
+
     def text(self, prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
         """Decode the part of it that rewards see."""
         return ScoredText(
             prompt=prompt.text,
             completion=tokenizer.decode(self.tokens),
             finish=self.finish,
-            num_tokens=int(np.count_nonzero(self.mask)),
+            num_tokens=self.num_sampled,
             tokens=self.tokens[self.mask].tobytes(),
             messages=prompt.messages,
             turns=self.turns,

@@ -169,17 +169,17 @@ class Worker:
 
     async def _sample(self, ticket: Ticket) -> None:
         """Take one trajectory from its ticket to the next delivery."""
-        sampled = 0
+        episode: Episode | None = None
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
             sampling = self._sampling._replace(max_tokens=self._limit(prompt, ticket.identity))
             episode = await self._player.play(prompt, sampling)
-            sampled = int(episode.mask.sum())
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
             self._finished.append(episode.trajectory(ticket.identity, self._name, reward, teacher_logprobs))
             self._trajectories += 1
         except FAILURES as error:
             stage, reason = _stage(error), utf8_safe(error)
+            sampled = episode.num_sampled if episode else 0
             failure = Failure(identity=ticket.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
             self._finished.append(failure)
         self._delivery_due.set()

@@ -5,12 +5,12 @@ while the run goes on; afterwards a finding tells from which update to which it 
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from statistics import fmean
 from typing import NamedTuple
 
 from streamppo.config.sections import Config
-from streamppo.telemetry.metrics_file import EvaluationLine, Line
+from streamppo.telemetry.metrics_file import EvaluationLine, Line, numbers
 from streamppo.telemetry.rules import RULES, WINDOW, Evidence, Numbers
 from streamppo.telemetry.summary import Summary
 
@@ -45,7 +45,7 @@ class Diagnosis:
         if "update" not in line:
             return []
         self._version = line["update"]
-        self._recent.append(_numbers(line))
+        self._recent.append(numbers(line))
         self._seen += 1
         if self._seen % WINDOW:
             return []
@@ -79,10 +79,6 @@ def of_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> 
         diagnosis.add(line)
     diagnosis.close(summary)
     return list(diagnosis.findings.values())
-
-
-def _numbers(line: Mapping[str, object]) -> Numbers:
-    return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
 
 
 def _means(updates: Iterable[Numbers]) -> Numbers:

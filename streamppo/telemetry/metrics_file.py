@@ -204,6 +204,11 @@ def _parse(text: bytes) -> Line | None:
     return content if is_line(content) else None
 
 
+def numbers(line: UpdateLine) -> dict[str, float]:
+    """Everything in an update's line that is a number: its version, its seconds, and its metrics."""
+    return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+
+
 def is_line(content: object) -> TypeGuard[Line]:
     """Tell if `content` has all that a line of its kind has."""
     kind = next(iter(content), None) if isinstance(content, dict) else None

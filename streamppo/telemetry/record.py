@@ -41,6 +41,12 @@ DAMAGE_SHOWN = 3
 log = logging.getLogger(__name__)
 
 
+def read_summary(folder: Path) -> Summary | None:
+    """Read summary.json of the run in `folder`; None if there is none, as long as it goes on or after a kill."""
+    path = folder / SUMMARY
+    return json.loads(path.read_bytes()) if path.exists() else None
+
+
 class Record:
     """The numbers of one run. `started` is the `time.perf_counter()` at which the command began.
 
@@ -180,8 +186,8 @@ class Record:
 
     def _tell(self, kind: str, value: int | str, more: Mapping[str, object], *, written: bool) -> None:
         """Show an event, and write it down if it is to be `written`."""
-        line = {kind: value, "wall_s": self.wall_s, **more}
-        self.display.line(cast(Line, line))
+        line = cast(Line, {kind: value, "wall_s": self.wall_s, **more})
+        self.display.line(line)
         if not written:
             return
         self._diagnose(line)
@@ -193,10 +199,9 @@ class Record:
                 self._file = self._open()
             self._file.write(json.dumps(line) + "\n")
 
-    def _diagnose(self, line: Mapping[str, object]) -> None:
-        if self.diagnosis is not None and metrics_file.is_line(line):
-            for finding in self.diagnosis.add(line):
-                log.warning("%s: %s: %s", finding.name, finding.numbers, finding.advice)
+    def _diagnose(self, line: Line) -> None:
+        for finding in self.diagnosis.add(line) if self.diagnosis else ():
+            log.warning("%s: %s: %s", finding.name, finding.numbers, finding.advice)
 
     def _open(self) -> TextIOWrapper:
         return (self.folder / metrics_file.METRICS).open("a", buffering=1)

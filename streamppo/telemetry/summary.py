@@ -106,7 +106,7 @@ class Summary(OfLines, OfQueue):
 def of_lines(lines: Sequence[Line]) -> OfLines:
     """Sum up the lines of a run. `wall_s` is that of the last of them."""
     updates = sorted((line for line in lines if "update" in line), key=lambda line: line["update"])
-    known = _in_order(lines)
+    known = in_order(lines)
     evaluations = [(line["evaluation"], line["accuracy"]) for line in lines if "evaluation" in line]
     # They end in any order; of those of one version, which a resumed run repeats, the last one counts as the newest.
     evaluations.sort(key=lambda one: one[0])
@@ -132,7 +132,7 @@ def of_lines(lines: Sequence[Line]) -> OfLines:
     }
 
 
-def _in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
+def in_order(lines: Sequence[Line]) -> list[UpdateLine | RemadeLine]:
     """Pick the lines of updates, as they were or remade, in the order of their versions."""
     found: dict[int, UpdateLine | RemadeLine] = {line["remade"]: line for line in lines if "remade" in line}
     found |= {line["update"]: line for line in lines if "update" in line}

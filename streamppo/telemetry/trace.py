@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from streamppo.process import WHOLE
+from streamppo.telemetry import timeline
 from streamppo.telemetry.metrics_file import EngineLine, Line, PhasesLine, UpdateLine
 
 Event: TypeAlias = Mapping[str, object]
@@ -41,7 +42,7 @@ def _slices(lines: Sequence[Line]) -> Iterator[Event]:
     for line in lines:
         if "update" in line:
             # Two clocks tell of one moment: slices of a lane may not overlap by the difference.
-            begin = max(updated, line["wall_s"] - line["update_s"])
+            begin = max(updated, timeline.asked_s(line))
             yield from _update(line, begin)
             pushed, updated = max(pushed, begin), line["wall_s"]
             yield _slice("push", f"version {line['update'] - 1}", pushed, line["push_ms"] / 1e3, {})
@@ -70,16 +71,13 @@ def _slice(lane: str, name: str, begin_s: float, lasts_s: float, shown: Mapping[
 
 def _instants(lines: Sequence[Line]) -> Iterator[Event]:
     for line in lines:
-        if "evaluation" in line:
-            told = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"
-            yield _event("i", "evaluation", f"version {line['evaluation']}: {told}", line["wall_s"]) | {"s": "t"}
-        elif "restart" in line:
-            yield _event("i", "driver", f"{line['restart']}: {line['reason']}", line["wall_s"]) | {"s": "p"}
-        elif "part" in line:
-            told = f"part {line['part']} begins at version {line['version']}"
-            yield _event("i", "driver", told, line["wall_s"]) | {"s": "p"}
-        elif "end" in line:
-            yield _event("i", "driver", f"ends: {line['end']}", line["wall_s"]) | {"s": "p"}
+        match timeline.told(line):
+            case ("evaluation", text):
+                yield _event("i", "evaluation", f"version {text}", line["wall_s"]) | {"s": "t"}
+            case (_, text):
+                yield _event("i", "driver", text, line["wall_s"]) | {"s": "p"}
+            case None:
+                pass
 
 
 def _counters(lines: Sequence[Line]) -> Iterator[Event]:

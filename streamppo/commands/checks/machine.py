@@ -51,6 +51,11 @@ def gpus_here() -> int:
     return here if shown is None else min(here, len([one for one in shown.split(",") if one.strip() not in ("", "-1")]))
 
 
+def memory_mib() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+
+
 def places(config: Config) -> Findings:
     """Tell what Ray is asked for, and whether a cluster of this machine alone has it."""
     plan, here = placement.plan(config), gpus_here()
@@ -69,7 +74,6 @@ def places(config: Config) -> Findings:
 
 
 def _object_store(mib: int) -> Findings:
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-    if mib > has:
+    if mib > (has := memory_mib()):
         text = f"cluster.object_store_mib ({mib}) is more than the memory of this machine, {has} MiB"
         yield Finding("object store", "not here", text)

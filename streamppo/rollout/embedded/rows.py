@@ -126,12 +126,9 @@ class Rows:
 
     def _prefill(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
         """Fill the cache of `rows` with `texts`, each different one computed once: samples of a prompt share it."""
-        keys = [text.tobytes() for text in texts]
-        # The last that is written stays: of equal texts, the first row.
-        first_of = {key: row for row, key in reversed(list(enumerate(keys)))}
-        leads = np.array([first_of[key] for key in keys])
-        firsts = np.flatnonzero(leads == np.arange(len(keys)))
-        different = [texts[int(first)] for first in firsts]
+        first_of: dict[bytes, int] = {}
+        leads = np.array([first_of.setdefault(text.tobytes(), row) for row, text in enumerate(texts)])
+        firsts, different = np.array([*first_of.values()]), [texts[row] for row in first_of.values()]
         lengths = np.array([len(text) for text in different])
         tokens_BP = np.zeros((len(different), int(lengths.max())), np.int64)
         for row, text in zip(tokens_BP, different, strict=True):
@@ -144,7 +141,7 @@ class Rows:
         )
         if len(firsts) == len(texts):
             return logits_BV
-        copies = np.flatnonzero(leads != np.arange(len(keys)))
+        copies = np.flatnonzero(leads != np.arange(len(texts)))
         sources, targets = rows[leads[copies]], rows[copies]
         self._decoder.copy(
             torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), int(lengths.max())

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, Sampled, UpdateLine
+from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, Sampled, UpdateLine, numbers
 
 WINDOW = 20
 """Updates that speeds and shares are averaged over."""
@@ -93,17 +93,13 @@ class State:
     @property
     def seconds_left(self) -> float | None:
         """The seconds that the updates take that are missing, at the pace of the newest ones; None before there are."""
-        if len(self.paces) < 2:
-            return None
-        spent = self.paces[-1].wall_s - self.paces[0].wall_s
-        return spent / (len(self.paces) - 1) * max(0, self.updates - self.version)
+        update_s = self.update_s
+        return None if update_s is None else update_s * max(0, self.updates - self.version)
 
     @property
     def update_s(self) -> float | None:
         """Seconds from one update to the next, of the newest ones."""
-        if len(self.paces) < 2:
-            return None
-        return (self.paces[-1].wall_s - self.paces[0].wall_s) / (len(self.paces) - 1)
+        return None if self._lasted_s is None else self._lasted_s / (len(self.paces) - 1)
 
     @property
     def learner_waits(self) -> float | None:
@@ -130,10 +126,14 @@ class State:
     @property
     def trained_per_s(self) -> float | None:
         """Tokens that the learner trains on in a second."""
-        if len(self.paces) < 2:
+        if self._lasted_s is None:
             return None
-        spent = self.paces[-1].wall_s - self.paces[0].wall_s
-        return sum(pace.tokens_trained for pace in list(self.paces)[1:]) / max(spent, 1e-9)
+        return sum(pace.tokens_trained for pace in list(self.paces)[1:]) / max(self._lasted_s, 1e-9)
+
+    @property
+    def _lasted_s(self) -> float | None:
+        """Seconds from the oldest to the newest of the paces; None before there are two."""
+        return self.paces[-1].wall_s - self.paces[0].wall_s if len(self.paces) > 1 else None
 
     @property
     def lag_histogram(self) -> dict[int, int]:
@@ -147,7 +147,7 @@ class State:
 
     def _add_update(self, line: UpdateLine) -> None:
         self.version = max(self.version, line["update"])
-        metrics = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        metrics = numbers(line)
         for name, values in self.curves.items():
             if name in metrics:
                 values.append(metrics[name])

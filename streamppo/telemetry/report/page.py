@@ -83,25 +83,22 @@ def charts(views: Sequence[View]) -> list[Chart]:
 
 def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping[str, object]]]) -> Chart:
     curves: list[Curve] = []
+    drawn: set[str] = set()
     for number, (one, run) in enumerate(zip(views, lines, strict=True)):
         for place, metric in enumerate(panel.metrics):
             points = _points(metric, one, run)
             name = " ".join([one.name] * (len(views) > 1) + [metric] * (len(panel.metrics) > 1)) or metric
             colour = (number if len(views) > 1 else place) % COLOURS
             if points:
+                drawn.add(metric)
                 curves.append(Curve(name, points, colour, dashed=len(views) > 1 and place > 0))
-    sentences = [
-        (metric, _sentence(metric))
-        for metric in panel.metrics
-        if any(_points(metric, *run) for run in zip(views, lines, strict=True))
-    ]
+    sentences = [(metric, _sentence(metric)) for metric in panel.metrics if metric in drawn]
     return Chart(panel.title, plot.curves(curves, "update"), sentences, curves if len(curves) > 1 else [])
 
 
 def _by_version(one: View) -> list[Mapping[str, object]]:
-    known: dict[int, Mapping[str, object]] = {line["remade"]: line for line in one.lines if "remade" in line}
-    known |= {line["update"]: line for line in one.lines if "update" in line}
-    return [{**line, "update": version} for version, line in sorted(known.items())]
+    """The lines of updates, as they were or remade; each has its version under the name `update`."""
+    return [{"update": line["remade"], **line} if "remade" in line else line for line in summary.in_order(one.lines)]
 
 
 def _points(metric: str, one: View, run: Sequence[Mapping[str, object]]) -> list[Point]:

@@ -1,7 +1,7 @@
 """Charts as SVG: curves, bars and a timeline. Colours come from the page's style, so that light and dark both fit.
 
 A script of the page reads values back from the points of a curve: `data-box` of its SVG has the corners of the axes.
-bokeh takes 2 s of CPU and 1.3 MB for as many charts, plotly 4.5 MB, and matplotlib's have colours of their own.
+bokeh takes 2 s of CPU and 1.3 MB for as many charts.
 """
 
 import math

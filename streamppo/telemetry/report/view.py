@@ -1,10 +1,11 @@
 """All that a report shows of one run, and the pieces of it that metrics.jsonl tells."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from streamppo.telemetry import summary as summaries
+from streamppo.telemetry import timeline
 from streamppo.telemetry.diagnosis import Finding
 from streamppo.telemetry.metrics_file import Line
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, short
@@ -121,10 +122,8 @@ def ledger(view: View) -> tuple[list[Row], str]:
 
 def _in_batches(lines: Sequence[Line]) -> dict[str, int]:
     """The sums over all updates that have a line, each once."""
-    known: dict[int, Mapping[str, object]] = {line["remade"]: line for line in lines if "remade" in line}
-    known |= {line["update"]: line for line in lines if "update" in line}
-    names = ("tokens", "tokens_trained", "tokens_too_old")
-    values = {name: [line.get(name, 0) for line in known.values()] for name in names}
+    known, names = summaries.in_order(lines), ("tokens", "tokens_trained", "tokens_too_old")
+    values = {name: [line.get(name, 0) for line in known] for name in names}
     return {name: round(sum(one for one in found if isinstance(one, int | float))) for name, found in values.items()}
 
 
@@ -146,25 +145,25 @@ def events(view: View) -> list[Event]:
     found: list[Event] = []
     updates = [line for line in view.lines if "update" in line]
     for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
-        end, begin = line["wall_s"], line["wall_s"] - line["update_s"]
+        begin, end, push_s = timeline.asked_s(line), line["wall_s"], line["push_ms"] / 1e3
         ready, name = begin + line["wait_s"], f"update {line['update']}"
         found.append(Event("learner", begin, ready, f"{name}: waited {line['wait_s']:.2f} s", 7))
         found.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s, reward {line['reward']:.3f}", 0))
-    for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
-        push_s, begin = line["push_ms"] / 1e3, line["wall_s"] - line["update_s"]
         found.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
     for line in view.lines:
-        at = line["wall_s"]
-        if "evaluation" in line:
-            accuracy = "no score" if line["accuracy"] is None else f"accuracy {line['accuracy']:.3f}"
-            found.append(Event("evaluation", at, at, f"after update {line['evaluation']}: {accuracy}", 1))
-        elif "restart" in line:
-            found.append(Event("restart", at, at, f"{line['restart']}: {line['reason']}", 3))
-        elif "part" in line:
-            found.append(Event("driver", at, at, f"part {line['part']} begins at version {line['version']}", 4))
-        elif "end" in line:
-            found.append(Event("driver", at, at, f"ends: {line['end']}", 3))
+        if (told := timeline.told(line)) is not None:
+            lane, before, colour = INSTANTS[told[0]]
+            found.append(Event(lane, line["wall_s"], line["wall_s"], before + told[1], colour))
     return found
+
+
+INSTANTS = {
+    "evaluation": ("evaluation", "after update ", 1),
+    "restart": ("restart", "", 3),
+    "part": ("driver", "", 4),
+    "end": ("driver", "", 3),
+}
+"""Lane, words before those of the event, and colour, by the kind of an event that takes no time."""
 
 
 def _duration(seconds: float) -> str:
