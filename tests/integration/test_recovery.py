@@ -274,7 +274,7 @@ def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_p
     with started(tmp_path, *SHORT, "updates=300", "checkpoint.every=0") as process:
         wait_for_updates(tmp_path, 6)
         process.kill()
-        assert gone(tmp_path)
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
     before = digests(tmp_path)
     refused = command("resume", str(tmp_path / "math"), "learner.lr=1e-5")
     assert refused.returncode == 1
