@@ -94,7 +94,7 @@ class Load:
             self.ticket_s.append(asked - begin)
             data = self.finished(tickets, name, self.version)
             begin = time.perf_counter()
-            await self.queue.deliver(data, encode(()))
+            await self.queue.deliver(name, self.version, data, encode(()))
             self.deliver_s.append(time.perf_counter() - begin)
 
     async def follow(self, name: str) -> None:
@@ -118,7 +118,7 @@ class Load:
         for ticket in tickets:
             data = self.finished([ticket], "holder", 0)
             begin = time.process_time()
-            await self.queue.deliver(data, encode(()))
+            await self.queue.deliver("holder", 0, data, encode(()))
             # Sleepers that were woken run before the loop comes back here for the third time.
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -141,7 +141,7 @@ async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> d
     await asyncio.sleep(SETTLED_S)
     lone_ms = await load.lone(held[:LONE])
     for first in range(LONE, len(held), HELD):
-        await queue.deliver(load.finished(held[first : first + HELD], "holder", 0), encode(()))
+        await queue.deliver("holder", 0, load.finished(held[first : first + HELD], "holder", 0), encode(()))
     tasks.append(asyncio.create_task(load.learn()))
     # The first versions free what the holder had.
     with suppress(TimeoutError):

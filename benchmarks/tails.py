@@ -31,8 +31,11 @@ WARM = 15
 SAMPLES = 4
 """queue.samples_per_prompt of configs/math.toml."""
 MAX_LAGS = (0, 1, 2, 4, 8, 16)
-TOO_OLD = ("mask", "drop", "wait")
-"""The first is that of configs/math.toml: goals are for it, and it stands for all at a lag bound of 0."""
+SEGMENTS = "segments"
+TOO_OLD = ("mask", "drop", "wait", SEGMENTS)
+"""The first is that of configs/math.toml: goals are for it, and it stands for all at a lag bound of 0. The last trains
+on what is not finished, so that next to nothing grows too old; a batch then has as many segments as else completions.
+"""
 HEAVY = ("lognormal", "pareto")
 JUDGED = 4
 """The lag bound that the goals speak of."""
@@ -94,7 +97,11 @@ def overrides(model: Path, case: Case, updates: int) -> list[str]:
         f"model.path={model}",
         *lengths.overrides(case.lengths),
         f"queue.max_lag={case.max_lag}",
-        f"queue.too_old={case.too_old}",
+        *(
+            ["queue.too_old=mask", "queue.segments={}"]
+            if case.too_old == SEGMENTS
+            else [f"queue.too_old={case.too_old}"]
+        ),
         f"updates={updates}",
         "evaluation={every=0, prompts=8}",
         "checkpoint.every=0",
@@ -104,14 +111,17 @@ def overrides(model: Path, case: Case, updates: int) -> list[str]:
 def measure(done: Run, shape: str) -> dict[str, Any]:
     """Return the numbers of one run, after its first updates; lags and drops are of all of it.
 
-    `length_share` is the mean length of what was trained on over the mean of what the same prompts were to be.
+    `length_share` is the mean length of what was trained on over the mean of what the same prompts were to be; with
+    segments, the share of what grew old enough to be trained on or lost that was trained on.
     """
     steady, summary = done.updates[WARM:], done.summary
     seconds = steady[-1]["wall_s"] - done.updates[WARM - 1]["wall_s"]
     batch = summary["trajectories"] // summary["updates"]
     trained = sum(row["tokens_trained"] for row in steady)
     tokens, too_old = (sum(row[name] for row in steady) for name in ("tokens", "tokens_too_old"))
-    mean_length = mean_drawn(shape, summary["trajectories"])
+    share = trained / (batch * len(steady)) / mean_drawn(shape, summary["trajectories"])
+    if any("segments_cut" in row for row in steady):
+        share = trained / (tokens + summary["tokens"]["too_old"])
     lag = summary["trained_lag"]
     return {
         "samples_per_s": batch * len(steady) / seconds,
@@ -124,7 +134,8 @@ def measure(done: Run, shape: str) -> dict[str, Any]:
         "masked_share": too_old / tokens,
         "dropped": summary["dropped"]["too_old"],
         "dropped_tokens": summary["dropped"]["too_old"] * summary["mean_tokens"]["dropped"],
-        "length_share": trained / (batch * len(steady)) / mean_length,
+        "length_share": share,
+        "segments_cut": statistics.fmean(row.get("segments_cut", 0.0) for row in steady),
         "seconds": seconds,
     }
 

@@ -132,13 +132,14 @@ class Identity(Crossing, frozen=True, order=True):
     """The stable name of one trajectory; consumed at most once under it.
 
     `prompt` is the position in the task's endless, seeded stream of prompts, so that the configuration and the
-    identity alone are enough to rebuild the prompt.
+    identity alone are enough to rebuild the prompt. `segment` counts the segments of an attempt; without any it is 0.
     """
 
     task: str
     prompt: int
     sample: int
     attempt: int = 0
+    segment: int = 0
 
 
 class Ticket(Crossing, frozen=True):
@@ -149,7 +150,9 @@ class Ticket(Crossing, frozen=True):
 
 
 class Trajectory(Crossing, frozen=True, omit_defaults=True):
-    """One finished, scored completion. All columns but `prompt_tokens` and `candidates` have T entries, T >= 1.
+    """One finished, scored completion, or a segment of one.
+
+    All columns but `prompt_tokens` and `candidates` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
     the distribution that was sampled from, and `versions` say which weights sampled each token; without
@@ -162,6 +165,9 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
 
     `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that the policy did not sample; without one
     they are empty.
+
+    A segment that others follow has `finish` "cut" and no reward: that of the whole comes with the last one. The tokens
+    of those before it are the last `prefix` of its `prompt_tokens`.
     """
 
     identity: Identity
@@ -171,8 +177,9 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     logprobs: bytes
     versions: bytes
     mask: bytes
-    finish: Literal["stop", "length"]
+    finish: Literal["stop", "length", "cut"]
     reward: float
+    prefix: int = 0
     token_rewards: bytes = b""
     candidates: bytes = b""
     candidate_counts: bytes = b""
@@ -267,6 +274,7 @@ class QueueReport(Crossing, frozen=True):
     """The queue's counters since the run began, and what it holds at this moment.
 
     `tokens` is the ledger of the tokens that the policy sampled: those under `delivered` are as many as all others.
+    `cut` segments are followed by others, or were to be: of those `orphaned`, the rest came to nothing.
     """
 
     version: int
@@ -283,6 +291,8 @@ class QueueReport(Crossing, frozen=True):
     mean_tokens_consumed: float
     mean_tokens_dropped: float
     tokens: dict[str, int]
+    cut: int = 0
+    orphaned: int = 0
     phases: dict[str, Spent] = {}
 
 

@@ -68,8 +68,10 @@ def inspect_prompt(run: Path, prompt: int) -> int:
     if not attempts:
         raise JournalError(f"{run}: prompt {prompt} was never issued")
     echo(f"{min(attempts).task} prompt {prompt}")
+    has_segments = any(identity.segment for identity in attempts)
     for identity, text in sorted(attempts.items()):
-        echo(f"  sample {identity.sample} attempt {identity.attempt}: {text}")
+        segment = _segment(identity) if has_segments else ""
+        echo(f"  sample {identity.sample} attempt {identity.attempt}{segment}: {text}")
     return 0
 
 
@@ -80,8 +82,9 @@ def _in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
         return {}
     numbers = counters.shape.slots_of(prompt)
     attempts = {one.identity: f"{one.state.replace('_', ' ')}: {one.reason}" for one in journal.ended(numbers)}
-    leases = {number: lease.version for lease in journal.leases() for number in lease.slots}
-    return attempts | {slot.identity: _waits(slot, leases.get(slot.number)) for slot in journal.slots(numbers)}
+    leases = {place: lease.version for lease in journal.leases() for place in lease.slots}
+    held = journal.slots(numbers)
+    return attempts | {slot.identity: _waits(slot, leases.get((slot.number, slot.part))) for slot in held}
 
 
 def _in_archive(found: Archive, versions: Iterable[Made], prompt: int) -> dict[Identity, str]:
@@ -112,7 +115,12 @@ def _waits(slot: SavedSlot, leased: int | None) -> str:
 def _title(trajectory: Trajectory) -> str:
     identity = trajectory.identity
     name = f"{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}"
-    return f"{name}, by {trajectory.actor}"
+    goes_on = identity.segment or trajectory.finish == "cut"
+    return f"{name}{_segment(identity) if goes_on else ''}, by {trajectory.actor}"
+
+
+def _segment(identity: Identity) -> str:
+    return f" segment {identity.segment}"
 
 
 def _lines(batch: Batch, trajectory: Trajectory, values: Floats | None, tokenizer: Tokenizer) -> Iterator[str]:

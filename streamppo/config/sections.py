@@ -2,7 +2,7 @@
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` selects the
 function that builds the object. file.py reads files and overrides; the mathematics is in algorithm.py, data in task.py,
-rewards in reward.py, engines in engine.py.
+the queue in queue.py, rewards in reward.py, engines in engine.py.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from streamppo.config.algorithm import Algorithm
 from streamppo.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Seconds, Section
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
+from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
 from streamppo.config.task import Environment, Task
 
@@ -122,26 +123,6 @@ class Rollout(Machine, frozen=True):
             yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
         if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
             yield refused
-
-
-# --- queue ---------------------------------------------------------------------------------------------------
-
-
-class Queue(Section, frozen=True):
-    """The trajectories that wait between rollout and learner."""
-
-    batch_size: Positive
-    """Trajectories of one update."""
-    max_lag: Count
-    """Hard bound on the age of a trained token, in versions; 0 is synchronous PPO."""
-    too_old: Literal["mask", "drop", "wait"]
-    """A token beyond max_lag: train the rest, sample the prompt again, or hold the flow in issue order."""
-    samples_per_prompt: Positive = 1
-    """Completions of each prompt."""
-    max_attempts: Positive = 3
-    """Tries of one trajectory before it is abandoned, counting failures only."""
-    max_failure_rate: Fraction = 0.5
-    """A higher share of failed trajectories stops the run."""
 
 
 # --- learner -------------------------------------------------------------------------------------------------
@@ -297,6 +278,8 @@ class Config(Section, frozen=True):
                 f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
             )
         yield from _proximal(self)
+        if queue.segments is not None:
+            yield from queue.segments.refuses(algorithm, self.rollout.engine)
         if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
             yield refused
         if self.environment is None and not self.reward.scorers:

@@ -30,9 +30,10 @@ class PaddedBatch(NamedTuple):
     `mask_BT` are the tokens that the policy sampled, `fresh_BT` those of them that max_lag still allows to train.
     `lag_BT` is version - the token's version. `rewards_BT` sums to `reward_B`; `components_B` are its components by
     name, float64, NaN for a trajectory that lacks one. `start_B` is P, the length of the prompt; `length_B` is the
-    completion's; `truncated_B` says that the completion was cut off. `candidates` [B, T] are there if some tokens were
-    sampled with top-p or top-k. `teacher_logprobs_BT` are there if a teacher's server gave some, NaN for a trajectory
-    that has none.
+    completion's; `truncated_B` says that the completion was cut off. `cut_B` are segments that others follow, and
+    `prefix_B` are the tokens of the segments before, which count as the prompt's. `candidates` [B, T] are there if some
+    tokens were sampled with top-p or top-k. `teacher_logprobs_BT` are there if a teacher's server gave some, NaN for a
+    trajectory that has none.
     """
 
     version: int
@@ -46,6 +47,8 @@ class PaddedBatch(NamedTuple):
     reward_B: Tensor
     rewards_BT: Tensor
     truncated_B: Tensor
+    cut_B: Tensor
+    prefix_B: Tensor
     prompt_B: Tensor
     components_B: Mapping[str, Tensor]
     candidates: Candidates | None = None
@@ -95,6 +98,8 @@ def pad(batch: Batch) -> PaddedBatch:
         reward_B=reward_B,
         rewards_BT=_rewards(trajectories, reward_B, mask_BT),
         truncated_B=torch.tensor([one.finish == "length" for one in trajectories]),
+        cut_B=torch.tensor([one.finish == "cut" for one in trajectories]),
+        prefix_B=torch.tensor([one.prefix for one in trajectories]),
         prompt_B=torch.tensor([one.identity.prompt for one in trajectories]),
         components_B=_components(trajectories),
         candidates=_candidates(trajectories, length_B),

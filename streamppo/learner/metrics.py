@@ -204,9 +204,7 @@ def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
     """The numbers of a batch that need no policy; `trained_BT` are its tokens that enter the loss."""
     lag = batch.lag_BT[batch.mask_BT].float()
     return {
-        "reward": batch.reward_B.mean().item(),
-        "length": batch.mask_BT.sum(-1).float().mean().item(),
-        "truncated": batch.truncated_B.float().mean().item(),
+        **_of_completions(batch),
         "tokens": float(batch.mask_BT.sum()),
         "tokens_too_old": float((batch.mask_BT & ~batch.fresh_BT).sum()),
         "tokens_trained": float(trained_BT.sum()),
@@ -216,6 +214,17 @@ def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
         **_candidates(batch),
         **{f"reward_{name}": value_B.nanmean().item() for name, value_B in batch.components_B.items()},
     }
+
+
+def _of_completions(batch: PaddedBatch) -> dict[str, float]:
+    """Describe the completions that ended, each by its last segment; a batch of segments may have none that did."""
+    ended_B = ~batch.cut_B
+    found = {"segments_cut": batch.cut_B.float().mean().item()} if batch.cut_B.any() or batch.prefix_B.any() else {}
+    if not ended_B.any():
+        return found
+    length_B = batch.prefix_B + batch.mask_BT.sum(-1)
+    means = {"reward": batch.reward_B, "length": length_B.float(), "truncated": batch.truncated_B.float()}
+    return found | {name: column_B[ended_B].mean().item() for name, column_B in means.items()}
 
 
 def _candidates(batch: PaddedBatch) -> dict[str, float]:

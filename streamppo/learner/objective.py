@@ -203,7 +203,7 @@ def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: Scored, rewards_BT: 
         rewards_BT,
         proximal.values_BT,
         batch.mask_BT,
-        proximal.bootstrap_B * (batch.truncated_B & choice.bootstrap_truncated),
+        _bootstrap(choice, batch, proximal),
         gamma=choice.gamma,
         lam_actor=lam,
         lam_critic=choice.critic_lam,
@@ -216,12 +216,17 @@ def _vtrace(choice: choices.VTrace, batch: PaddedBatch, proximal: Scored, reward
         rewards_BT,
         proximal.values_BT,
         batch.mask_BT,
-        proximal.bootstrap_B * (batch.truncated_B & choice.bootstrap_truncated),
+        _bootstrap(choice, batch, proximal),
         log_rho_BT,
         gamma=choice.gamma,
         lam=choice.lam,
         clip=vtrace.TraceClip(*choice.clip, choice.trace),
     )
+
+
+def _bootstrap(choice: choices.Bootstrapped, batch: PaddedBatch, proximal: Scored) -> Tensor:
+    """[B] values behind the last token: those of completions that go on, and, if chosen, of those that were cut off."""
+    return proximal.bootstrap_B * (batch.cut_B | (batch.truncated_B & choice.bootstrap_truncated))
 
 
 def _sequence_level(batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:

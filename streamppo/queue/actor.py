@@ -179,14 +179,19 @@ class QueueActor(ArchivedRuns):
         self._hear(actor, engine_version)
 
     @ray.method
-    async def deliver(self, trajectories: bytes, failures: bytes) -> None:
-        """Store all that a rollout actor has finished since it last called; in the journal when this returns."""
+    async def deliver(self, actor: str, engine_version: int, trajectories: bytes, failures: bytes) -> None:
+        """Store all that `actor` has finished since it last called; in the journal when this returns.
+
+        All segments that were due to be cut for `engine_version` have come with it.
+        """
+        self._heard[actor] = time.monotonic()
         if self._queue.limits is None:
             self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
         try:
             self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
             for failure in decode(failures, tuple[Failure, ...]):
                 self._queue.fail(failure)
+            self._queue.cut_for(actor, engine_version)
         finally:
             self._serve()
             # If these were too many failures, the letters that say why are kept.

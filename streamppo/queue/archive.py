@@ -13,6 +13,9 @@ table of them [B, components], NaN if a trajectory has none of a name. If there 
 the critic's expectation before it was sampled, as the update began. A file is complete when it has its name; it counts
 once the journal holds its SHA-256.
 
+With segments, `segment` is a trajectory's number in its completion, and `prefix` says how many of the last tokens of
+its prompt are of the segments before it.
+
 It is written under a name of its writer, and gets its own within the transaction that records it: a queue that was
 given up for dead, and still writes, comes too late for that. The journal also knows the range of prompts of each file,
 so that a prompt is found without opening all of them.
@@ -43,11 +46,15 @@ if TYPE_CHECKING:
     import pyarrow
 
 Column: TypeAlias = NDArray[np.generic]
-FINISH = ("stop", "length")
+FINISH = ("stop", "length", "cut")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
 RAGGED = {"token_rewards": floats, "candidates": ints, "candidate_counts": ints, "teacher_logprobs": floats}
 """Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
+
+
+IDENTITY = ("prompt", "sample", "attempt", "segment")
+"""Columns of an identity's numbers; the last one only with segments."""
 
 
 class Attributes(msgspec.Struct):
@@ -213,6 +220,9 @@ def _write(path: Path, batch: Batch, values: bytes) -> None:
         if any(parts := [getattr(one, name) for one in trajectories]):
             columns[name] = read(b"".join(parts))
             columns[f"{name}_offsets"] = _offsets([len(part) // 4 for part in parts])
+    if any(one.finish == "cut" or one.identity.segment for one in trajectories):
+        columns["segment"] = np.array([one.identity.segment for one in trajectories])
+        columns["prefix"] = np.array([one.prefix for one in trajectories])
     if values:
         columns["values"] = floats(values)
         assert len(columns["values"]) == len(columns["tokens"]), "one value for each token"
@@ -245,7 +255,7 @@ def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
     trajectories: list[Trajectory] = []
     for row, reward in enumerate(columns["reward"].tolist()):
         tokens = slice(at[row], at[row + 1])
-        number = {name: int(columns[name][row]) for name in ("prompt", "sample", "attempt")}
+        number = {name: int(columns[name][row]) for name in IDENTITY if name in columns}
         ragged = {name: columns[name][ends[row] : ends[row + 1]].tobytes() for name, ends in ragged_at.items()}
         trajectories.append(
             Trajectory(
@@ -255,6 +265,7 @@ def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 finish=words["finish"][row],  # pyright: ignore[reportArgumentType]
                 reward=reward,
                 components={} if components is None else _present(attributes.component_names, components[row]),
+                prefix=int(columns["prefix"][row]) if "prefix" in columns else 0,
                 versions_known=known is None or bool(known[row]),
                 **{name: columns[name][tokens].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
                 **ragged,

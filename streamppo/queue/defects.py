@@ -103,10 +103,11 @@ def _are_sound(trajectories: Sequence[Trajectory], limits: Limits | None) -> boo
         limits.candidates
         or limits.components
         or limits.teacher
-        or max(one.num_tokens for one in trajectories) > limits.completion
+        or max(one.prefix + one.num_tokens for one in trajectories) > limits.completion
     ):
         return False
-    if limits.prompt is not None and max(len(one.prompt_tokens) for one in trajectories) > 4 * limits.prompt:
+    longest = max(len(one.prompt_tokens) - 4 * one.prefix for one in trajectories)
+    if limits.prompt is not None and longest > 4 * limits.prompt:
         return False
     tokens = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
     return bool(tokens.min() >= 0 and tokens.max() < limits.vocabulary)
@@ -189,10 +190,11 @@ def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
         there = ", ".join(trajectory.components) or "none"
         return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {there})"
     prompt, tokens = ints(trajectory.prompt_tokens), ints(trajectory.tokens)
-    if limits.prompt is not None and len(prompt) > limits.prompt:
-        return f"too long: a prompt of {len(prompt)} tokens, and {limits.prompt} are allowed"
-    if len(tokens) > limits.completion:
-        return f"too long: a completion of {len(tokens)} tokens, and {limits.completion} are allowed"
+    before, so_far = len(prompt) - trajectory.prefix, len(tokens) + trajectory.prefix
+    if limits.prompt is not None and before > limits.prompt:
+        return f"too long: a prompt of {before} tokens, and {limits.prompt} are allowed"
+    if so_far > limits.completion:
+        return f"too long: a completion of {so_far} tokens, and {limits.completion} are allowed"
     candidates = ints(trajectory.candidates)
     for what, column in (("prompt", prompt), ("completion", tokens), ("candidates", candidates)):
         if (strange := column[(column < 0) | (column >= limits.vocabulary)]).size:

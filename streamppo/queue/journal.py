@@ -30,7 +30,7 @@ from streamppo.process import phase
 from streamppo.queue.records import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
 from streamppo.types import decode, encode
 
-FORMAT = 4
+FORMAT = 5
 """The number of the tables' format; a journal of another one is refused."""
 DEAD_LETTERS = 1000
 """Dead letters that are kept; the newest."""
@@ -44,12 +44,14 @@ log = logging.getLogger(__name__)
 TABLES = f"""
 begin immediate;
 create table if not exists state (name text primary key, value blob, checksum int) strict;
-create table if not exists slots (number integer primary key, row blob, checksum int) strict;
+create table if not exists slots (
+    number int, part int, row blob, checksum int, primary key (number, part)
+) strict, without rowid;
 create table if not exists leases (version integer primary key, row blob, checksum int) strict;
 create table if not exists versions (version integer primary key, row blob, checksum int) strict;
 create table if not exists configs (version integer primary key, row blob, checksum int) strict;
 create table if not exists ended (
-    number int, attempt int, row blob, checksum int, primary key (number, attempt)
+    number int, attempt int, segment int, row blob, checksum int, primary key (number, attempt, segment)
 ) strict, without rowid;
 create table if not exists dead_letters (
     prompt int, sample int, attempt int, row blob, checksum int, primary key (prompt, sample, attempt)
@@ -107,17 +109,17 @@ class Journal:
                 for version in made:
                     before_commit(version)
             db.executemany(
-                "insert or replace into slots values (?, ?, ?)",
-                [(slot.number, *_checked(slot)) for slot in changes.slots],
+                "insert or replace into slots values (?, ?, ?, ?)",
+                [(slot.number, slot.part, *_checked(slot)) for slot in changes.slots],
             )
             db.executemany(
                 "insert or replace into leases values (?, ?, ?)",
                 [(lease.version, *_checked(lease)) for lease in changes.leases],
             )
-            db.executemany("delete from slots where number = ?", [(number,) for number in changes.gone])
+            db.executemany("delete from slots where number = ? and part = ?", changes.gone)
             db.executemany(
-                "insert or ignore into ended values (?, ?, ?, ?)",
-                [(one.number, one.identity.attempt, *_checked(one)) for one in changes.ended],
+                "insert or ignore into ended values (?, ?, ?, ?, ?)",
+                [(one.number, one.identity.attempt, one.identity.segment, *_checked(one)) for one in changes.ended],
             )
             db.executemany(
                 "insert or ignore into versions values (?, ?, ?)",
@@ -142,8 +144,8 @@ class Journal:
         return found[0] if found else None
 
     def slots(self, numbers: range = ALL) -> list[SavedSlot]:
-        """The slots that are held, of these numbers, by their number."""
-        query = "select row, checksum from slots where number >= ? and number < ? order by number"
+        """The slots that are held, of these numbers, by number and part."""
+        query = "select row, checksum from slots where number >= ? and number < ? order by number, part"
         return self._rows("slots", query, SavedSlot, numbers.start, numbers.stop)
 
     def leases(self) -> list[Lease]:
@@ -161,7 +163,7 @@ class Journal:
 
     def ended(self, numbers: range = ALL) -> list[Ended]:
         """Every attempt at the slots of these numbers that came to nothing, by its slot and its number."""
-        query = "select row, checksum from ended where number >= ? and number < ? order by number, attempt"
+        query = "select row, checksum from ended where number >= ? and number < ? order by number, attempt, segment"
         return self._rows("ended", query, Ended, numbers.start, numbers.stop)
 
     def configs(self) -> dict[int, bytes]:

@@ -11,7 +11,10 @@ GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 
 
 class SavedSlot(Crossing, frozen=True):
-    """A slot that is held. Request `call` of `actor` has its ticket, or its trajectory is stored, or it is open."""
+    """A slot that is held, or a part of one.
+
+    Request `call` of `actor` has its ticket, or its trajectory is stored, or it is open.
+    """
 
     number: int
     identity: Identity
@@ -19,6 +22,7 @@ class SavedSlot(Crossing, frozen=True):
     call: int
     failures: int
     trajectory: Trajectory | None
+    part: int = 0
 
     @property
     def state(self) -> SlotState:
@@ -54,11 +58,11 @@ class Counters(Crossing, frozen=True):
 
 
 class Lease(Crossing, frozen=True):
-    """The batch of `version`: these slots, in this order."""
+    """The batch of `version`: these slots, by number and part, in this order."""
 
     version: int
     min_version: int
-    slots: tuple[int, ...]
+    slots: tuple[tuple[int, int], ...]
 
 
 class Ended(Crossing, frozen=True):
@@ -99,7 +103,7 @@ class Changes(NamedTuple):
     counters: Counters
     slots: tuple[SavedSlot, ...] = ()
     leases: tuple[Lease, ...] = ()
-    gone: tuple[int, ...] = ()
+    gone: tuple[tuple[int, int], ...] = ()
     dead: tuple[DeadLetter, ...] = ()
     ended: tuple[Ended, ...] = ()
 

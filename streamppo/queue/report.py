@@ -16,7 +16,7 @@ REFUSED = ("failed", "dead_letters", "duplicates")
 def report(state: QueueState) -> QueueReport:
     """Counters since the run began, and what the queue holds."""
     counts, dropped = state.counts, state.dropped
-    waiting = Counter(slot.state for slot in state.slots.values())
+    waiting = Counter(slot.state for slot in state.waiting())
     return QueueReport(
         version=state.version,
         ready=waiting[SlotState.READY],
@@ -24,6 +24,8 @@ def report(state: QueueState) -> QueueReport:
         issued=state.opened,
         stored=counts["stored"],
         consumed=counts["consumed"],
+        cut=counts["cut"],
+        orphaned=counts["orphaned"],
         duplicates=counts["duplicates"],
         dead_letters=counts["dead_letters"],
         dropped={reason: dropped[reason] for reason in DROPPED} | {"lost": counts["lost"]},
@@ -37,7 +39,7 @@ def report(state: QueueState) -> QueueReport:
 
 def _ledger(state: QueueState) -> dict[str, int]:
     """All sampled tokens that were delivered, and each of them once more under its end or the place where it is."""
-    ready = [slot.trajectory for slot in state.slots.values() if slot.trajectory is not None]
+    ready = [slot.trajectory for slot in state.waiting() if slot.trajectory is not None]
     leased = [trajectory for batch in state.leases.values() for trajectory in batch.batch.trajectories]
     return {
         **{name: state.tokens[name] for name in ("delivered", "consumed", *DROPPED, *REFUSED)},

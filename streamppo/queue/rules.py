@@ -16,7 +16,8 @@ Admission by example, with batch_size = 4, max_lag = 1 and one engine:
     1  1  4 to 7   (1 + 2 - 1) * 4 = 8   the engine has swapped: slots 8 to 11 open
     1  1  7        (1 + 2 - 1) * 4 = 8   slot 5 is abandoned: slot 12 opens in its place
 
-The states of a slot are drawn in slot.py. Every change is noted in `QueueState.unwritten`, for the journal.
+Segments have rules of their own (segments.py). The states of a slot are drawn in slot.py. Every change is noted in
+`QueueState.unwritten`, for the journal.
 """
 
 import heapq
@@ -26,6 +27,7 @@ from itertools import islice
 from streamppo.config.correction import Resample
 from streamppo.errors import QueueError
 from streamppo.process import phase
+from streamppo.queue import segments
 from streamppo.queue.defects import Limits, defect, defects
 from streamppo.queue.failures import FailureWindow
 from streamppo.queue.records import DeadLetter, Ended, Ending
@@ -75,8 +77,12 @@ class QueueRules:
         state, settings = self.state, self.settings
         while state.open and state.open[0].state is not SlotState.OPEN:
             heapq.heappop(state.open)
-        bound = (engine_version + settings.max_lag + 1 - state.version) * settings.batch_size
-        return bool(state.open) or state.held < bound
+        if settings.segments and (cut := segments.last_cut(state)) is not None:
+            engine_version = min(engine_version, cut)
+        bound = (engine_version + settings.admitted_lag + 1 - state.version) * settings.batch_size
+        # A segment of an engine that is behind would be older than the one that the slot was opened for.
+        again = state.open and not (settings.segments and engine_version < state.version and state.held > bound)
+        return bool(again) or state.held < bound
 
     @phase("store")
     def put_all(self, trajectories: Sequence[Trajectory]) -> None:
@@ -106,14 +112,21 @@ class QueueRules:
         if (newest := int(ints(trajectory.versions).max())) > self.state.version:
             raise QueueError(f"{trajectory.actor} sampled with version {newest}, which the ledger does not know")
         self._count_delivered(trajectory.num_sampled)
+        if trajectory.finish == "cut":
+            self._open_next_part(slot)
+        else:
+            self._recent.add(slot, None)
         slot.store(trajectory)
         self._touch(slot)
         slot.unit.missing -= 1
         self.state.counts["stored"] += 1
-        self._recent.add(slot, None)
         if slot.unit.missing == 0:
             self._complete(slot.unit)
         return True
+
+    def cut_for(self, actor: str, version: int) -> None:
+        """Note that `actor` has delivered all that was due to be cut for `version`."""
+        self.state.cut_for[actor] = max(version, self.state.cut_for.get(actor, version))
 
     def fail(self, failure: Failure) -> None:
         """Open the slot again, or abandon it. Raises `TooManyFailures` above the configured rate."""
@@ -126,6 +139,7 @@ class QueueRules:
         """Give `actor` up for dead, for ever: its slots are sampled again. No failure of the task."""
         self.state.fenced.add(actor)
         self.state.calls.pop(actor, None)
+        self.state.cut_for.pop(actor, None)
         issued = [slot for slot in self.state.slots.values() if slot.actor == actor]
         for slot in issued:
             self.state.counts["lost"] += 1
@@ -154,7 +168,7 @@ class QueueRules:
         if leased_only:
             return None
         min_version = version - self.settings.max_lag
-        chosen = self._choose(min_version)
+        chosen = self._choose_segments(min_version) if self.settings.segments else self._choose(min_version)
         if chosen is None:
             return None
         units, masked_tokens = chosen
@@ -183,7 +197,7 @@ class QueueRules:
         for unit in state.leases.pop(state.version).units:
             for slot in unit.slots:
                 slot.move(SlotState.CONSUMED)
-                state.unwritten.gone.append(slot.number)
+                state.unwritten.gone.append(slot.place)
         state.version = version
 
     # --- the pieces ------------------------------------------------------------------------------------------
@@ -198,7 +212,7 @@ class QueueRules:
     def _open_unit(self) -> None:
         state, size = self.state, self.settings.unit_size
         unit = Unit([], missing=size)
-        state.units[state.opened] = unit
+        state.units[state.opened, 0] = unit
         for number in range(state.opened, state.opened + size):
             prompt, sample = divmod(number, self.settings.samples_per_prompt)
             slot = Slot(number, Identity(task=self.settings.task, prompt=prompt, sample=sample), unit)
@@ -207,6 +221,14 @@ class QueueRules:
             self._touch(slot)
             heapq.heappush(state.open, slot)
         state.opened += size
+
+    def _open_next_part(self, slot: Slot) -> None:
+        """Wait for the rest of the completion, of which a segment has come."""
+        following = slot.go_on()
+        self.state.units[following.place] = following.unit
+        self.state.slots[slot.identity.prompt, slot.identity.sample] = following
+        self.state.counts["cut"] += 1
+        self._touch(following)
 
     def _issued(self, identity: Identity) -> Slot | None:
         """The slot that waits for the trajectory of `identity`, or else None and a duplicate more."""
@@ -251,8 +273,8 @@ class QueueRules:
         for slot in unit.slots:
             slot.move(SlotState.ABANDONED)
             self._end(slot, ending, reason)
-            self.state.unwritten.slots.pop(slot.number, None)
-            self.state.unwritten.gone.append(slot.number)
+            self.state.unwritten.slots.pop(slot.place, None)
+            self.state.unwritten.gone.append(slot.place)
 
     def _choose(self, min_version: int) -> tuple[list[Unit], int] | None:
         """The units of a batch, oldest first, and how many of their tokens are too old to be trained on.
@@ -279,6 +301,20 @@ class QueueRules:
                 return chosen, masked_tokens
         return None
 
+    def _choose_segments(self, min_version: int) -> tuple[list[Unit], int] | None:
+        """The segments of a batch, and how many of their tokens are too old. None while there is no whole batch.
+
+        A segment that has no others is given up: its rest is sampled already.
+        """
+        just_in_time = self.settings.segments and self.settings.segments.just_in_time
+        if just_in_time and segments.is_behind(self.settings, self.state, min_version):
+            return None
+        units, masked_tokens, given_up = segments.choose(self.state, min_version, self.settings.batch_size)
+        for unit in given_up:
+            self.state.ready_units -= 1
+            self._abandon(unit, "too_old", f"all of it was sampled before version {min_version}")
+        return (units, masked_tokens) if len(units) == self.settings.batch_size else None
+
     def _masked(self, unit: Unit, min_version: int) -> int | None:
         """Tokens of a ready unit that are too old; None if it cannot be trained on, and all of it is opened again."""
         ages = [count_older(trajectory, min_version) for trajectory in unit.trajectories]
@@ -303,11 +339,14 @@ class QueueRules:
             self.state.tokens[end] += tokens
 
     def _end(self, slot: Slot, ending: Ending, reason: str) -> None:
+        if ending != "too_old":
+            # Its segments are trained on: what they were sampled from is no less true.
+            self.state.counts["orphaned"] += slot.identity.segment
         ended = Ended(number=slot.number, identity=slot.identity, state=ending, reason=reason)
         self.state.unwritten.ended.append(ended)
 
     def _touch(self, slot: Slot) -> None:
-        self.state.unwritten.slots[slot.number] = slot
+        self.state.unwritten.slots[slot.place] = slot
 
 
 def _sampled(trajectories: Sequence[Trajectory]) -> int:

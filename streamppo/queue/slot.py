@@ -1,5 +1,7 @@
 """One admission slot, its states, and the unit of slots that are trained on together.
 
+With segments, a slot has a part for each: one that is ready or leased, and behind it the part that goes on.
+
 open ---> issued ---> ready ---> leased ---> consumed
  | ^        |  |        |  |
  | +--------+--|--------+  |      failed, a dead letter, lost with its actor, too old: attempt + 1 is to be sampled
@@ -18,7 +20,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from msgspec import structs
+
 from streamppo.types import Identity, Trajectory, flags, ints
+
+NO_CALL = -1
+"""The request of a part that goes on: none."""
 
 
 class SlotState(StrEnum):
@@ -45,7 +52,10 @@ NEXT: dict[SlotState, tuple[SlotState, ...]] = {
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One trajectory to be. `number` is its age; request `call` of `actor` was the last one that got its ticket."""
+    """One trajectory to be. `number` is its age; request `call` of `actor` was the last one that got its ticket.
+
+    `part` counts the segments of a slot, those of attempts that failed included.
+    """
 
     number: int
     identity: Identity
@@ -55,6 +65,12 @@ class Slot:
     call: int = 0
     failures: int = 0
     trajectory: Trajectory | None = None
+    part: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The name of the part, in the order of age."""
+        return self.number, self.part
 
     def __lt__(self, other: "Slot") -> bool:
         return self.number < other.number
@@ -73,6 +89,15 @@ class Slot:
         """Keep the finished trajectory."""
         self.move(SlotState.READY)
         self.trajectory, self.actor = trajectory, None
+
+    def go_on(self) -> "Slot":
+        """Return the part behind this one: `actor` goes on to sample it, and no request has its ticket."""
+        following = structs.replace(self.identity, segment=self.identity.segment + 1)
+        unit = Unit(missing=1)
+        slot = Slot(self.number, following, unit, SlotState.ISSUED, self.actor, NO_CALL, self.failures)
+        slot.part = self.part + 1
+        unit.slots.append(slot)
+        return slot
 
     def reopen(self) -> None:
         """Sample once more, under an identity that a trajectory still on its way does not have."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from streamppo.errors import JournalError
 from streamppo.queue.records import Changes, Counters, Lease, Saved, SavedSlot
 from streamppo.queue.rules import lease
-from streamppo.queue.slot import Slot, SlotState, Unit
+from streamppo.queue.slot import NO_CALL, Slot, SlotState, Unit
 from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings, nothing_unwritten
 
 
@@ -56,7 +56,7 @@ def rebuild(settings: Settings, saved: Saved, path: Path) -> QueueState:
     for one in saved.slots:
         _add(state, one, settings.unit_size)
     for one in saved.leases:
-        firsts = dict.fromkeys(number - number % settings.unit_size for number in one.slots)
+        firsts = dict.fromkeys((number - number % settings.unit_size, part) for number, part in one.slots)
         lease(state, one.version, one.min_version, [state.units[first] for first in firsts])
     state.ready_units = sum(unit.missing == 0 for unit in state.units.values())
     return state
@@ -72,7 +72,7 @@ def refuse_other_shape(settings: Settings, counters: Counters, path: Path) -> No
 
 
 def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
-    unit = state.units.setdefault(saved.number - saved.number % unit_size, Unit(missing=unit_size))
+    unit = state.units.setdefault((saved.number - saved.number % unit_size, saved.part), Unit(missing=unit_size))
     slot = Slot(
         number=saved.number,
         identity=saved.identity,
@@ -82,6 +82,7 @@ def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
         call=saved.call,
         failures=saved.failures,
         trajectory=saved.trajectory,
+        part=saved.part,
     )
     unit.slots.append(slot)
     state.slots[saved.identity.prompt, saved.identity.sample] = slot
@@ -89,7 +90,7 @@ def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
         heapq.heappush(state.open, slot)
     elif slot.state is SlotState.READY:
         unit.missing -= 1
-    elif slot.actor is not None:
+    elif slot.actor is not None and slot.call != NO_CALL:
         _add_to_request(state, slot.actor, slot)
 
 
@@ -108,9 +109,10 @@ def _saved(slot: Slot) -> SavedSlot:
         call=slot.call,
         failures=slot.failures,
         trajectory=slot.trajectory,
+        part=slot.part,
     )
 
 
 def _lease(version: int, leased: LeasedBatch) -> Lease:
-    numbers = tuple(slot.number for unit in leased.units for slot in unit.slots)
-    return Lease(version=version, min_version=leased.batch.min_version, slots=numbers)
+    places = tuple(slot.place for unit in leased.units for slot in unit.slots)
+    return Lease(version=version, min_version=leased.batch.min_version, slots=places)

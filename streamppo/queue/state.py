@@ -4,10 +4,12 @@ A queue that died is rebuilt by building its `QueueState` from the journal (snap
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from streamppo.config.correction import Resample
+from streamppo.config.queue import Segments
 from streamppo.config.sections import Config
 from streamppo.queue.records import DeadLetter, Ended, Shape
 from streamppo.queue.slot import Slot, Unit
@@ -18,7 +20,8 @@ class Settings(NamedTuple):
     """The queue that a configuration describes.
 
     `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together. `resample` says which groups teach
-    nothing, so that other prompts take their slots; None keeps all.
+    nothing, so that other prompts take their slots; None keeps all. `flow_lag` is the lag that admission aims at, by
+    default `max_lag`. With `segments`, units are single parts of slots.
     """
 
     task: str
@@ -30,11 +33,18 @@ class Settings(NamedTuple):
     max_attempts: int
     max_failure_rate: float
     resample: Resample | None = None
+    segments: Segments | None = None
+    flow_lag: int | None = None
 
     @property
     def unit_size(self) -> int:
         """Trajectories that are trained on together."""
         return self.samples_per_prompt if self.whole_groups else 1
+
+    @property
+    def admitted_lag(self) -> int:
+        """The lag that admission aims at."""
+        return self.max_lag if self.flow_lag is None else self.flow_lag
 
     @property
     def shape(self) -> Shape:
@@ -55,6 +65,8 @@ def settings_of(config: Config) -> Settings:
         too_old=queue.too_old,
         max_attempts=queue.max_attempts,
         max_failure_rate=queue.max_failure_rate,
+        segments=queue.segments,
+        flow_lag=queue.flow_lag,
     )
 
 
@@ -78,10 +90,13 @@ NEVER = Request(-1, [])
 
 @dataclass(slots=True)
 class Unwritten:
-    """Changes since the journal was last written: touched slots, those that are gone, new leases, and endings."""
+    """Changes since the journal was last written: touched slots, those that are gone, new leases, and endings.
 
-    slots: dict[int, Slot]
-    gone: list[int]
+    Slots are named by number and part.
+    """
+
+    slots: dict[tuple[int, int], Slot]
+    gone: list[tuple[int, int]]
     leases: list[int]
     dead_letters: list[DeadLetter]
     ended: list[Ended]
@@ -97,13 +112,16 @@ class QueueState:
     """Everything that a queue remembers.
 
     opened, abandoned    slots since the run began; the others are held or consumed
-    units, slots         open, issued and ready ones, oldest first; by their first number, by (prompt, sample)
+    units, slots         open, issued and ready ones, oldest first; by their first place, by (prompt, sample): of a slot
+                         with segments the newest part
     open                 a heap of slots to be sampled, oldest first; abandoned ones are skipped when they come up
     ready_units          units that are whole
     leases               batches by version, until the next version is published
     calls                the last request of each actor, which is answered again in the same way
     fenced               actors that were given up for dead
-    counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens
+    cut_for              by actor, the version for which all that was due has been cut and has arrived
+    counts               dead_letters, stored, duplicates, lost, consumed, masked_tokens; of segments, those that
+                         others follow (cut), and those whose attempt then came to nothing (orphaned)
     tokens               sampled tokens: delivered, and those of them that are no longer held, by their end
     dropped, failed      slots by the reason that ended them, failures by their stage
     """
@@ -112,12 +130,13 @@ class QueueState:
     opened: int = 0
     abandoned: int = 0
     ready_units: int = 0
-    units: dict[int, Unit] = field(default_factory=dict[int, Unit])
+    units: dict[tuple[int, int], Unit] = field(default_factory=dict[tuple[int, int], Unit])
     slots: dict[tuple[int, int], Slot] = field(default_factory=dict[tuple[int, int], Slot])
     open: list[Slot] = field(default_factory=list[Slot])
     leases: dict[int, LeasedBatch] = field(default_factory=dict[int, LeasedBatch])
     calls: dict[str, Request] = field(default_factory=dict[str, Request])
     fenced: set[str] = field(default_factory=set[str])
+    cut_for: dict[str, int] = field(default_factory=dict[str, int])
     counts: Counter[str] = field(default_factory=Counter[str])
     tokens: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
@@ -126,11 +145,18 @@ class QueueState:
 
     @property
     def held(self) -> int:
-        """Slots that were opened and are neither consumed nor abandoned; leased ones are held."""
-        return self.opened - self.abandoned - self.counts["consumed"]
+        """Slots that were opened, and parts of them, which are neither consumed nor abandoned; leased ones are held."""
+        return self.opened + self.counts["cut"] - self.abandoned - self.counts["consumed"]
 
     def forget(self, unit: Unit) -> None:
         """Take a unit out of those that wait: it is leased, or abandoned."""
         for slot in unit.slots:
-            del self.slots[slot.identity.prompt, slot.identity.sample]
-        del self.units[unit.slots[0].number]
+            key = slot.identity.prompt, slot.identity.sample
+            # Of a slot with segments the newest part alone is here.
+            if self.slots.get(key) is slot:
+                del self.slots[key]
+        del self.units[unit.slots[0].place]
+
+    def waiting(self) -> Iterator[Slot]:
+        """Every part that is neither leased nor gone."""
+        return (slot for unit in self.units.values() for slot in unit.slots)

@@ -1,11 +1,14 @@
 """The interface of every engine: token ids go in, tokens with log-probs and versions come out."""
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from streamppo.types import Floats, Ints
+
+if TYPE_CHECKING:
+    from streamppo.rollout.cuts import Cuts
 
 
 class Sampling(NamedTuple):
@@ -32,6 +35,10 @@ class Candidates(NamedTuple):
     tokens: Ints
     counts: Ints
 
+    def after(self, count: int) -> "Candidates":
+        """Leave out the first `count` tokens."""
+        return Candidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
+
 
 class Completion(NamedTuple):
     """One completion of T >= 1 tokens, the end-of-sequence token included when `finish` is "stop".
@@ -45,7 +52,7 @@ class Completion(NamedTuple):
     tokens: Ints
     logprobs: Floats
     versions: Ints
-    finish: Literal["stop", "length"]
+    finish: Literal["stop", "length", "cut"]
     versions_known: bool = True
     candidates: Candidates | None = None
 
@@ -78,8 +85,11 @@ class Engine(Protocol):
         """The version of the weights that the next token will be sampled with."""
         ...
 
-    async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
-        """Sample one completion of the token ids `prompt` [P]. Raises `ModelError` if it cannot fit."""
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: "Cuts | None" = None) -> Completion:
+        """Sample one completion of the token ids `prompt` [P], with segments where `cuts` says.
+
+        Raises `ModelError` if it cannot fit.
+        """
         ...
 
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:

@@ -7,13 +7,16 @@
 Sampled tokens are kept as they were sampled; observations are tokenised on their own and masked.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
+from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.engine import Candidates, Completion, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
@@ -33,7 +36,7 @@ class Episode(NamedTuple):
     logprobs: Floats
     versions: Ints
     mask: Flags
-    finish: Literal["stop", "length"]
+    finish: Literal["stop", "length", "cut"]
     turn_ends: tuple[int, ...]
     versions_known: bool = True
     turns: tuple[str, ...] = ()
@@ -47,7 +50,8 @@ class Episode(NamedTuple):
         return int(np.count_nonzero(self.mask))
 
     def text(self, prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
-        """Decode the part of it that rewards see."""
+        """Decode the part of it that rewards see. It has come to its end."""
+        assert self.finish != "cut"
         return ScoredText(
             prompt=prompt.text,
             completion=tokenizer.decode(self.tokens),
@@ -72,25 +76,34 @@ class Episode(NamedTuple):
             explanation="\n".join(filter(None, (self.end.explanation, scored.explanation))),
         )
 
-    def trajectory(self, identity: Identity, actor: str, reward: Reward, teacher_logprobs: bytes = b"") -> Trajectory:
-        """Make the scored trajectory that crosses to the queue."""
+    def trajectory(
+        self, identity: Identity, actor: str, reward: Reward, teacher_logprobs: bytes = b"", *, prefix: int = 0
+    ) -> Trajectory:
+        """Make the scored trajectory that crosses to the queue, of the tokens behind the first `prefix` of them."""
+        rest = slice(prefix, None)
+        candidates = None if self.candidates is None else self.candidates.after(prefix)
         return Trajectory(
             identity=identity,
             actor=actor,
-            prompt_tokens=self.prompt_tokens.tobytes(),
-            tokens=self.tokens.tobytes(),
-            logprobs=self.logprobs.tobytes(),
-            versions=self.versions.tobytes(),
-            mask=self.mask.tobytes(),
+            prompt_tokens=self.prompt_tokens.tobytes() + self.tokens[:prefix].tobytes(),
+            tokens=self.tokens[rest].tobytes(),
+            logprobs=self.logprobs[rest].tobytes(),
+            versions=self.versions[rest].tobytes(),
+            mask=self.mask[rest].tobytes(),
             finish=self.finish,
             versions_known=self.versions_known,
             reward=reward.total,
-            token_rewards=place(reward, self.mask, self.turn_ends),
-            candidates=b"" if self.candidates is None else self.candidates.tokens.tobytes(),
-            candidate_counts=b"" if self.candidates is None else self.candidates.counts.tobytes(),
-            teacher_logprobs=teacher_logprobs,
+            prefix=prefix,
+            token_rewards=place(reward, self.mask, self.turn_ends, prefix),
+            candidates=b"" if candidates is None else candidates.tokens.tobytes(),
+            candidate_counts=b"" if candidates is None else candidates.counts.tobytes(),
+            teacher_logprobs=teacher_logprobs[4 * prefix :],
             components=reward.components,
         )
+
+
+MakeCuts: TypeAlias = Callable[[Callable[[Completion], Episode], Ints], Cuts | None]
+"""Says where a turn is to be cut: see `handing.Handing.cuts`."""
 
 
 class Player:
@@ -107,33 +120,26 @@ class Player:
         """Count the steps of environments that held the event loop, by file and line."""
         return dict(self._stalls.counts) if self._stalls else {}
 
-    async def play(self, prompt: Prompt, sampling: Sampling) -> Episode:
-        """Play one episode. Raises one of `FAILURES`."""
+    async def play(self, prompt: Prompt, sampling: Sampling, make_cuts: MakeCuts | None = None) -> Episode:
+        """Play one episode; its turns are cut as `make_cuts` says. Raises one of `FAILURES`."""
         if self._environment is None or self._make is None or self._stalls is None:
             tokens = self.tokenizer.encode(prompt)
-            completion = await self._engine.generate(tokens, sampling)
-            count = len(completion.tokens)
-            return Episode(
-                tokens,
-                completion.tokens,
-                completion.logprobs,
-                completion.versions,
-                np.ones(count, dtype=np.bool_),
-                completion.finish,
-                (count - 1,),
-                completion.versions_known,
-                candidates=completion.candidates,
-            )
+            so_far = partial(_one_turn, tokens)
+            cuts = make_cuts(so_far, tokens[:0]) if make_cuts else None
+            return so_far(await self._engine.generate(tokens, sampling, cuts))
         async with environments.opened(self._make, self._stalls) as world:
-            return await self._converse(prompt, sampling, self._environment, world)
+            return await self._converse(prompt, sampling, self._environment, world, make_cuts)
 
-    async def _converse(self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: World) -> Episode:
+    async def _converse(
+        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: World, make_cuts: MakeCuts | None
+    ) -> Episode:
         opening = _opening(prompt, await world.begin(prompt))
         columns = Columns(self.tokenizer.encode(opening))
         for turn in range(1, limits.max_turns + 1):
             room = limits.max_tokens - columns.length
+            cuts = make_cuts(columns.cut, columns.versions()) if make_cuts else None
             completion = await self._engine.generate(
-                columns.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room))
+                columns.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room)), cuts
             )
             columns.add_turn(completion, self.tokenizer.decode(completion.tokens))
             if completion.finish == "length":
@@ -166,6 +172,18 @@ class Columns:
         """Join all tokens so far, the prompt's first."""
         return np.concatenate([self.prompt_tokens, *(part[0] for part in self._parts)])
 
+    def versions(self) -> Ints:
+        """Join the versions of all tokens so far but the prompt's."""
+        return np.concatenate([np.zeros(0, np.int32), *(part[2] for part in self._parts)])
+
+    def cut(self, completion: Completion) -> Episode:
+        """The episode so far, with a turn that goes on."""
+        columns = copy(self)
+        columns.turns, columns._parts = [*self.turns], [*self._parts]
+        columns._turn_ends, columns._candidates = [*self._turn_ends], [*self._candidates]
+        columns.add_turn(completion, "")
+        return columns.episode("cut", Done())
+
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add a turn of the policy, which reads `text`."""
         self._add(completion.tokens, completion.logprobs, completion.versions, sampled=True)
@@ -184,7 +202,7 @@ class Columns:
         self._parts.append((tokens, logprobs, versions, np.full(len(tokens), sampled)))
         self.length += len(tokens)
 
-    def episode(self, finish: Literal["stop", "length"], end: Done) -> Episode:
+    def episode(self, finish: Literal["stop", "length", "cut"], end: Done) -> Episode:
         """Join the columns; a turn that was cut off has no reward of its own."""
         tokens, logprobs, versions, mask = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         rewards = (*self.rewards, *[0.0] * (len(self.turns) - len(self.rewards)))
@@ -215,6 +233,21 @@ class Columns:
         return Candidates(np.concatenate(tokens), np.concatenate(counts))
 
 
+def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
+    count = len(completion.tokens)
+    return Episode(
+        prompt_tokens,
+        completion.tokens,
+        completion.logprobs,
+        completion.versions,
+        np.ones(count, dtype=np.bool_),
+        completion.finish,
+        (count - 1,),
+        completion.versions_known,
+        candidates=completion.candidates,
+    )
+
+
 def _opening(prompt: Prompt, worded: str | tuple[Message, ...]) -> Prompt:
     """Replace the prompt's content by the environment's wording of it."""
     if isinstance(worded, str):
@@ -223,11 +256,11 @@ def _opening(prompt: Prompt, worded: str | tuple[Message, ...]) -> Prompt:
     return Prompt(text=text, columns={}, messages=worded, max_tokens=prompt.max_tokens)
 
 
-def place(reward: Reward, mask: Flags, turn_ends: Sequence[int]) -> bytes:
+def place(reward: Reward, mask: Flags, turn_ends: Sequence[int], prefix: int = 0) -> bytes:
     """Place a trajectory's rewards: [T] as a bytes column; empty when all of it stands on the last sampled token.
 
     `mask` [T] is true for sampled tokens, `turn_ends` are the places of the turns' last tokens. The column sums to
-    `reward.total`.
+    `reward.total`. Rewards of the first `prefix` tokens, which are not in it, stand on the first sampled one behind.
     """
     if not reward.tokens and not reward.turns:
         return b""
@@ -238,4 +271,6 @@ def place(reward: Reward, mask: Flags, turn_ends: Sequence[int]) -> bytes:
     if reward.turns:
         rewards[list(turn_ends)] += np.asarray(reward.turns, dtype=np.float32)
     rewards[sampled[-1]] += np.float32(reward.score)
-    return rewards.tobytes()
+    if prefix:
+        rewards[sampled[sampled >= prefix][0]] += rewards[:prefix].sum()
+    return rewards[prefix:].tobytes()

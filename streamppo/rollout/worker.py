@@ -25,6 +25,7 @@ from streamppo.queue.source import BEAT_S
 from streamppo.rollout import build, teacher
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.follower import Follower, pull
+from streamppo.rollout.handing import Handing
 from streamppo.rollout.teacher import Teacher
 from streamppo.tasks import limits
 from streamppo.tasks import task as tasks
@@ -140,6 +141,9 @@ class Worker:
         """Tell the queue without end that this actor lives: one that is full calls it for nothing else in a swap."""
         while True:
             await self._queue.beat.remote(self._name)
+            if self._config.queue.segments:
+                # A queue that begins anew must hear up to which version they were cut.
+                self._delivery_due.set()
             await asyncio.sleep(BEAT_S)
 
     # --- the life of a trajectory ----------------------------------------------------------------------------
@@ -170,20 +174,25 @@ class Worker:
     async def _sample(self, ticket: Ticket) -> None:
         """Take one trajectory from its ticket to the next delivery."""
         episode: Episode | None = None
+        handing = Handing(ticket, self._name, self._config, self._hand_over)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
             sampling = self._sampling._replace(max_tokens=self._limit(prompt, ticket.identity))
-            episode = await self._player.play(prompt, sampling)
+            episode = await self._player.play(prompt, sampling, handing.cuts)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
-            self._finished.append(episode.trajectory(ticket.identity, self._name, reward, teacher_logprobs))
+            last = episode.trajectory(handing.identity, self._name, reward, teacher_logprobs, prefix=handing.prefix)
+            self._hand_over(last)
             self._trajectories += 1
         except FAILURES as error:
             stage, reason = _stage(error), utf8_safe(error)
-            sampled = episode.num_sampled if episode else 0
-            failure = Failure(identity=ticket.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
-            self._finished.append(failure)
-        self._delivery_due.set()
+            sampled = int(episode.mask[handing.prefix :].sum()) if episode else 0
+            failure = Failure(identity=handing.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
+            self._hand_over(failure)
         self._free.release()
+
+    def _hand_over(self, result: Trajectory | Failure) -> None:
+        self._finished.append(result)
+        self._delivery_due.set()
 
     async def _score_and_teach(self, prompt: Prompt, episode: Episode) -> tuple[Reward, bytes]:
         """Ask for the rewards, and beside them for the log-probs of a teacher's server; without one these are empty."""
@@ -207,11 +216,12 @@ class Worker:
             await asyncio.sleep(GATHER_S)
             self._delivery_due.clear()
             with phase("deliver"):
-                results, self._finished = self._finished, []
+                # All segments that were cut for this version are among the results, or were before.
+                version, results, self._finished = self._engine.version, self._finished, []
                 trajectories = tuple(result for result in results if isinstance(result, Trajectory))
                 failures = tuple(result for result in results if isinstance(result, Failure))
                 delivery = encode(trajectories), encode(failures)
-            await self._queue.deliver.remote(*delivery)
+            await self._queue.deliver.remote(self._name, version, *delivery)
 
     # --- evaluation and counters -----------------------------------------------------------------------------
 

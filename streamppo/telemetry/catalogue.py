@@ -51,9 +51,6 @@ PHASES = {
 """In lines of phases, by the kind of process that has them. Of ranks the first one has a line."""
 
 UPDATE = {
-    "reward": "mean reward of the batch",
-    "length": "tokens that the policy sampled, mean per trajectory",
-    "truncated": "share of completions cut off, at max_tokens or at an environment's last turn",
     "tokens": "tokens of the batch that the policy sampled",
     "tokens_too_old": "tokens of the batch beyond max_lag, left out of the loss",
     "tokens_trained": "tokens of the batch that are for the loss: young enough, of a group that teaches, not filtered",
@@ -103,6 +100,10 @@ UPDATE = {
 comes before that step, by the first pass over each row. "proximal" is the policy that algorithm.proximal says."""
 
 SOMETIMES = {
+    "reward": "mean reward of the batch's completions; with queue.segments, of those that ended in it, if any did",
+    "length": "tokens of these that the policy sampled, mean per completion",
+    "truncated": "share of these that were cut off, at max_tokens or at an environment's last turn",
+    "segments_cut": "share of the batch's segments that were cut, and go on; with queue.segments",
     "reference_kl": "nats per response, k3 estimate of KL(learner || first model), by weight; with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "entropy_weight": "weight of the entropy bonus in this update; with [algorithm.entropy_control]",

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypedDict, TypeGuard
+from typing import NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 
 import msgspec
 
@@ -28,7 +28,7 @@ class UpdateLine(TypedDict):
 
     update: int
     wall_s: float
-    reward: float
+    reward: NotRequired[float]
     tokens_trained: float
     tokens_too_old: float
     wait_s: float
@@ -42,7 +42,7 @@ class RemadeLine(TypedDict):
 
     remade: int
     wall_s: float
-    reward: float
+    reward: NotRequired[float]
     tokens_trained: float
     tokens_too_old: float
     lag_histogram: dict[str, int]

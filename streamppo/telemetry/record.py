@@ -175,8 +175,10 @@ class Record:
 
     def _line(self, report: UpdateReport) -> str:
         m = report.metrics
+        # A batch of segments may have no end of a completion, which is where rewards are.
+        reward = f"{m['reward']:.3f}" if "reward" in m else "-"
         return (
-            f"[{self.wall_s:6.1f}s] update {report.version:4d}/{self.updates}  reward {m['reward']:.3f}  "
+            f"[{self.wall_s:6.1f}s] update {report.version:4d}/{self.updates}  reward {reward}  "
             f"entropy {m['entropy']:.3f}  ess {m['ess']:.3f}  lag {m['lag_mean']:.2f}  "
             f"learner waits {m['wait_s'] / m['update_s']:.0%}"
         )

@@ -115,7 +115,7 @@ def of_lines(lines: Sequence[Line]) -> OfLines:
     return {
         "eval_accuracy": _ends([accuracy for _, accuracy in evaluations if accuracy is not None], 1),
         "evaluations": evaluations,
-        "reward": _ends([line["reward"] for line in known], WINDOW),
+        "reward": _ends([line["reward"] for line in known if "reward" in line], WINDOW),
         "updates": max(metrics_file.recorded(lines), default=0),
         "redone": sum("redone" in line for line in lines),
         "parts": sum("part" in line for line in lines),

@@ -403,7 +403,8 @@ REFERENCE = {
     "following": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2", "algorithm.kl.follow_share=0.5")
 }
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
-ALWAYS = ("grpo", "vtrace", "top-p", "following")
+SEGMENTS = {"segments": ("queue.segments={max_tokens = 2}", "queue.too_old=mask")}
+ALWAYS = ("grpo", "vtrace", "top-p", "following", "segments")
 """Those that are tried in every run of the tests; the others are slow."""
 
 
@@ -411,7 +412,7 @@ ALWAYS = ("grpo", "vtrace", "top-p", "following")
     "overrides",
     [
         pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
-        for name, overrides in {**ESTIMATORS, **PROXIMAL, **REFERENCE, **SAMPLING, **SHIPPED}.items()
+        for name, overrides in {**ESTIMATORS, **PROXIMAL, **REFERENCE, **SAMPLING, **SEGMENTS, **SHIPPED}.items()
     ],
 )
 def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:

@@ -26,24 +26,24 @@ class Disk:
     """The journal as a dictionary: rows as bytes, changes applied in the journal's order."""
 
     def __init__(self) -> None:
-        self.slots: dict[int, bytes] = {}
+        self.slots: dict[tuple[int, int], bytes] = {}
         self.leases: dict[int, bytes] = {}
         self.ended: dict[Identity, Ended] = {}
 
     def write(self, changes: Changes) -> None:
         self.counters = changes.counters
-        self.slots |= {slot.number: encode(slot) for slot in changes.slots}
+        self.slots |= {(slot.number, slot.part): encode(slot) for slot in changes.slots}
         self.leases |= {lease.version: encode(lease) for lease in changes.leases}
         for one in changes.ended:
             assert one.identity not in self.ended, "an attempt ended twice"
             self.ended[one.identity] = one
-        for number in changes.gone:
-            self.slots.pop(number, None)
+        for place in changes.gone:
+            self.slots.pop(place, None)
         for version in [version for version in self.leases if version < self.counters.version]:
             del self.leases[version]
 
     def read(self) -> Saved:
-        slots = tuple(decode(self.slots[number], SavedSlot) for number in sorted(self.slots))
+        slots = tuple(decode(self.slots[place], SavedSlot) for place in sorted(self.slots))
         leases = tuple(decode(self.leases[version], Lease) for version in sorted(self.leases))
         return Saved(self.counters, slots, leases)
 

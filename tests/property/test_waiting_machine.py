@@ -36,7 +36,7 @@ class WaitingMachine(RuleBasedStateMachine):
             max_attempts=2,
             max_failure_rate=1.0,
         )
-        self.slots: dict[int, bytes] = {}
+        self.slots: dict[tuple[int, int], bytes] = {}
         self.leases: dict[int, bytes] = {}
         self.lives, self.calls, self.engines = (dict.fromkeys("abcdef", 0) for _ in range(3))
         self.holds: dict[str, list[Ticket]] = {}
@@ -165,12 +165,12 @@ class WaitingMachine(RuleBasedStateMachine):
             task.cancel()
         self.turn()
         changes = snapshot.drain(self.settings, self.rules.state)
-        self.slots |= {slot.number: msgspec.msgpack.encode(slot) for slot in changes.slots}
+        self.slots |= {(slot.number, slot.part): msgspec.msgpack.encode(slot) for slot in changes.slots}
         self.leases |= {lease.version: msgspec.msgpack.encode(lease) for lease in changes.leases}
-        for number in changes.gone:
-            self.slots.pop(number, None)
+        for place in changes.gone:
+            self.slots.pop(place, None)
         self.leases = {version: row for version, row in self.leases.items() if version >= changes.counters.version}
-        slots = tuple(msgspec.msgpack.decode(self.slots[number], type=SavedSlot) for number in sorted(self.slots))
+        slots = tuple(msgspec.msgpack.decode(self.slots[place], type=SavedSlot) for place in sorted(self.slots))
         leases = tuple(msgspec.msgpack.decode(self.leases[version], type=Lease) for version in sorted(self.leases))
         again = self.asked
         state = snapshot.rebuild(self.settings, Saved(changes.counters, slots, leases), Path("journal"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.engine import Candidates, Completion, Sampling, Usage
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Prompt
@@ -27,7 +28,7 @@ class Scripted:
         self.asked: list[list[int]] = []
         self.version = 0
 
-    async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         self.asked.append(prompt.tolist())
         line = self._lines.pop(0)
         tokens = [*self._tokenizer.ids(Prompt(text=line, columns={})), self._tokenizer.eos_id]

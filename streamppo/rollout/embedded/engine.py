@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
+from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
 from streamppo.rollout.embedded.rows import Request, Rows
 from streamppo.rollout.engine import Completion, Sampling, Usage
@@ -89,11 +90,11 @@ class EmbeddedEngine:
         """The version of the weights that the next token will be sampled with."""
         return self._version
 
-    async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
         check_prompt(prompt, self._decoder.max_tokens - 1, self._decoder.config.vocab_size)
         limit = min(sampling.max_tokens, self._decoder.max_tokens - len(prompt))
-        request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future())
+        request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
         self._wake()
         self._waiting.append(request)
         self._promised.add(request.done)
@@ -143,7 +144,9 @@ class EmbeddedEngine:
                 swap, self._swap = self._swap, None
                 await self._apply_swap(*swap)
             # A trip to the thread costs about a tenth of a small model's step: it is made for several steps.
-            for request in await self._run(self._burst, self._admissible(), self._version):
+            ended = await self._run(self._burst, self._admissible(), self._version)
+            self._rows.hand_over()
+            for request in ended:
                 request.resolve()
             self._busy_s += time.perf_counter() - begin
 
@@ -177,6 +180,8 @@ class EmbeddedEngine:
 
     async def _apply_swap(self, version: int, parameters: Parameters, done: asyncio.Future[None]) -> None:
         begin = time.perf_counter()
+        self._rows.cut_before(version)
+        self._rows.hand_over()
         self._decoder.parameters = parameters
         self._version = version
         if self._kv == "recompute" and self._rows.count:

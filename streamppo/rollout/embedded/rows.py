@@ -7,11 +7,14 @@ places. `at` tokens of a row are in the cache; `fed` is the token that the next 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 
 from streamppo.process import phase
+from streamppo.rollout import cuts
+from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.embedded import spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.sampling import Draws, sample
@@ -21,6 +24,8 @@ from streamppo.types import Ints
 
 REORDER = 1.2
 """Long rows are brought to the front where attention looks at so many times the places that it would look at then."""
+NEVER = 2**62
+"""More tokens than any completion has."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k that leave the model's distribution as it is."""
 
@@ -29,15 +34,23 @@ PLAIN = np.array([1, 1, 0], np.float32)
 class Request:
     """One completion under way. `limit` is the number of tokens at which it is cut off.
 
-    With top-p or top-k, `candidates` holds for every token those that it was drawn from; none stands for all.
+    With top-p or top-k, `candidates` holds for every token those that it was drawn from; none stands for all. Of its
+    tokens `handed` are in segments, those in `segment`, which is to be handed over, included.
     """
 
     prompt: Ints
     sampling: Sampling
     limit: int
     done: asyncio.Future[Completion]
+    cuts: Cuts | None = None
     candidates: list[Ints] = field(default_factory=list)
     completion: Completion | None = None
+    handed: int = 0
+    segment: Completion | None = None
+
+    def next_cut(self) -> int:
+        """The number of tokens at which the next segment is due."""
+        return self.handed + self.cuts.max_tokens if self.cuts and self.cuts.max_tokens else NEVER
 
     def resolve(self) -> None:
         """Hand over the completion, unless the request was cancelled."""
@@ -58,9 +71,11 @@ class Rows:
         self._capacity = capacity
         self.requests: list[Request] = []
         self.tokens = 0
+        self._cut: list[Request] = []
         self._at = np.zeros(capacity, np.int64)
         self._length = np.zeros(capacity, np.int64)
         self._limit = np.zeros(capacity, np.int64)
+        self._next_cut = np.zeros(capacity, np.int64)
         self._sampling = np.zeros((capacity, 3), np.float32)
         self._out = np.zeros((capacity, width), np.int32)
         self._logprobs = np.zeros((capacity, width), np.float32)
@@ -80,6 +95,7 @@ class Rows:
         lengths = np.array([len(request.prompt) for request in requests])
         self._at[rows], self._length[rows] = lengths, 0
         self._limit[rows] = [request.limit for request in requests]
+        self._next_cut[rows] = [request.next_cut() for request in requests]
         self._sampling[rows] = [
             (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) for request in requests
         ]
@@ -103,6 +119,29 @@ class Rows:
             for row, request in enumerate(self.requests)
         ]
         self._prefill(texts, np.arange(self.count))
+
+    def cut_before(self, version: int) -> None:
+        """Cut the running completions that are due before a swap to `version`."""
+        by_age = [
+            (row, request)
+            for row, request in enumerate(self.requests)
+            if request.cuts and request.cuts.max_age and self._length[row] > request.handed
+        ]
+        if not by_age:
+            return
+        ages = [version - self._oldest(row, request) for row, request in by_age]
+        _, one = by_age[0]
+        assert one.cuts
+        for place in cuts.due(ages, one.cuts.max_age, one.cuts.share):
+            self._cut_row(by_age[place][0])
+
+    def hand_over(self) -> None:
+        """Give the segments that were cut to those that take them. To be called in the event loop."""
+        cut, self._cut = self._cut, []
+        for request in cut:
+            segment, request.segment = request.segment, None
+            if segment and request.cuts and not request.done.done():
+                request.cuts.take(segment)
 
     def remove_cancelled(self) -> None:
         """Free the rows of cancelled requests."""
@@ -162,6 +201,8 @@ class Rows:
         self.tokens += len(rows)
         stopped = self._ends[tokens]
         ended = stopped | (self._length[rows] >= self._limit[rows])
+        for row in rows[~ended & (self._length[rows] >= self._next_cut[rows])]:
+            self._cut_row(int(row))
         completed = [
             self._complete(int(row), bool(stop)) for row, stop in zip(rows[ended], stopped[ended], strict=True)
         ]
@@ -188,15 +229,33 @@ class Rows:
 
     def _complete(self, row: int, stopped: bool) -> Request:
         """Give the request of one row its completion."""
+        request = self.requests[row]
+        request.completion = self._so_far(row, "stop" if stopped else "length")
+        return request
+
+    def _cut_row(self, row: int) -> None:
+        """Note a segment of a row that goes on; two that are cut before they are handed over are one."""
+        request = self.requests[row]
+        if request.segment is None:
+            self._cut.append(request)
+        request.segment, request.handed = self._so_far(row, "cut"), int(self._length[row])
+        self._next_cut[row] = request.next_cut()
+
+    def _oldest(self, row: int, request: Request) -> int:
+        """The version of the oldest token that was not handed over."""
+        if not request.handed and request.cuts and request.cuts.oldest is not None:
+            return request.cuts.oldest
+        return int(self._versions[row, request.handed])
+
+    def _so_far(self, row: int, finish: Literal["stop", "length", "cut"]) -> Completion:
         request, length = self.requests[row], int(self._length[row])
-        request.completion = Completion(
+        return Completion(
             tokens=self._out[row, :length].copy(),
             logprobs=self._logprobs[row, :length].copy(),
             versions=self._versions[row, :length].copy(),
-            finish="stop" if stopped else "length",
+            finish=finish,
             candidates=_joined(request.candidates) if request.sampling.cuts else None,
         )
-        return request
 
     def _free(self, rows: np.ndarray) -> None:
         """Free `rows`, which rise: the last rows that go on take the places of those before them, all in one copy."""
@@ -212,7 +271,7 @@ class Rows:
         """Copy running rows to the places of others; rows that are both exchange theirs."""
         device, width = self._decoder.device, int(self._at[sources].max())
         self._decoder.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), width)
-        for column in (self._at, self._length, self._limit, self._sampling):
+        for column in (self._at, self._length, self._limit, self._next_cut, self._sampling):
             column[targets] = column[sources]
         length = int(self._length[targets].max())
         for column in (self._out, self._logprobs, self._versions):

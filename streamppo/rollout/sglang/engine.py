@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.engine import Completion, Sampling, Usage
 from streamppo.rollout.fit import Architecture, check_fit, check_prompt
 from streamppo.rollout.sglang import life as lives
@@ -98,7 +99,7 @@ class SGLangEngine:
         """The version of the weights that the next token will be sampled with."""
         return self._version
 
-    async def generate(self, prompt: Ints, sampling: Sampling) -> Completion:
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`. A completion that SGLang had begun when it died is sampled from its beginning."""
         check_prompt(prompt, self._longest, self._setup.vocabulary)
         async with self._capacity:

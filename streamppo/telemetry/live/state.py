@@ -70,7 +70,7 @@ class State:
         if "update" in line:
             self._add_update(line)
         elif "remade" in line:
-            self.curves["reward"].append(line["reward"])
+            self.curves["reward"] += [line["reward"]] if "reward" in line else []
         elif "evaluation" in line:
             self._add_evaluation(line)
         elif "queue" in line:

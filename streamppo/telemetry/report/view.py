@@ -148,7 +148,8 @@ def events(view: View) -> list[Event]:
         begin, end, push_s = timeline.asked_s(line), line["wall_s"], line["push_ms"] / 1e3
         ready, name = begin + line["wait_s"], f"update {line['update']}"
         found.append(Event("learner", begin, ready, f"{name}: waited {line['wait_s']:.2f} s", 7))
-        found.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s, reward {line['reward']:.3f}", 0))
+        reward = f", reward {line['reward']:.3f}" if "reward" in line else ""
+        found.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s{reward}", 0))
         found.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
     for line in view.lines:
         if (told := timeline.told(line)) is not None:

@@ -1,6 +1,7 @@
 """The embedded engine against transformers: the same log-probs, whatever is admitted, moved, refilled or swapped."""
 
 import asyncio
+import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import REORDER
@@ -222,6 +224,60 @@ def test_a_swap_in_the_middle_marks_every_token_with_the_weights_that_sampled_it
     np.testing.assert_allclose(done.logprobs[:first], whole_old[:first], atol=1e-5, rtol=0)
     # A recomputed cache is what the new weights alone would have made.
     np.testing.assert_allclose(done.logprobs[first:], whole_new[first:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_completion_that_is_cut_goes_on_from_the_same_cache_and_hands_over_its_first_tokens(max_tokens: int) -> None:
+    """By length, and before a swap if its first token would be a version old; what comes out is what came without."""
+    old, new = make(seed=0), make(seed=1)
+    prompt = prompts(1)[0]
+
+    async def scenario(cut: bool) -> tuple[list[Completion], Completion]:
+        running, segments = engine(old, eos=-1), list[Completion]()
+        cuts = Cuts(segments.append, max_tokens=max_tokens, max_age=1, share=1.0) if cut else None
+        request = asyncio.create_task(running.generate(prompt, Sampling(40), cuts))
+        while running.usage().tokens < 5:
+            await asyncio.sleep(0)
+        await running.update_weights(1, tensors(new))
+        done = await request
+        await running.stop()
+        return segments, done
+
+    segments, done = asyncio.run(scenario(cut=True))
+    lengths = [len(one.tokens) for one in segments]
+    swapped = int((done.versions == 0).sum())
+    assert swapped in lengths, "all tokens of version 0 were handed over before the swap"
+    assert lengths == sorted(set(lengths)) and lengths[-1] < len(done.tokens) == 40
+    if max_tokens:
+        assert len(lengths) > 3, "cut by length too"
+        assert all(b - a >= max_tokens for a, b in itertools.pairwise(lengths) if b != swapped)
+    else:
+        assert lengths == [swapped]
+    for one in segments:
+        assert one.finish == "cut"
+        assert (one.tokens == done.tokens[: len(one.tokens)]).all()
+        assert (one.logprobs == done.logprobs[: len(one.tokens)]).all()
+    first, without = asyncio.run(scenario(cut=False))
+    assert not first
+    both = min(swapped, int((without.versions == 0).sum()))
+    assert both and (without.tokens[:both] == done.tokens[:both]).all()
+
+
+def test_a_completion_of_which_nothing_is_old_is_not_cut_by_a_swap() -> None:
+    old, new, segments = make(seed=0), make(seed=1), list[Completion]()
+
+    async def scenario() -> None:
+        running = engine(old, eos=-1)
+        cuts = Cuts(segments.append, max_age=2, share=1.0)
+        request = asyncio.create_task(running.generate(prompts(1)[0], Sampling(40), cuts))
+        while running.usage().tokens < 5:
+            await asyncio.sleep(0)
+        await running.update_weights(1, tensors(new))
+        await request
+        await running.stop()
+
+    asyncio.run(scenario())
+    assert segments == []
 
 
 def test_a_kept_cache_is_not_recomputed() -> None:

@@ -26,6 +26,7 @@ OWN_CRITIC = "algorithm.critic.model=policy"
 TWO_SERVERS = "rollout.engine.urls=['http://localhost:1', 'http://localhost:2']"
 SERVER = ("rollout.engine.kind=sglang", "rollout.engine.urls=['http://localhost:1']")
 LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
+SEGMENTS = "queue.segments={}"
 BEHAVIOR = ("algorithm.proximal=behavior", "algorithm.correction.kind=off")
 REJECT = "algorithm.correction={kind='truncate', reject=["
 
@@ -219,6 +220,15 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["algorithm.proximal=behavior"], r"correction 'truncate' is of proximal / behavior, which is 1"),
         ([*BEHAVIOR, "algorithm.policy_loss.kind=reinforce"], "'reinforce' has no ratio"),
         ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(2\) that counts the age of the data"),
+        ([SEGMENTS, "queue.max_lag=0"], "segments need max_lag of at least 1"),
+        ([SEGMENTS, "queue.too_old=drop"], "too_old = 'drop' is about whole completions"),
+        (["queue.segments={just_in_time = false}"], "nothing would ever be cut"),
+        ([SEGMENTS, RLOO], "algorithm.advantage = 'rloo' has none: choose gae or vtrace"),
+        ([SEGMENTS, "algorithm.advantage.kind=sequence"], "algorithm.advantage = 'sequence' has none"),
+        ([SEGMENTS, "algorithm.advantage={kind='gae', adaptive_alpha=0.05}"], "asks for a completion's length"),
+        ([SEGMENTS, "algorithm.positive_nll=0.1"], "queue.segments do not know theirs"),
+        ([SEGMENTS, "algorithm.teacher.url=http://localhost:1"], "queue.segments are parts"),
+        ([SEGMENTS, "rollout.engine.kind=sglang"], "cut by the embedded engine alone so far"),
     ],
 )
 def test_choices_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:

@@ -77,6 +77,14 @@ def taught(version: int = 3) -> Batch:
     return Batch(version=version, min_version=version, trajectories=(first, second, two))
 
 
+def in_segments(version: int = 3) -> Batch:
+    """A segment that others follow, one that comes behind it, and a whole completion."""
+    plain, one, two = batch(version).trajectories
+    begun = msgspec.structs.replace(plain, finish="cut")
+    later = msgspec.structs.replace(one, identity=msgspec.structs.replace(one.identity, segment=7), prefix=2)
+    return Batch(version=version, min_version=version, trajectories=(begun, later, two))
+
+
 def written(made: Archive, one: Batch, values: bytes = b"") -> Made:
     return Made(version=one.version + 1, digest="", archived=made.write(one, values))
 
@@ -91,10 +99,12 @@ def recorded(run: Path, *batches: Batch, values: Mapping[int, bytes] = MappingPr
 
 
 def test_the_very_batch_comes_back(tmp_path: Path) -> None:
-    batches = [batch(3), rewarded(4), cut(5), taught(6)]
+    batches = [batch(3), rewarded(4), cut(5), taught(6), in_segments(7)]
     found = recorded(tmp_path, *batches)
-    assert found.versions() == [3, 4, 5, 6]
+    assert found.versions() == [3, 4, 5, 6, 7]
     assert [found.batch(version) for version in found.versions()] == batches
+    assert [found.columns(7)[name].tolist() for name in ("segment", "prefix")] == [[0, 7, 0], [0, 2, 0]]
+    assert not {"segment", "prefix"} & found.columns(6).keys()
     assert not {"candidates", "candidate_counts", "teacher_logprobs"} & found.columns(4).keys()
     assert [row["teacher_logprobs"] for row in found.table(6).to_pylist()] == [
         np.float32([-1e-30, -0.0, -7.5]).tolist(),

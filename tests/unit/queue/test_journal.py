@@ -38,7 +38,7 @@ def filled(path: Path) -> Journal:
     journal.configure(0, b"{}")
     for number in range(8):
         journal.write(Changes(COUNTERS, (slot(number, ready=number % 3 > 0),)))
-    journal.write(Changes(COUNTERS, leases=(Lease(version=0, min_version=-1, slots=(1, 2)),)), [made(0)])
+    journal.write(Changes(COUNTERS, leases=(Lease(version=0, min_version=-1, slots=((1, 0), (2, 0))),)), [made(0)])
     journal.write(Changes(COUNTERS, dead=(DeadLetter(trajectory=trajectory([1]), reason="no"),), ended=ENDED))
     return journal
 
@@ -66,7 +66,7 @@ def test_a_journal_reads_back_what_was_written(tmp_path: Path) -> None:
     saved = again.read()
     assert saved is not None
     assert saved.slots == tuple(slot(number, ready=number % 3 > 0) for number in range(8))
-    assert [lease.slots for lease in saved.leases] == [(1, 2)]
+    assert [lease.slots for lease in saved.leases] == [((1, 0), (2, 0))]
     assert [letter.reason for letter in again.dead_letters()] == ["no"]
     assert again.ended() == list(ENDED)
 
@@ -91,7 +91,7 @@ def test_the_digest_of_a_version_is_never_written_over(tmp_path: Path) -> None:
 
 def test_consumed_slots_and_their_lease_leave_the_journal(tmp_path: Path) -> None:
     journal = filled(tmp_path / "journal.sqlite")
-    journal.write(Changes(msgspec.structs.replace(COUNTERS, version=1), gone=(1, 2)), [made(1)])
+    journal.write(Changes(msgspec.structs.replace(COUNTERS, version=1), gone=((1, 0), (2, 0))), [made(1)])
     saved = journal.read()
     assert saved is not None
     assert [slot.number for slot in saved.slots] == [0, 3, 4, 5, 6, 7]
@@ -104,7 +104,7 @@ def test_the_journal_stays_as_large_as_the_queue_however_long_the_run(tmp_path: 
     for version in range(200):
         numbers = range(64 * version, 64 * version + 64)
         journal.write(Changes(COUNTERS, tuple(map(slot, numbers))))
-        journal.write(Changes(COUNTERS, gone=tuple(numbers)))
+        journal.write(Changes(COUNTERS, gone=tuple((number, 0) for number in numbers)))
         sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
     assert max(sizes[100:]) <= max(sizes[:100]) * 1.05
 

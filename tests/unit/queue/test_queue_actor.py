@@ -68,7 +68,7 @@ async def sample(actor: QueueActor, call: int, count: int, version: int = 0) -> 
 
 
 async def deliver(actor: QueueActor, made: list[Trajectory]) -> None:
-    await actor.deliver(encode(tuple(made)), encode(()))
+    await actor.deliver("a", 0, encode(tuple(made)), encode(()))
 
 
 async def made_version_0(actor: QueueActor) -> None:
@@ -406,7 +406,7 @@ def test_people_can_ask_what_became_of_a_prompt(
         await made_version_0(actor)
         given = await tickets(actor, 0, 9)
         failed = encode((Failure(identity=given[5].identity, actor="a", stage="reward", reason="no answer"),))
-        await actor.deliver(encode(()), failed)
+        await actor.deliver("a", 0, encode(()), failed)
         await deliver(actor, [*map(done, given[:5]), broken(given[6], DEFECTS["the reward is nan"])])
         await actor.take(0)
         assert [inspection.inspect_prompt(tmp_path, prompt) for prompt in (0, 1, 2)] == [0, 0, 0]
@@ -431,6 +431,50 @@ def test_people_can_ask_what_became_of_a_prompt(
         "arithmetic prompt 0",
         *(f"  sample {sample} attempt 0: trained on by update 1: reward 0, 2 tokens" for sample in range(4)),
     ]
+
+
+def test_segments_are_taken_archived_and_traced_one_by_one_and_survive_a_kill(
+    actor_of: Callable[..., QueueActor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of four completions two hand over a segment; one of these then fails, and is sampled again from its beginning."""
+
+    def segment(ticket: Ticket, number: int, finish: str) -> Trajectory:
+        named = msgspec.structs.replace(ticket.identity, segment=number)
+        prompt = [3, 4, 5, *[5, 6] * number]
+        made = trajectory([5, 6], prompt=prompt, finish=finish, reward=float(finish == "stop"))
+        return msgspec.structs.replace(made, identity=named, prefix=2 * number)
+
+    async def main() -> None:
+        options = ("queue.segments={max_tokens = 2}", "queue.too_old=mask", "queue.max_lag=2", "queue.batch_size=4")
+        actor = actor_of(*options)
+        await made_version_0(actor)
+        given = await tickets(actor, 0, 4)
+        await deliver(actor, [segment(given[0], 0, "cut"), segment(given[1], 0, "cut"), *map(done, given[2:])])
+        again = segment(given[0], 0, "cut")
+        await deliver(actor, [again])
+        assert (counted(actor).ready, counted(actor).cut, counted(actor).duplicates) == (4, 2, 1)
+        batch = decode(await actor.take(0), Batch)
+        assert [one.finish for one in batch.trajectories] == ["cut", "cut", "stop", "stop"]
+        failed = msgspec.structs.replace(given[1].identity, segment=1)
+        await actor.deliver(
+            "a", 0, encode(()), encode((Failure(identity=failed, actor="a", stage="reward", reason="-"),))
+        )
+        actor = actor_of(*options)
+        assert (counted(actor).in_flight, counted(actor).orphaned, counted(actor).cut) == (1, 1, 2)
+        await deliver(actor, [segment(given[0], 0, "cut"), segment(given[0], 1, "stop")])
+        assert (counted(actor).ready, counted(actor).duplicates) == (1, 2)
+        assert decode(await actor.take(0), Batch) == batch
+        await actor.publish(push(1), [], b"", 0)
+        assert archive.open(tmp_path).batch(0) == batch
+        (reissued,) = (one for one in await tickets(actor, 1, 1))
+        assert reissued.identity == msgspec.structs.replace(given[1].identity, attempt=1)
+        assert [inspection.inspect_prompt(tmp_path, prompt) for prompt in {one.identity.prompt for one in given}]
+
+    asyncio.run(main())
+    shown = capsys.readouterr().out
+    assert "sample 0 attempt 0 segment 0: trained on by update 1: reward 0, 2 tokens" in shown
+    assert "sample 0 attempt 0 segment 1: ready" in shown
+    assert "attempt 0 segment 1: failed: reward: -" in shown
 
 
 def test_an_engine_that_only_makes_dead_letters_ends_the_run_and_the_letters_are_kept(

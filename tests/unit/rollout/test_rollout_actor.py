@@ -121,7 +121,7 @@ class Player:
 
     tokenizer = SimpleNamespace(decode=lambda tokens: "2")
 
-    async def play(self, prompt: Prompt, sampling: Any) -> Episode:
+    async def play(self, prompt: Prompt, sampling: Any, make_cuts: Any = None) -> Episode:
         if prompt.text in FAULTS and prompt.text != "no score":
             raise FAULTS[prompt.text][0]
         one = np.ones(1, np.int32)
@@ -159,7 +159,7 @@ class Tickets:
             await asyncio.Event().wait()
         return encode(tuple(self.tickets))
 
-    async def _deliver(self, trajectories: bytes, failures: bytes) -> None:
+    async def _deliver(self, actor: str, version: int, trajectories: bytes, failures: bytes) -> None:
         self.trajectories += decode(trajectories, tuple[Trajectory, ...])
         self.failures += decode(failures, tuple[Failure, ...])
 
@@ -222,9 +222,9 @@ def test_every_trajectory_has_its_own_limit_and_greedy_answers_that_of_none(math
     limits: list[int] = []
 
     class Noting(Player):
-        async def play(self, prompt: Prompt, sampling: Any) -> Episode:
+        async def play(self, prompt: Prompt, sampling: Any, make_cuts: Any = None) -> Episode:
             limits.append(sampling.max_tokens)
-            return await super().play(prompt, sampling)
+            return await super().play(prompt, sampling, make_cuts)
 
     async def story() -> None:
         name = f"{Path(__file__).parents[2] / 'support' / 'own_limit.py'}:by_prompt"
@@ -349,9 +349,9 @@ def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Cal
 class Staggered(Player):
     """Says 2 to prompt n after n milliseconds."""
 
-    async def play(self, prompt: Prompt, sampling: Any) -> Episode:
+    async def play(self, prompt: Prompt, sampling: Any, make_cuts: Any = None) -> Episode:
         await asyncio.sleep(int(prompt.text) / 1000)
-        return await super().play(prompt, sampling)
+        return await super().play(prompt, sampling, make_cuts)
 
 
 class Timed(Tickets):
@@ -359,9 +359,9 @@ class Timed(Tickets):
 
     deliveries: list[tuple[float, int]]
 
-    async def _deliver(self, trajectories: bytes, failures: bytes) -> None:
+    async def _deliver(self, actor: str, version: int, trajectories: bytes, failures: bytes) -> None:
         before = len(self.trajectories)
-        await super()._deliver(trajectories, failures)
+        await super()._deliver(actor, version, trajectories, failures)
         self.deliveries.append((asyncio.get_running_loop().time(), len(self.trajectories) - before))
 
 

@@ -1,0 +1,37 @@
+"""The places at which a running completion hands over what is sampled so far, and goes on. Pure.
+
+A segment whose oldest token is `age` versions old has `max_age` - `age` versions left. If many became due at once, the
+learner could not train on them in time. So at every swap as many are cut as a batch has room for, the oldest first:
+
+    of the completions whose segment is of an age a or more, at most (max_age - a) * share go on without a cut
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from streamppo.rollout.engine import Completion
+
+
+class Cuts(NamedTuple):
+    """Where one completion is cut: after `max_tokens` tokens (0: never), and by its age (`max_age` = 0: never).
+
+    `take` gets all tokens of the completion so far, with `finish` "cut", in the engine's event loop. `share` are the
+    segments of a batch that one engine makes. `oldest` is the version of tokens of earlier calls that were not handed
+    over. The last token never is: the completion that `generate` returns has it.
+    """
+
+    take: Callable[[Completion], None]
+    max_tokens: int = 0
+    max_age: int = 0
+    share: float = 0.0
+    oldest: int | None = None
+
+
+def due(ages: Sequence[int], max_age: int, share: float) -> list[int]:
+    """The places in `ages` of the segments to be cut, with the ages that they have under the new version."""
+    oldest_first = sorted(range(len(ages)), key=lambda place: -ages[place])
+    cut: list[int] = []
+    for age in range(max_age, 0, -1):
+        going_on = [place for place in oldest_first if ages[place] >= age and place not in cut]
+        cut += going_on[: max(0, len(going_on) - int((max_age - age) * share))]
+    return cut

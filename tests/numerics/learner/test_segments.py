@@ -1,0 +1,94 @@
+"""A segment teaches what the whole would, with the critic's value at the cut in the place of the rest."""
+
+from pathlib import Path
+
+import learner_case as case
+import pytest
+import torch
+from conftest import trajectory
+from msgspec import structs
+
+from streamppo.learner import objective
+from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.metrics import described
+from streamppo.learner.policy import nothing
+from streamppo.types import Batch, Trajectory
+
+GAMMA, LAM = 0.9, 0.8
+TOKENS = [5, 6, 7, 8, 9, 10, 11]
+VALUES = [0.3, -0.2, 0.5, 0.1, 0.4, -0.6, 0.2]
+"""The critic's values before each token; that before token 3 is the one at a cut behind token 2."""
+
+
+def segments(*cuts: int) -> list[Trajectory]:
+    """One completion with a reward of 2 at its end, in segments that begin at 0 and at `cuts`."""
+    begins, made = [0, *cuts], list[Trajectory]()
+    for number, (begin, end) in enumerate(zip(begins, [*cuts, len(TOKENS)], strict=True)):
+        is_last = end == len(TOKENS)
+        one = trajectory(
+            TOKENS[begin:end],
+            prompt=[3, 4, *TOKENS[:begin]],
+            reward=2.0 if is_last else 0.0,
+            finish="stop" if is_last else "cut",
+        )
+        identity = structs.replace(one.identity, segment=number)
+        made.append(structs.replace(one, identity=identity, prefix=begin))
+    return made
+
+
+def packed(*trajectories: Trajectory) -> PaddedBatch:
+    return pad(Batch(version=0, min_version=0, trajectories=trajectories))
+
+
+def advantages(one: Trajectory, kind: str, lam: float = LAM) -> list[float]:
+    """The advantages of its tokens, with the values of all tokens fixed."""
+    choice = f"algorithm.advantage={{kind = '{kind}', gamma = {GAMMA}, lam = {lam}}}"
+    estimate = objective.build(case.config_of(choice, "algorithm.whiten.over=off")).advantages
+    batch, begin, end = packed(one), one.prefix, one.prefix + one.num_tokens
+    behind = VALUES[end] if end < len(VALUES) else 100.0
+    scored = nothing(batch)._replace(values_BT=torch.tensor([VALUES[begin:end]]), bootstrap_B=torch.tensor([behind]))
+    return estimate(batch, scored, batch.rewards_BT)[0][0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["gae", "vtrace"])
+@pytest.mark.parametrize("cuts", [(3,), (1, 2, 6), (1, 2, 3, 4, 5, 6)])
+def test_chained_segments_are_the_whole_trajectory_exactly(kind: str, cuts: tuple[int, ...]) -> None:
+    """A(t) of the whole = A(t) of the segment + (gamma lam)^(cut - t) A(cut); so with lam = 0 they are equal."""
+    (whole,) = segments()
+    expected, found = advantages(whole, kind), [advantages(one, kind) for one in segments(*cuts)]
+    behind = 0.0
+    for one, own in zip(reversed(segments(*cuts)), reversed(found), strict=True):
+        decayed = [(GAMMA * LAM) ** (len(own) - place) * behind for place in range(len(own))]
+        chained = [a + b for a, b in zip(own, decayed, strict=True)]
+        assert chained == pytest.approx(expected[one.prefix : one.prefix + len(own)], abs=1e-6)
+        behind = chained[0]
+    td = [number for one in segments(*cuts) for number in advantages(one, kind, lam=0.0)]
+    if kind == "gae":
+        assert td == pytest.approx(advantages(whole, kind, lam=0.0), abs=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_segment_is_scored_behind_all_tokens_before_it(folder: Path) -> None:
+    """Log-probs and values are those of its place in the whole, and the value at the cut is that of the next token."""
+    policy = case.updater(case.config_of(), folder).policy
+    with torch.no_grad():
+        policy.value_head.weight.fill_(0.1)
+        whole, *parts = (policy(packed(one), "both") for one in (*segments(), *segments(2, 5)))
+    for one, scored in zip(segments(2, 5), parts, strict=True):
+        place = slice(one.prefix, one.prefix + one.num_tokens)
+        assert torch.allclose(scored.logprobs_BT[0], whole.logprobs_BT[0, place], atol=1e-5)
+        assert torch.allclose(scored.values_BT[0], whole.values_BT[0, place], atol=1e-5)
+        if one.finish == "cut":
+            assert torch.allclose(scored.bootstrap_B[0], whole.values_BT[0, place.stop], atol=1e-5)
+
+
+def test_metrics_of_completions_are_of_those_that_ended() -> None:
+    first, second, last = segments(2, 5)
+    ended = packed(first, second, last, trajectory([5, 6], number=1, finish="length"))
+    told = described(ended, ended.fresh_BT)
+    assert (told["reward"], told["length"], told["truncated"]) == (1.0, (7 + 2) / 2, 0.5)
+    assert told["segments_cut"] == 0.5
+    going_on = packed(first, second)
+    assert "reward" not in described(going_on, going_on.fresh_BT)
+    whole = packed(trajectory([5, 6]))
+    assert "segments_cut" not in described(whole, whole.fresh_BT)

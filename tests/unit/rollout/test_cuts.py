@@ -1,0 +1,93 @@
+"""Segments of running completions: which are due, and what is handed over."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from streamppo.config.sections import Config
+from streamppo.rollout.cuts import due
+from streamppo.rollout.engine import Candidates, Completion
+from streamppo.rollout.episode import Columns
+from streamppo.rollout.handing import Handing
+from streamppo.tasks.environments import Done
+from streamppo.types import Identity, Reward, Ticket, Trajectory, floats
+
+TICKET = Ticket(identity=Identity(task="t", prompt=4, sample=1, attempt=2), slot=9)
+SEGMENTS = ("queue.segments={max_tokens = 2}", "queue.max_lag=4", "rollout.actors=2", "queue.batch_size=32")
+
+
+@pytest.mark.parametrize(
+    ("ages", "max_age", "share", "cut"),
+    [
+        ([0, 1, 2, 3, 4], 3, 9.0, {3, 4}),
+        ([1, 1, 0, 1], 1, 9.0, {0, 1, 3}),
+        ([1, 1, 1, 1, 1], 3, 2.0, {0}),
+        ([2, 1, 1, 1, 1], 3, 2.0, {0}),
+        ([2, 2, 2, 2, 1], 3, 2.0, {0, 1}),
+        ([0, 0, 0], 3, 0.5, set()),
+        ([], 3, 1.0, set()),
+    ],
+)
+def test_the_oldest_are_cut_and_no_more_go_on_than_can_be_trained_on_in_time(
+    ages: list[int], max_age: int, share: float, cut: set[int]
+) -> None:
+    found = due(ages, max_age, share)
+    assert len(found) == len(set(found))
+    for age in range(1, max_age + 1):
+        going_on = [one for place, one in enumerate(ages) if one >= age and place not in found]
+        assert len(going_on) <= (max_age - age) * share
+    assert set(found) == cut
+
+
+def completion(count: int, finish: str = "cut") -> Completion:
+    """The first tokens of one and the same completion: 10, 11, ...; two of each version; n + 1 candidates each."""
+    tokens = np.arange(10, 10 + count, dtype=np.int32)
+    candidates = np.concatenate([np.arange(10, 11 + n) for n in range(count)]).astype(np.int32)
+    return Completion(
+        tokens,
+        -np.arange(count, dtype=np.float32),
+        np.arange(count, dtype=np.int32) // 2,
+        finish,  # pyright: ignore[reportArgumentType]
+        candidates=Candidates(candidates, np.arange(1, count + 1, dtype=np.int32)),
+    )
+
+
+def test_segments_of_several_turns_put_together_are_the_whole_and_its_rewards(
+    math_config: Callable[..., Config],
+) -> None:
+    handed: list[Trajectory] = []
+    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append)
+    columns = Columns(np.array([1, 2, 3], np.int32))
+    first = handing.cuts(columns.cut, columns.versions())
+    assert first and (first.max_tokens, first.max_age, first.share, first.oldest) == (2, 2, 16.0, None)
+    first.take(completion(2))
+    columns.add_turn(completion(3, "stop"), "abc")
+    columns.add_observation(np.array([7, 7], np.int32))
+    second = handing.cuts(columns.cut, columns.versions())
+    assert second and second.oldest == 1, "the third token of the first turn was not handed over"
+    second.take(completion(2))
+    columns.add_turn(completion(4, "stop"), "abcd")
+    columns.rewards += [1.0, 2.0]
+    episode = columns.episode("stop", Done())
+    reward = episode.reward(Reward(score=4.0))
+    whole = episode.trajectory(TICKET.identity, "a", reward)
+    last = episode.trajectory(handing.identity, "a", reward, prefix=handing.prefix)
+    segments = [*handed, last]
+    assert [one.identity.segment for one in segments] == [0, 1, 2]
+    assert [one.finish for one in segments] == ["cut", "cut", "stop"]
+    assert [one.prefix for one in segments] == [0, 2, 7]
+    for name in ("tokens", "logprobs", "versions", "mask", "candidates", "candidate_counts"):
+        assert b"".join(getattr(one, name) for one in segments) == getattr(whole, name), name
+    for one in segments:
+        assert one.prompt_tokens == whole.prompt_tokens + whole.tokens[: 4 * one.prefix]
+    assert [one.reward for one in segments] == [0.0, 0.0, 7.0]
+    # The reward of the first turn stands on the first token behind what was handed over.
+    assert floats(last.token_rewards).tolist() == [1.0, 6.0]
+    assert floats(whole.token_rewards).sum() == 7.0
+
+
+def test_without_segments_nothing_is_cut(math_config: Callable[..., Config]) -> None:
+    handing = Handing(TICKET, "a", math_config(), list[Trajectory]().append)
+    assert handing.cuts(lambda sampled: pytest.fail("cut"), np.zeros(0, np.int32)) is None
+    assert (handing.identity, handing.prefix) == (TICKET.identity, 0)
