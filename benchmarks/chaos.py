@@ -41,6 +41,7 @@ from streamppo.queue import archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import GIVEN_UP
 from streamppo.telemetry import metrics_file as lines
+from streamppo.types import Identity
 
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parent.parent
@@ -170,28 +171,35 @@ def trial(
 def account(run: Path, kills: list[Kill]) -> Trial:
     """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
     journal = Journal.of(run)
-    saved = journal.read()
-    given_up = {one.number for one in journal.ended() if one.state in GIVEN_UP}
+    saved, ended = journal.read(), journal.ended()
     journal.close()
     assert saved is not None
     samples = saved.counters.shape.samples_per_prompt
     found = archive.open(run)
-    consumed: Counter[int] = Counter()
-    for version in found.versions():
-        columns = found.columns(version)
-        consumed.update((columns["prompt"] * samples + columns["sample"]).tolist())
-    places = consumed + Counter(slot.number for slot in saved.slots) + Counter(given_up)
+    trained = [one for version in found.versions() for one in found.batch(version).trajectories]
+    waiting = [one for one in (slot.trajectory for slot in saved.slots) if one is not None]
+    # A slot has one end, or is on its way to one; each segment, if there are any, is one thing too.
+    ends = Counter(_number(one.identity, samples) for one in trained if one.finish != "cut")
+    ends += Counter(slot.number for slot in saved.slots if not slot.trajectory or slot.trajectory.finish != "cut")
+    ends += Counter({one.number for one in ended if one.state in GIVEN_UP})
+    segments = Counter(one.identity for one in (*trained, *waiting) if one.finish == "cut")
+    # Of segments that grew too old the rest is never sampled again.
+    old = {one.number for one in ended if one.state == "too_old" and any(segments)}
     command = [sys.executable, "-m", "streamppo", "replay", str(run)]
     replay = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     return Trial(
         kills=kills,
         opened=saved.counters.opened,
-        consumed=sum(consumed.values()),
-        lost=len(set(range(saved.counters.opened)) - set(places)),
-        twice=sum(count - 1 for count in places.values()),
+        consumed=len(trained),
+        lost=len(set(range(saved.counters.opened)) - set(ends) - old),
+        twice=sum(count - 1 for count in (*ends.values(), *segments.values())),
         replayed=replay.returncode == 0,
         restarts=json.loads((run / "summary.json").read_text())["restarts"],
     )
+
+
+def _number(identity: Identity, samples: int) -> int:
+    return identity.prompt * samples + identity.sample
 
 
 def table(trials: list[Trial]) -> dict[str, Any]:

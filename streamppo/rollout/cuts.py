@@ -6,25 +6,7 @@ learner could not train on them in time. So at every swap as many are cut as a b
     of the completions whose segment is of an age a or more, at most (max_age - a) * share go on without a cut
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-from streamppo.rollout.engine import Completion
-
-
-class Cuts(NamedTuple):
-    """Where one completion is cut: after `max_tokens` tokens (0: never), and by its age (`max_age` = 0: never).
-
-    `take` gets all tokens of the completion so far, with `finish` "cut", in the engine's event loop. `share` are the
-    segments of a batch that one engine makes. `oldest` is the version of tokens of earlier calls that were not handed
-    over. The last token never is: the completion that `generate` returns has it.
-    """
-
-    take: Callable[[Completion], None]
-    max_tokens: int = 0
-    max_age: int = 0
-    share: float = 0.0
-    oldest: int | None = None
+from collections.abc import Sequence
 
 
 def due(ages: Sequence[int], max_age: int, share: float) -> list[int]:

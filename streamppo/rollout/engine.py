@@ -1,14 +1,11 @@
 """The interface of every engine: token ids go in, tokens with log-probs and versions come out."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from streamppo.types import Floats, Ints
-
-if TYPE_CHECKING:
-    from streamppo.rollout.cuts import Cuts
 
 
 class Sampling(NamedTuple):
@@ -57,6 +54,21 @@ class Completion(NamedTuple):
     candidates: Candidates | None = None
 
 
+class Cuts(NamedTuple):
+    """One completion is cut after `max_tokens` tokens (0: never), and by its age (`max_age` = 0: never; see cuts.py).
+
+    `take` gets all tokens of the completion so far, with `finish` "cut", in the engine's event loop. `share` are the
+    segments of a batch that one engine makes. `oldest` is the version of tokens of earlier calls that were not handed
+    over. The last token never is: the completion that `generate` returns has it.
+    """
+
+    take: Callable[[Completion], None]
+    max_tokens: int = 0
+    max_age: int = 0
+    share: float = 0.0
+    oldest: int | None = None
+
+
 class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
@@ -85,7 +97,7 @@ class Engine(Protocol):
         """The version of the weights that the next token will be sampled with."""
         ...
 
-    async def generate(self, prompt: Ints, sampling: Sampling, cuts: "Cuts | None" = None) -> Completion:
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """Sample one completion of the token ids `prompt` [P], with segments where `cuts` says.
 
         Raises `ModelError` if it cannot fit.

@@ -16,8 +16,7 @@ import numpy as np
 
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
-from streamppo.rollout.cuts import Cuts
-from streamppo.rollout.engine import Candidates, Completion, Engine, Sampling
+from streamppo.rollout.engine import Candidates, Completion, Cuts, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
 from streamppo.tasks.stalls import Stalls

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from msgspec import structs
 
 from streamppo.config.sections import Config
-from streamppo.rollout.cuts import Cuts
-from streamppo.rollout.engine import Completion
+from streamppo.rollout.engine import Completion, Cuts
 from streamppo.rollout.episode import Episode
 from streamppo.types import Ints, Reward, Ticket, Trajectory
 

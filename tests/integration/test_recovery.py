@@ -82,10 +82,24 @@ def all_accounted(run: Path) -> chaos.Trial:
 @pytest.mark.parametrize(
     ("kinds", "overrides"),
     [
-        (["queue", "rollout", "learner", "rollout", "queue", "driver"], ("rollout.actors=2",)),
-        (["learner", "driver", "queue", "learner", "driver", "rollout"], ("learner.ranks=2", "queue.max_lag=0")),
+        pytest.param(
+            ["queue", "rollout", "learner", "rollout", "queue", "driver"],
+            ("rollout.actors=2",),
+            id="two-actors",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["queue", "rollout", "learner", "driver", "rollout", "queue"],
+            ("rollout.actors=2", "queue.segments={}", "queue.too_old=mask"),
+            id="segments",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["learner", "driver", "queue", "learner", "driver", "rollout"],
+            ("learner.ranks=2", "queue.max_lag=0"),
+            id="two-ranks",
+        ),
     ],
-    ids=["two-actors", "two-ranks"],
 )
 def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
     tmp_path: Path, kinds: list[str], overrides: tuple[str, ...]
@@ -256,7 +270,14 @@ def test_a_second_signal_stops_at_once_and_leaves_no_process(tmp_path: Path) -> 
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
 
 
-@pytest.mark.parametrize("damaged", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "__0_0.distcp",
+        pytest.param(".metadata", marks=pytest.mark.slow),
+        pytest.param("manifest.json", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path, damaged: str) -> None:
     finished(tmp_path, *SHORT)
     before, newest = digests(tmp_path), tmp_path / "math" / "checkpoints" / "00000012"
@@ -289,7 +310,10 @@ def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_p
     all_accounted(tmp_path / "math")
 
 
-@pytest.mark.parametrize(("folder", "error"), [("archive", "JournalError"), ("checkpoints", "CheckpointError")])
+@pytest.mark.parametrize(
+    ("folder", "error"),
+    [("archive", "JournalError"), pytest.param("checkpoints", "CheckpointError", marks=pytest.mark.slow)],
+)
 def test_a_folder_that_refuses_stops_the_run_with_the_reason_and_it_goes_on_later(
     tmp_path: Path, folder: str, error: str
 ) -> None:

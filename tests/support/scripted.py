@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from streamppo.rollout.cuts import Cuts
-from streamppo.rollout.engine import Candidates, Completion, Sampling, Usage
+from streamppo.rollout.engine import Candidates, Completion, Cuts, Sampling, Usage
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Prompt
 

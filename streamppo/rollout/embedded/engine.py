@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
-from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
 from streamppo.rollout.embedded.rows import Request, Rows
-from streamppo.rollout.engine import Completion, Sampling, Usage
+from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
 from streamppo.rollout.fit import check_prompt
 from streamppo.types import Ints
 

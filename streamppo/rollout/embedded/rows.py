@@ -14,12 +14,11 @@ import torch
 
 from streamppo.process import phase
 from streamppo.rollout import cuts
-from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.embedded import spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.embedded.spans import Span
-from streamppo.rollout.engine import Candidates, Completion, Sampling
+from streamppo.rollout.engine import Candidates, Completion, Cuts, Sampling
 from streamppo.types import Ints
 
 REORDER = 1.2

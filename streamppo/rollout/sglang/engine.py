@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
-from streamppo.rollout.cuts import Cuts
-from streamppo.rollout.engine import Completion, Sampling, Usage
+from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
 from streamppo.rollout.fit import Architecture, check_fit, check_prompt
 from streamppo.rollout.sglang import life as lives
 from streamppo.rollout.sglang import wire

@@ -13,13 +13,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.errors import ModelError, WeightsError
-from streamppo.rollout.cuts import Cuts
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import REORDER
 from streamppo.rollout.embedded.sampling import Drawn, Draws, sample
 from streamppo.rollout.embedded.spans import SHORT, Span, cost, leaders
-from streamppo.rollout.engine import Completion, Sampling
+from streamppo.rollout.engine import Completion, Cuts, Sampling
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,

@@ -8,6 +8,7 @@ import pytest
 from conftest import trajectory
 
 from streamppo.config.correction import Resample
+from streamppo.config.queue import Segments
 from streamppo.errors import JournalError, QueueError, TooManyFailures
 from streamppo.queue import report, snapshot
 from streamppo.queue.records import Changes, Saved
@@ -488,3 +489,55 @@ def test_the_watchdogs_sentence_names_where_trajectories_are() -> None:
     rules.put(done(rules.issue("rollout-1", 0, 1, next(CALLS))[0]))
     assert "1 of 4 trajectories ready" in report.waiting_for(rules.settings, rules.state)
     assert "3 at rollout-0" in report.waiting_for(rules.settings, rules.state)
+
+
+# --- segments --------------------------------------------------------------------------------------------------
+
+
+def segmented(**changes: object) -> QueueRules:
+    return queue(segments=Segments(), flow_lag=1, samples_per_prompt=1, max_lag=2, **changes)
+
+
+def segment(ticket: Ticket, number: int, finish: str = "cut") -> Trajectory:
+    identity = msgspec.structs.replace(ticket.identity, segment=number)
+    return done(msgspec.structs.replace(ticket, identity=identity), finish=finish)
+
+
+def test_a_completion_that_goes_on_is_no_answer_to_a_request_and_its_failures_add_up() -> None:
+    rules = segmented()
+    (ticket,) = rules.issue("a", 0, 1, 7)
+    rules.put(segment(ticket, 0))
+    changes = drain(rules)
+    rebuilt = rebuilt_from(
+        Saved(changes.counters, changes.slots, changes.leases), **rules.settings._asdict() | {"task": "t"}
+    )
+    assert rebuilt.issue("a", 0, 0, 7) == (), "its actor samples it already"
+    for attempt in range(2):
+        rebuilt.put(segment(ticket, 0)) if attempt else None
+        rebuilt.fail(
+            Failure(identity=msgspec.structs.replace(ticket.identity, segment=1), actor="a", stage="reward", reason="-")
+        )
+        if attempt == 0:
+            (ticket,) = rebuilt.issue("a", 0, 1, 8)
+            assert (ticket.identity.attempt, ticket.identity.segment) == (1, 0)
+    told = counted(rebuilt)
+    assert (told.dropped["abandoned"], told.in_flight, told.ready) == (1, 0, 2)
+    assert (told.cut, told.orphaned) == (2, 2)
+
+
+def test_a_segment_that_is_too_old_as_a_whole_is_given_up_and_its_completion_goes_on() -> None:
+    rules = segmented(batch_size=1)
+    rules.cut_for("a", 0)
+    first, second = rules.issue("a", 0, 2, 0)
+    for version in range(3):
+        rules.put(segment(first, version))
+        rules.cut_for("a", version)
+        publish_after_training(rules, version)
+    rules.put(segment(second, 0))
+    rules.cut_for("a", 3)
+    rules.put(msgspec.structs.replace(segment(first, 3), versions=b"\3\0\0\0" * 2))
+    batch = rules.take(3)
+    assert batch and [one.identity.segment for one in batch.trajectories] == [3]
+    told = counted(rules)
+    assert (told.dropped["too_old"], told.masked_tokens, told.in_flight) == (1, 0, 2)
+    assert told.tokens["too_old"] == 2
