@@ -167,6 +167,18 @@ def test_a_long_file_is_read_in_pieces(run: Path, monkeypatch: pytest.MonkeyPatc
     assert len(looks) > 5 and sum(len(found) for found in looks) == 40
 
 
+def test_a_line_without_a_version_stands_at_the_newest_one_of_the_part_before(
+    run: Path, config: Config, faked: Callable[..., None]
+) -> None:
+    faked()
+    for lines in (DEFAULT_RUN[:20], [json.dumps(OTHERS[1]) + "\n"]):
+        part = Sinks(config, run)
+        write(run, lines)
+        part.close()
+    newest = max(line.get("update", 0) for line in map(json.loads, DEFAULT_RUN[:20]))
+    assert [one[2] for one in told(run) if one[0] == "queue_ready"] == [newest]
+
+
 # --- what they cannot do -------------------------------------------------------------------------------------
 
 
