@@ -1,7 +1,7 @@
 """Lines of metrics.jsonl as points: numbers by their names in the catalogue, at a version."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from streamppo.telemetry.metrics_file import EngineLine, Line, numbers
 
@@ -37,8 +37,8 @@ class Points:
             self.version = line["update"]
             return self.version, {name: value for name, value in numbers(line).items() if name != "update"}
         if "remade" in line:
-            told = {name: line[name] for name in ("wall_s", "reward", "tokens_trained", "tokens_too_old")}
-            return line["remade"], told
+            known: Mapping[str, object] = {**line}
+            return line["remade"], {name: n for name, n in known.items() if name != "remade" and _is_number(n)}
         if "evaluation" in line:
             right = {} if line["accuracy"] is None else {"evaluation_accuracy": line["accuracy"]}
             return line["evaluation"], {**right, "evaluation_failed": line["failed"]}
@@ -50,6 +50,10 @@ class Points:
         if "end" in line:
             self.outcome = line["end"]
         return self.version, _of_pipeline(line)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float)
 
 
 def _of_pipeline(line: Line) -> dict[str, float]:

@@ -52,7 +52,7 @@ def test_tensorboard_has_every_update_once(tmp_path: Path) -> None:
                     found.append((event.step, round(value.tensor.float_val[0], 4)))
                     texts.add(value.metadata.summary_description)
     assert sorted(found) == REWARDS
-    assert catalogue.UPDATE["reward"] in texts
+    assert catalogue.ENTRIES["reward"] in texts
 
 
 def test_weights_and_biases_offline_has_one_run_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_the_endpoint_gives_the_newest_numbers_on_loopback_alone(tmp_path: Path)
         ("streamppo_evaluation_accuracy", ""): 0.5,
         ("streamppo_version", ""): 8.0,
     }
-    assert families["streamppo_reward"].documentation == catalogue.UPDATE["reward"]
+    assert families["streamppo_reward"].documentation == catalogue.ENTRIES["reward"]
     assert {one.labels["run"] for one in samples} == {"math"}
 
 
@@ -153,7 +153,7 @@ def test_rays_gauges_are_those_of_the_endpoint(gauges: dict[str, FakeGauge]) -> 
     for line in LINES:
         sink.line(json.loads(line))
     assert gauges["streamppo_reward"].values == {("math",): REWARDS[-1][1]}
-    assert gauges["streamppo_reward"].description == catalogue.UPDATE["reward"]
+    assert gauges["streamppo_reward"].description == catalogue.ENTRIES["reward"]
     assert gauges["streamppo_version"].values == {("math",): REWARDS[-1][0]}
     assert set(gauges["streamppo_ess_lag_of"].values) == {("math", "0"), ("math", "1"), ("math", "2")}
 

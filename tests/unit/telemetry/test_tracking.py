@@ -99,7 +99,7 @@ def test_every_number_of_a_run_arrives_once_over_two_parts(
     rewards = [(step, value) for name, value, step, *_ in found if name == "reward"]
     lines = [json.loads(line) for line in DEFAULT_RUN[:40]]
     assert rewards == [(line["update"], line["reward"]) for line in lines if "update" in line]
-    assert {one[4] for one in found if one[0] == "reward"} == {catalogue.UPDATE["reward"]}
+    assert {one[4] for one in found if one[0] == "reward"} == {catalogue.ENTRIES["reward"]}
 
 
 def test_a_part_whose_driver_is_killed_is_sent_to_the_end(
@@ -140,7 +140,7 @@ def test_other_lines_have_names_of_the_catalogue_too() -> None:
 
 
 def test_a_name_is_found_whole_before_it_is_found_by_its_begin() -> None:
-    assert catalogue.find("reward") == ("reward", "", catalogue.UPDATE["reward"])
+    assert catalogue.find("reward") == ("reward", "", catalogue.ENTRIES["reward"])
     assert catalogue.find("ess_lag_3-4") == ("ess_lag_", "3-4", catalogue.SOMETIMES["ess_lag_"])
     assert catalogue.find("nothing") is None
 
