@@ -42,8 +42,10 @@ from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
 from streamppo.learner import manifest
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import display
-from streamppo.telemetry.record import FINISHED, Record
+from streamppo.telemetry.metrics_file import FINISHED
+from streamppo.telemetry.record import Record
 from streamppo.telemetry.summary import farewell
+from streamppo.telemetry.tracking.sinks import Sinks
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
 
 if TYPE_CHECKING:
@@ -78,8 +80,9 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
-        shown, findings = display(config, folder), Diagnosis(config)
-        record = Record(folder, started, config.seed, config.updates, display=shown, diagnosis=findings)
+        shown, findings, sinks = display(config, folder), Diagnosis(config), Sinks(config, folder)
+        begin = (folder, started, config.seed, config.updates)
+        record = Record(*begin, display=shown, diagnosis=findings, sinks=sinks)
     interrupts.run, interrupts.say = folder, record.display.say
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))

@@ -24,6 +24,7 @@ NOT_LEARNING = (
     "archive",
     "cluster",
     "watchdog",
+    "telemetry",
     "algorithm.teacher.url",
     *(f"algorithm.teacher.{name}" for name in OF_SERVER),
 )

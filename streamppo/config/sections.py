@@ -18,6 +18,7 @@ from streamppo.config.exploration import KlCov
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
 from streamppo.config.task import Environment, Task
+from streamppo.config.telemetry import Telemetry
 
 BUILTIN = "builtin:tiny"
 """The model.path of a model that the run makes itself."""
@@ -260,6 +261,8 @@ class Config(Section, frozen=True):
     """The Ray that the run uses."""
     watchdog: Watchdog = Watchdog()
     """Bounds on waiting."""
+    telemetry: Telemetry = Telemetry()
+    """Other programs that get the run's numbers."""
 
     def contradictions(self) -> Iterator[str]:
         """Rules between fields. `ValueError` becomes a ConfigError that names the file."""

@@ -1,5 +1,7 @@
 """Every line of metrics.jsonl, and every metric of one update by its name there: its unit, and what it says."""
 
+from typing import NamedTuple
+
 LINES = {
     "part": "a driver begins: the first with 1, another with each resume; after which version it goes on",
     "update": "the version that it made, its metrics",
@@ -16,7 +18,7 @@ LINES = {
 
 BESIDE = {
     "update": "the version that it made",
-    "wall_s": "seconds, as in every line",
+    "wall_s": "seconds that the run has gone on for, over all its parts",
     "lag_histogram": "tokens of the batch that the policy sampled, by their lag in versions",
 }
 """In every update's line, beside its metrics."""
@@ -123,3 +125,35 @@ SOMETIMES = {
     "behavior_kl_lag_": "nats per token, k3 estimate of KL(behavior || learner) of one bucket of lags",
 }
 """In those to which they apply; a name that ends in _ is followed by the bucket or the name."""
+
+TRACKED = {
+    "evaluation_accuracy": "share of held-out prompts that were answered rightly",
+    "evaluation_failed": "held-out prompts of an evaluation without a score",
+    "queue_ready": "trajectories that are ready to be trained on",
+    "queue_in_flight": "trajectories that are being sampled",
+    "engine_version_": "version of a rollout actor",
+    "engine_tokens_": "tokens that a rollout actor has sampled since it started",
+    "engine_busy_s_": "seconds that a rollout actor's engine was busy since it started",
+    "engine_idle_s_": "seconds that a rollout actor's engine had nothing to do since it started",
+    "restarts_": "deaths of a stage that this part of the run has survived",
+}
+"""Beside the metrics of updates, in trackers and in Prometheus alone: numbers of the other lines, named as above."""
+
+ENTRIES = {"wall_s": BESIDE["wall_s"], **UPDATE, **SOMETIMES, **TRACKED}
+"""All numbers that trackers and Prometheus get."""
+
+
+class Entry(NamedTuple):
+    """A name of the catalogue, and its text; `of` is the rest of a metric's name behind one that ends in _."""
+
+    name: str
+    of: str
+    text: str
+
+
+def find(metric: str) -> Entry | None:
+    """Find the entry of a metric of an update, or of one that only trackers have; None if there is none."""
+    if text := ENTRIES.get(metric):
+        return Entry(metric, "", text)
+    begin = next((name for name in ENTRIES if name[-1] == "_" and metric.startswith(name)), "")
+    return Entry(begin, metric.removeprefix(begin), ENTRIES[begin]) if begin else None

@@ -13,6 +13,8 @@ from typing import NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 import msgspec
 
 METRICS = "metrics.jsonl"
+FINISHED = "finished"
+"""The end of a run that made all its updates."""
 
 
 class PartLine(TypedDict):
@@ -164,7 +166,7 @@ def content(folder: Path) -> Content:
     """Read the whole file of the run in `folder`."""
     path, found = folder / METRICS, Content([], [])
     for number, text in enumerate(_whole(path).splitlines(), start=1):
-        line = _parse(text)
+        line = parse(text)
         if line is None:
             found.damage.append(f"{path}: line {number} is damaged: it is left out")
         else:
@@ -195,7 +197,8 @@ def mend(folder: Path) -> None:
         os.truncate(path, len(_whole(path)))
 
 
-def _parse(text: bytes) -> Line | None:
+def parse(text: bytes) -> Line | None:
+    """Read one line; None if it is damaged."""
     try:
         content: object = json.loads(text)
     # The second is for thousands of brackets.

@@ -23,14 +23,13 @@ from streamppo.errors import RunError
 from streamppo.telemetry import metrics_file, summary
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import Display, PlainLines
-from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.metrics_file import FINISHED, Line
 from streamppo.telemetry.summary import Summary
+from streamppo.telemetry.tracking.sinks import Sinks
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, Sample, UpdateReport
 
 PACKAGES = ("streamppo", "torch", "ray", "transformers", "msgspec", "numpy")
 SUMMARY = "summary.json"
-FINISHED = "finished"
-"""The outcome of a run that made all its updates."""
 
 REPORTS_S = 8.0
 """Seconds between two lines about a process at least. Reports come every 10 s, more often for a view."""
@@ -52,7 +51,7 @@ class Record:
 
     In the folder of an earlier part of the run the record continues after `version`, the last update with a line there,
     and its seconds after those of the last line. `display` shows it to people; findings of
-    `diagnosis`, if there is one, are logged once as they come.
+    `diagnosis`, if there is one, are logged once as they come. `sinks` are its trackers.
     """
 
     def __init__(
@@ -64,6 +63,7 @@ class Record:
         *,
         display: Display | None = None,
         diagnosis: Diagnosis | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         self.folder = folder
         self.seed = seed
@@ -72,6 +72,7 @@ class Record:
         before, damage = metrics_file.content(folder)
         self._lost = bool(damage) or not before
         self.diagnosis = diagnosis
+        self._sinks = sinks
         for line in before:
             if diagnosis is not None:
                 diagnosis.add(line)
@@ -162,8 +163,10 @@ class Record:
             self._write("phases", report.actor, {"spent": report.phases})
 
     def tick(self, doing: str) -> None:
-        """Let the display look at the clock; `doing` is the driver's reason to wait."""
+        """Let the display look at the clock, and look at the trackers; `doing` is the driver's reason to wait."""
         self.display.tick(doing, self.wall_s)
+        if self._sinks is not None:
+            self._sinks.check()
 
     def _due(self, process: str) -> bool:
         """True if `REPORTS_S` are over since this was true for the same process, or since the run began."""
@@ -200,6 +203,8 @@ class Record:
                 self._file.close()
                 self._file = self._open()
             self._file.write(json.dumps(line) + "\n")
+        if self._sinks is not None:
+            self._sinks.line(line)
 
     def _diagnose(self, line: Line) -> None:
         for finding in self.diagnosis.add(line) if self.diagnosis else ():
@@ -237,6 +242,8 @@ class Record:
             # A line that the file still holds back was refused before, and the refusal was reported then.
             with suppress(OSError):
                 self._file.close()
+            if self._sinks is not None:
+                self._sinks.close()
         return content
 
     @contextmanager

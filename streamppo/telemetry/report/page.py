@@ -7,8 +7,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from streamppo.telemetry import summary
-from streamppo.telemetry.catalogue import SOMETIMES, UPDATE
+from streamppo.telemetry import catalogue, summary
 from streamppo.telemetry.report import plot, view
 from streamppo.telemetry.report.plot import Bar, Curve, Point
 from streamppo.telemetry.report.view import View
@@ -120,10 +119,8 @@ def _number(value: object) -> float:
 
 
 def _sentence(metric: str) -> str:
-    known = OWN | UPDATE | SOMETIMES
-    return known.get(metric) or next(
-        (text for name, text in known.items() if name[-1] == "_" and metric.startswith(name)), ""
-    )
+    known = catalogue.find(metric)
+    return OWN.get(metric) or (known.text if known else "")
 
 
 def _lags(one: View) -> Markup:

@@ -15,7 +15,8 @@ from streamppo.queue.archive import Archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
 from streamppo.telemetry import metrics_file as lines
-from streamppo.telemetry.record import FINISHED, Record
+from streamppo.telemetry.metrics_file import FINISHED
+from streamppo.telemetry.record import Record
 from streamppo.types import Batch, Trajectory, UpdateReport
 
 Load = Callable[..., Config]

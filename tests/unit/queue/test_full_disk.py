@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from streamppo.cli import main
 from streamppo.errors import ModelError, RunError
 from streamppo.learner import pretrained
-from streamppo.telemetry.record import FINISHED, Record
+from streamppo.telemetry.metrics_file import FINISHED
+from streamppo.telemetry.record import Record
 from streamppo.types import UpdateReport
 
 METRICS = {"reward": 0.5, "entropy": 1.0, "ess": 1.0, "lag_mean": 0.0, "wait_s": 0.0, "update_s": 1.0, "push_ms": 1.0}

@@ -1,0 +1,30 @@
+"""Checks that the libraries which [telemetry] asks for are installed."""
+
+from importlib.util import find_spec
+
+from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.config.sections import Config
+from streamppo.config.telemetry import Endpoint
+
+EXTRAS = {"trackio": "trackio"}
+"""The extra of a library that is in another one than `tracking`."""
+MODULES = {"prometheus": "prometheus_client"}
+"""The module of a kind that has another name."""
+
+
+def trackers(config: Config) -> Findings:
+    """Find the library of each tracker and of the endpoint: a run would go on without it, and nobody means that."""
+    kinds: list[str] = [*config.telemetry.trackers]
+    kinds += ["prometheus"] if isinstance(config.telemetry.prometheus, Endpoint) else []
+    for kind in kinds:
+        if _is_here(MODULES.get(kind, kind)):
+            yield Finding(kind, "ok", "is installed")
+        else:
+            extra = EXTRAS.get(kind, "tracking")
+            yield Finding(kind, "error", f"is not installed: pip install 'streamppo[{extra}]', or another [telemetry]")
+
+
+def _is_here(module: str) -> bool:
+    """Tell if there is a module with code: a folder such as the wandb/ of offline runs is none."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None

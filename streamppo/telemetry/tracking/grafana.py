@@ -1,0 +1,105 @@
+"""A dashboard of Grafana for the gauges, made of the catalogue: `python -m streamppo.telemetry.tracking.grafana FILE`.
+
+Each query finds the gauges of the endpoint and those that Ray gives out, whose names begin with ray_.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from streamppo.telemetry.tracking import names
+
+ROWS = {
+    "Learning": ("evaluation_accuracy", "reward", "reward_", "entropy", "length", "truncated", "version"),
+    "Off-policy": ("lag_mean", "lag_max", "ess", "ess_lag_", "behavior_kl", "behavior_kl_lag_", "mismatch"),
+    "Update": (
+        "policy_loss",
+        "value_loss",
+        "explained_variance",
+        "clip_fraction_high",
+        "clip_fraction_low",
+        "grad_norm",
+        "lr",
+    ),
+    "Pipeline": ("queue_ready", "queue_in_flight", "engine_tokens_", "engine_idle_s_", "wait_s", "update_s", "push_ms"),
+}
+"""Panels that are open; every other metric has one in a last row, which is closed."""
+REST = "Everything else"
+COUNTERS = ("engine_tokens_", "engine_busy_s_", "engine_idle_s_")
+"""Gauges that grow: a panel shows their rate."""
+WIDTH, HEIGHT, COLUMNS = 8, 7, 3
+
+
+def dashboard() -> dict[str, object]:
+    """Make the whole dashboard; its data source and its runs are chosen in Grafana."""
+    shown = {entry for row in ROWS.values() for entry in row}
+    rest = tuple(entry for entry in names.TEXTS if entry not in shown)
+    panels: list[dict[str, object]] = []
+    top = 0
+    for title, entries in [*ROWS.items(), (REST, rest)]:
+        row, below = _row(title, entries, top, len(panels) + 1)
+        panels += [row, *below]
+        top += 1 + HEIGHT * -(-len(entries) // COLUMNS)
+    return {
+        "title": "streamppo",
+        "uid": "streamppo",
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [_source(), _runs()]},
+        "panels": panels,
+    }
+
+
+def text() -> str:
+    """Write the dashboard as the file that Grafana imports."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def _row(
+    title: str, entries: tuple[str, ...], top: int, number: int
+) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """Make a row, and the panels that stand below it; those of a closed row are inside of it."""
+    panels = [_panel(entry, at, top + 1, number + 1 + at) for at, entry in enumerate(entries)]
+    closed = title == REST
+    place = {"h": 1, "w": COLUMNS * WIDTH, "x": 0, "y": top}
+    row: dict[str, object] = {"id": number, "type": "row", "title": title, "gridPos": place, "collapsed": closed}
+    return row | {"panels": panels if closed else []}, [] if closed else panels
+
+
+def _panel(entry: str, at: int, top: int, number: int) -> dict[str, object]:
+    begin = f'{{__name__=~"(ray_)?{names.name(entry)}", {names.RUN}=~"$run"}}'
+    legend = f"{{{{{names.RUN}}}}}" + (f" {{{{{names.OF}}}}}" if entry.endswith("_") else "")
+    expression = f"rate({begin}[1m])" if entry in COUNTERS else begin
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": f"{entry.rstrip('_')}{' a second' if entry in COUNTERS else ''}",
+        "description": names.TEXTS[entry],
+        "datasource": {"type": "prometheus", "uid": "${source}"},
+        "gridPos": {"h": HEIGHT, "w": WIDTH, "x": at % COLUMNS * WIDTH, "y": top + at // COLUMNS * HEIGHT},
+        "targets": [{"refId": "A", "expr": expression, "legendFormat": legend}],
+    }
+
+
+def _source() -> dict[str, object]:
+    return {"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"}
+
+
+def _runs() -> dict[str, object]:
+    query = f'label_values({{__name__=~"(ray_)?{names.name(names.VERSION)}"}}, {names.RUN})'
+    return {
+        "name": "run",
+        "label": "Run",
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${source}"},
+        "query": query,
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(text())

@@ -1,0 +1,43 @@
+"""The names of Prometheus' gauges, made of the catalogue's.
+
+reward          streamppo_reward{run="math"}
+ess_lag_3-4     streamppo_ess_lag_of{run="math", of="3-4"}
+"""
+
+from typing import NamedTuple
+
+from streamppo.telemetry import catalogue
+
+PREFIX = "streamppo_"
+VERSION = "version"
+"""The version of the newest point, as a metric."""
+RUN, OF = "run", "of"
+"""Labels: the run's name; the bucket, component or actor of a name that ends in _ in the catalogue."""
+TEXTS = {**catalogue.ENTRIES, VERSION: "updates that were made"}
+"""Every metric, by its name in the catalogue."""
+
+
+class Gauge(NamedTuple):
+    """A gauge: its name, its help text, and the value of its label `of`, if it has one."""
+
+    name: str
+    text: str
+    of: str
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of its labels."""
+        return (RUN, OF) if self.of else (RUN,)
+
+
+def gauge(metric: str) -> Gauge | None:
+    """Find the gauge of a metric; None for one that is not in the catalogue."""
+    if metric == VERSION:
+        return Gauge(name(VERSION), TEXTS[VERSION], "")
+    found = catalogue.find(metric)
+    return Gauge(name(found.name), found.text, found.of) if found else None
+
+
+def name(entry: str) -> str:
+    """Make the gauge's name of a name in the catalogue."""
+    return f"{PREFIX}{entry}{OF if entry.endswith('_') else ''}"

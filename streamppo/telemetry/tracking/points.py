@@ -1,0 +1,68 @@
+"""Lines of metrics.jsonl as points: numbers by their names in the catalogue, at a version."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeGuard
+
+from streamppo.telemetry.metrics_file import EngineLine, Line, numbers
+
+BY_ENGINE = ("version", "tokens", "busy_s", "idle_s")
+"""Numbers in the line of a rollout actor."""
+
+
+class Point(NamedTuple):
+    """The numbers of one line. `at_s` is when it was written, in seconds since 1970."""
+
+    version: int
+    at_s: float
+    values: Mapping[str, float]
+
+
+class Points:
+    """Makes points of lines, in their order; `version` is the newest version of the lines before."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.outcome = ""
+        self._restarts: dict[str, int] = {}
+
+    def of(self, lines: Sequence[Line], written_s: float) -> Iterator[Point]:
+        """Make a point of every line that has numbers for others; the last line was written at `written_s`."""
+        for line in lines:
+            version, values = self._values(line)
+            if values:
+                yield Point(version, written_s - (lines[-1]["wall_s"] - line["wall_s"]), values)
+
+    def _values(self, line: Line) -> tuple[int, dict[str, float]]:
+        if "update" in line:
+            self.version = line["update"]
+            return self.version, {name: value for name, value in numbers(line).items() if name != "update"}
+        if "remade" in line:
+            known: Mapping[str, object] = {**line}
+            return line["remade"], {name: n for name, n in known.items() if name != "remade" and _is_number(n)}
+        if "evaluation" in line:
+            right = {} if line["accuracy"] is None else {"evaluation_accuracy": line["accuracy"]}
+            return line["evaluation"], {**right, "evaluation_failed": line["failed"]}
+        if "restart" in line:
+            self._restarts[line["restart"]] = self._restarts.get(line["restart"], 0) + 1
+            return self.version, {f"restarts_{line['restart']}": self._restarts[line["restart"]]}
+        if "part" in line:
+            self._restarts = {}
+        if "end" in line:
+            self.outcome = line["end"]
+        return self.version, _of_pipeline(line)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float)
+
+
+def _of_pipeline(line: Line) -> dict[str, float]:
+    if "queue" in line:
+        return {"queue_ready": line["queue"], "queue_in_flight": line["in_flight"]}
+    return _of_engine(line) if "engine" in line else {}
+
+
+def _of_engine(line: EngineLine) -> dict[str, float]:
+    counters: Mapping[str, object] = {**line}
+    told = {name: counters[name] for name in BY_ENGINE}
+    return {f"engine_{name}_{line['engine']}": float(n) for name, n in told.items() if isinstance(n, int | float)}

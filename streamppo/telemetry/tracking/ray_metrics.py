@@ -1,0 +1,44 @@
+"""The same gauges as Ray's own metrics: the nodes of a cluster give them to its Prometheus, as ray_streamppo_...
+
+Ray keeps the newest value of each, and sends it beside the run; nothing here waits.
+"""
+
+import logging
+import time
+
+from ray.exceptions import RayError
+from ray.util.metrics import Gauge
+
+from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.tracking import names
+from streamppo.telemetry.tracking.points import Points
+
+log = logging.getLogger(__name__)
+
+
+class RayGauges:
+    """The gauges of the run with the name `run`. Ray must run once there are numbers."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._points = Points()
+        self._gauges: dict[str, Gauge] = {}
+        self._lost = False
+
+    def line(self, line: Line) -> None:
+        """Set the gauges of a line; the first error that Ray has with them ends that."""
+        if self._lost:
+            return
+        try:
+            for point in self._points.of([line], time.time()):
+                for metric, value in {**point.values, names.VERSION: self._points.version}.items():
+                    self._set(metric, value)
+        except (RayError, RuntimeError, ValueError, TypeError) as error:
+            self._lost = True
+            log.warning("Ray's metrics are given up, the run goes on without them: %s", error)
+
+    def _set(self, metric: str, value: float) -> None:
+        if gauge := names.gauge(metric):
+            known = self._gauges.get(gauge.name) or Gauge(gauge.name, gauge.text, gauge.labels)
+            self._gauges[gauge.name] = known
+            known.set(value, dict(zip(gauge.labels, (self._run, gauge.of), strict=False)))

@@ -1,0 +1,131 @@
+"""The driver's side of trackers: it starts their processes, looks at them, and waits for them at its end, so long.
+
+    running -> lost      its process has ended: one warning, with the reason that its log has
+            -> late      at the end it has not ended within `END_S`: killed, one warning
+            -> ended
+
+A resumed run sends the lines that a tracker has not got: metrics.jsonl has them.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamppo.config import change
+from streamppo.config.sections import Config
+from streamppo.config.telemetry import Endpoint, RayMetrics
+from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.tracking import process
+from streamppo.telemetry.tracking.trackers.run import Kind, Run
+
+if TYPE_CHECKING:
+    from streamppo.telemetry.tracking.ray_metrics import RayGauges
+
+END_S = process.CLOSE_S
+"""Seconds that a run waits for all of its trackers at its end."""
+HANGS = "Timeout ("
+"""The begin of the lines that faulthandler writes."""
+
+log = logging.getLogger(__name__)
+
+
+class Sinks:
+    """The trackers of the run in `folder`, as `config` wants them."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._folder = folder.resolve()
+        self._processes: dict[Kind, subprocess.Popen[bytes]] = {
+            run.kind: self._start(run) for run in runs(config, self._folder)
+        }
+        self._gauges = _gauges(config, self._folder.name)
+
+    def line(self, line: Line) -> None:
+        """Take in an event of the run; processes read it from the file."""
+        if self._gauges is not None:
+            self._gauges.line(line)
+
+    def check(self) -> None:
+        """Warn of trackers whose process has ended."""
+        for kind, one in list(self._processes.items()):
+            if one.poll() is not None:
+                self._give_up(kind, self._reason(kind))
+
+    def close(self) -> None:
+        """Let all trackers send what is left, and end those that take too long. Later calls change nothing."""
+        for one in self._processes.values():
+            _hang_up(one)
+        deadline = time.monotonic() + END_S
+        for kind, one in list(self._processes.items()):
+            try:
+                code = one.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._give_up(kind, f"it has not taken the last lines within {END_S:g} s")
+                continue
+            if code:
+                self._give_up(kind, self._reason(kind))
+        self._processes = {}
+
+    def _start(self, run: Run) -> "subprocess.Popen[bytes]":
+        """Start a process in a session of its own: Ctrl-C is for the driver, which then lets it end."""
+        path = self._log(run.kind)
+        for folder in (path.parent, process.progress_path(self._folder, run.kind).parent):
+            folder.mkdir(exist_ok=True)
+        with path.open("wb") as output:
+            command = [sys.executable, "-m", process.__name__]
+            one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
+        with suppress(BrokenPipeError):
+            assert one.stdin is not None
+            one.stdin.write(msgspec.json.encode(run) + b"\n")
+            one.stdin.flush()
+        return one
+
+    def _give_up(self, kind: Kind, reason: str) -> None:
+        one = self._processes.pop(kind)
+        # A library's own processes too.
+        with suppress(ProcessLookupError):
+            os.killpg(one.pid, signal.SIGKILL)
+        one.wait()
+        _hang_up(one)
+        log.warning("%s is given up, the run goes on without it: %s; %s has more", kind, reason, self._log(kind))
+
+    def _reason(self, kind: Kind) -> str:
+        """Find the reason in the log of a process that has ended: its error, or that it hung."""
+        with suppress(OSError):
+            said = self._log(kind).read_text(errors="replace").strip().splitlines()
+            hung = any(text.startswith(HANGS) for text in said)
+            return "it gave no answer in time" if hung else " ".join(said[-1:]) or "its process has ended"
+        return "its process has ended"
+
+    def _log(self, kind: Kind) -> Path:
+        return self._folder / "logs" / f"{kind}.log"
+
+
+def _hang_up(one: "subprocess.Popen[bytes]") -> None:
+    if one.stdin is not None:
+        with suppress(BrokenPipeError):
+            one.stdin.close()
+
+
+def runs(config: Config, folder: Path) -> list[Run]:
+    """Tell every tracker that has a process of its own of the run in `folder`."""
+    telemetry, values = config.telemetry, change.fields(config)
+    found = [Run(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
+    if isinstance(telemetry.prometheus, Endpoint):
+        found.append(Run("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))
+    return found
+
+
+def _gauges(config: Config, name: str) -> "RayGauges | None":
+    if not isinstance(config.telemetry.prometheus, RayMetrics):
+        return None
+    from streamppo.telemetry.tracking.ray_metrics import RayGauges
+
+    return RayGauges(name)

@@ -1,0 +1,34 @@
+"""The choice of a tracker by its kind. A library is imported here, and nowhere if it is not asked for."""
+
+from collections.abc import Callable
+
+from streamppo.telemetry.tracking.trackers.run import Kind, Run, Tracker
+
+
+def build(run: Run) -> Tracker:
+    """Open the tracker that `run` is for. Raises the errors of its library."""
+    return _opener(run.kind)(run)
+
+
+def _opener(kind: Kind) -> Callable[[Run], Tracker]:
+    match kind:
+        case "tensorboard":
+            from streamppo.telemetry.tracking.trackers.event_files import TensorBoard
+
+            return TensorBoard
+        case "wandb":
+            from streamppo.telemetry.tracking.trackers.weights_and_biases import WeightsAndBiases
+
+            return WeightsAndBiases
+        case "trackio":
+            from streamppo.telemetry.tracking.trackers.local_database import Trackio
+
+            return Trackio
+        case "mlflow":
+            from streamppo.telemetry.tracking.trackers.experiment import MLflow
+
+            return MLflow
+        case "prometheus":
+            from streamppo.telemetry.tracking.trackers.endpoint import Endpoint
+
+            return Endpoint

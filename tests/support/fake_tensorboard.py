@@ -1,0 +1,64 @@
+"""A package `tensorboard` for a tracker's process: it does what a test says, and writes down what it was told."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SOURCE = """
+import json, os, time
+
+def do(where):
+    plan = {plan!r}
+    if plan.get(where) == "hang":
+        time.sleep(3600)
+    if plan.get(where) == "raise":
+        raise ConnectionError("no server\\nat 10.0.0.1")
+    if plan.get(where) == "die":
+        os._exit(3)
+
+class Writer:
+    def __init__(self, folder):
+        self.told = os.path.join(os.path.dirname(folder), "told.jsonl")
+        do("open")
+
+    def add_scalar(self, name, value, step, *, wall_time, description):
+        do("add")
+        with open(self.told, "a") as file:
+            file.write(json.dumps([name, value, step, wall_time, description]) + "\\n")
+
+    def flush(self):
+        do("flush")
+
+    def close(self):
+        do("close")
+        with open(self.told, "a") as file:
+            file.write(json.dumps("closed") + "\\n")
+
+do("import")
+"""
+IMPATIENT = """
+import faulthandler
+wait = faulthandler.dump_traceback_later
+faulthandler.dump_traceback_later = lambda seconds, exit: wait(seconds / 60, exit=exit)
+"""
+"""A minute is a second for a process that begins with this."""
+
+
+def install(place: Path, plan: Mapping[str, str], *, impatient: bool = False) -> dict[str, str]:
+    """Write the package below `place`; return the environment in which it is found before any other."""
+    package = place / "tensorboard"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").touch()
+    (package / "summary.py").write_text(SOURCE.replace("{plan!r}", repr(dict(plan))))
+    if impatient:
+        (place / "sitecustomize.py").write_text(IMPATIENT)
+    paths = [str(place), str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def told(run: Path) -> list[Any]:
+    """Everything that the package was told about a run, in order."""
+    path = run / "told.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,33 @@
+"""A tracker without its library is refused before a run begins, with the extra that has it."""
+
+import importlib.machinery
+
+import pytest
+from conftest import MATH
+
+from streamppo.commands.checks import telemetry
+from streamppo.config import file as configfile
+
+ALL = ['telemetry.trackers=["tensorboard", "wandb", "trackio", "mlflow"]']
+ENDPOINT = 'telemetry.prometheus={kind="endpoint", port=9464}'
+
+
+def found(monkeypatch: pytest.MonkeyPatch, *modules: str) -> dict[str, tuple[str, str]]:
+    """State and text of each kind where only `modules` are installed, and wandb/ is a folder of runs."""
+    namespace = importlib.machinery.ModuleSpec("wandb", None)
+    specs = {name: importlib.machinery.ModuleSpec(name, None, origin="file.py") for name in modules}
+    monkeypatch.setattr(telemetry, "find_spec", ({"wandb": namespace} | specs).get)
+    config = configfile.load(MATH, [*ALL, ENDPOINT])
+    return {one.subject: (one.state, one.text) for one in telemetry.trackers(config)}
+
+
+def test_a_library_that_is_there_is_ok_and_a_missing_one_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = found(monkeypatch, "tensorboard", "prometheus_client")
+    states = {kind: state for kind, (state, _) in here.items()}
+    wrong = dict.fromkeys(("wandb", "trackio", "mlflow"), "error")
+    assert states == wrong | {"tensorboard": "ok", "prometheus": "ok"}
+    assert "streamppo[tracking]" in here["wandb"][1] and "streamppo[trackio]" in here["trackio"][1]
+
+
+def test_nothing_is_looked_for_where_nothing_is_asked_for() -> None:
+    assert list(telemetry.trackers(configfile.load(MATH, ['telemetry.prometheus={kind="ray"}']))) == []
