@@ -218,6 +218,27 @@ def summary(
 
 
 @app.command
+def watch(
+    *found: Annotated[
+        Path, Parameter(name="RUN", help="The folder of a run; then runs, or RUN/replays/1.json, to compare it with.")
+    ],
+    host: Annotated[str, Parameter(help="Where to listen (default: 127.0.0.1); elsewhere the page wants a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[
+        Whole | None, Parameter(validator=Number(gte=0, lte=65535), help="Which port (default: 8484, if it is free).")
+    ] = None,
+) -> int:
+    """Show a run on a live page in the browser: curves, pipeline, trajectories token by token, failures."""
+    if not found or found[0].is_file():
+        raise ConfigError("`streamppo watch` wants the folder of a run")
+    chosen = [path.resolve() if path.is_file() else _existing(path) for path in found]
+    from streamppo.commands import watch as command
+
+    return command.watch(chosen[0], chosen[1:], host, port)
+
+
+@app.command
 def trace(
     folder: RunFolder,
     /,

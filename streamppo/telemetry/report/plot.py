@@ -1,4 +1,4 @@
-"""Charts as SVG: curves, bars, amounts over time, and a timeline. Colours come from the page's style, for light and dark.
+"""Charts as SVG: curves, bars, amounts over time, and a timeline. Colours come from the style, for light and dark.
 
 A script of the page reads values back from the points of a curve: `data-box` of its SVG has the corners of the axes.
 bokeh takes 2 s of CPU and 1.3 MB for as many charts.
@@ -112,7 +112,7 @@ def heat(columns: Sequence[Column], x_name: str, y_name: str) -> Markup:
             drawn.append(
                 f'<rect class="fill c0" {box} fill-opacity="{amount / total:.2f}"><title>{escape(text)}</title></rect>'
             )
-    marks = [_text(x_axis.place(tick), HEIGHT - 5, short(tick), "middle") for tick in _ticks(x_axis)]
+    marks = _marks(x_axis)
     every = math.ceil((highest + 1) / 8)
     names = [
         _text(LEFT - 5, HEIGHT - BOTTOM - (row + 0.5) * high + 3.5, _row_name(row, highest), "end")
@@ -213,8 +213,14 @@ def _ticks(axis: _Axis) -> list[float]:
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    marks = [_text(x_axis.place(tick), HEIGHT - 5, short(tick), "middle") for tick in _ticks(x_axis)]
+    marks = _marks(x_axis)
     return [*_rules(y_axis), *marks]
+
+
+def _marks(x_axis: _Axis) -> list[str]:
+    """Write the numbers below the axis; one at its right end keeps within the drawing."""
+    places = [(x_axis.place(tick), short(tick)) for tick in _ticks(x_axis)]
+    return [_text(x, HEIGHT - 5, text, "end" if x > WIDTH - 2 * RIGHT else "middle") for x, text in places]
 
 
 def _rules(y_axis: _Axis) -> list[str]:

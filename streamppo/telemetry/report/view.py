@@ -71,7 +71,7 @@ def headline(view: View) -> list[Row]:
     """The numbers that people ask for first."""
     told = summaries.of_lines(view.lines)
     rows = [Row("outcome", view.outcome), Row("updates", f"{told['updates']}")]
-    rows += [Row("time", _duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
+    rows += [Row("time", duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
     rows += _ends(told)
     lag = told["trained_lag"]
     if lag["mean"] is not None:
@@ -179,7 +179,8 @@ INSTANTS = {
 """Lane, words before those of the event, and colour, by the kind of an event that takes no time."""
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """4000 -> 1 h 06 min."""
     hours, rest = divmod(round(seconds), 3600)
     minutes, seconds_left = divmod(rest, 60)
     return (
