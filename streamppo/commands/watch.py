@@ -10,7 +10,7 @@ import uvicorn
 
 from streamppo.commands.echo import echo
 from streamppo.commands.watching import server
-from streamppo.errors import RunError
+from streamppo.errors import ConfigError, RunError
 
 PORT = 8484
 """The port if it is free; else any other."""
@@ -19,7 +19,12 @@ ANYWHERE = ("0.0.0.0", "::")
 
 
 def watch(run: Path, others: Sequence[Path], host: str, port: int | None) -> int:
-    """Answer requests until Ctrl-C. Raises `RunError` if nothing can listen at `host` and `port`."""
+    """Answer requests until Ctrl-C. Raises `RunError` if nothing can listen at `host` and `port`.
+
+    `run` is a folder; `others` are folders or files of replays. Raises `ConfigError` for another `run`.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"{run}: the first RUN is the folder of one; a replay can be compared with it")
     found = listening(host, port)
     token = None if host in server.LOOPBACK else secrets.token_urlsafe()
     echo(f"{run.name}: {address(found, host, token)}   (Ctrl-C ends this page, and nothing else)")
