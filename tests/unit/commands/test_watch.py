@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from conftest import COUNTERS, trajectory
+from msgspec import structs
 from report_case import BATCH, run_folder
 from starlette.applications import Starlette
 
@@ -19,8 +22,10 @@ from streamppo.config.sections import Config
 from streamppo.driver import lock
 from streamppo.errors import RunError
 from streamppo.queue import archive
+from streamppo.queue.journal import Journal
+from streamppo.queue.records import Changes, Made
 from streamppo.telemetry import metrics_file
-from streamppo.types import floats, ints
+from streamppo.types import Batch, floats, ints
 
 LOCAL = "http://127.0.0.1:8484"
 
@@ -63,11 +68,12 @@ def test_new_lines_change_the_sections_and_nothing_else_does(run: Path) -> None:
     assert found["version"] == 20 and "update 20 of" in found["sections"]["head"]
     (same,) = get(app, f"/sections?tag={found['tag']}")
     assert same.json()["tag"] == found["tag"] and "sections" not in same.json()
-    with (run / metrics_file.METRICS).open("a") as file:
-        file.writelines(rest)
-    (later,) = get(app, f"/sections?tag={found['tag']}")
-    assert later.json()["version"] == 24
-    assert "finished" in later.json()["sections"]["head"]
+    for lines, version, words in ((rest[:1], 21, "killed"), (rest[1:], 24, "finished")):
+        with (run / metrics_file.METRICS).open("a") as file:
+            file.writelines(lines)
+        (later,) = get(app, f"/sections?tag={found['tag']}")
+        found = later.json()
+        assert found["version"] == version and words in found["sections"]["head"]
 
 
 def test_a_run_that_dies_and_whose_folder_goes_is_shown_as_it_was(run: Path) -> None:
@@ -155,6 +161,31 @@ def test_the_numbers_of_a_token_are_those_of_the_archive(run: Path) -> None:
     assert columns["young enough"] == [1, 1, 1]
     assert columns.keys() == {"lag", "version", "young enough", "log-prob"}, "nothing is shown that is not kept"
     assert "Advantages" in found["missing"]
+
+
+def test_values_rewards_and_a_teachers_log_probs_stand_at_their_tokens(run: Path) -> None:
+    rows = (trajectory([3], versions=[24]), trajectory([4, 5, 6], versions=[23, 0, 24], mask=[True, False, True]))
+    columns = {"token_rewards": [0.25, 0.0, -1.0], "teacher_logprobs": [-0.5, 0.0, -2.0]}
+    more = {name: np.float32(column).tobytes() for name, column in columns.items()}
+    batch = Batch(version=24, min_version=24, trajectories=(rows[0], structs.replace(rows[1], **more)))
+    journal, made = Journal(run / "journal.sqlite"), archive.open(run)
+    journal.fence()
+    archived = made.write(batch, np.float32([9, 1, 2, 3]).tobytes())
+    journal.write(Changes(COUNTERS), [Made(version=25, digest="", archived=archived)], made.settle)
+    journal.close()
+    (answer,) = get(app_of(run), "/batch/25/1")
+    found = answer.json()
+    assert found["sampled"] == [True, False, True]
+    assert {column["name"]: column["values"] for column in found["columns"]} == {
+        "lag": [1, None, 0],
+        "version": [23, None, 24],
+        "young enough": [0, None, 1],
+        "log-prob": [-1, None, -1],
+        "value": [1, None, 3],
+        "reward": [0.25, None, -1],
+        "teacher's log-prob": [-0.5, None, -2],
+        "difference": [0.5, None, -1],
+    }
 
 
 @pytest.mark.parametrize("path", ["/batch/99", "/batch/7/4", "/batch/99/0"])
