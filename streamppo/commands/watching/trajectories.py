@@ -33,7 +33,7 @@ BARS = 12
 """Bars of the rewards of a batch at most."""
 MISSING = (
     "Advantages, ratios and the learner's log-probs of single tokens are not kept: the learner needs them for the "
-    "length of an update, and writes down their means. Explanations of rewards are shown by `streamppo reward-test`."
+    "length of an update, and writes down their means."
 )
 
 
@@ -93,6 +93,7 @@ class Opened(TypedDict):
     prompt: str
     reward: float
     components: dict[str, float]
+    explanation: str
     texts: list[str]
     ids: list[int]
     sampled: list[bool]
@@ -143,6 +144,7 @@ class Trajectories:
             "prompt": self._decode(ints(one.prompt_tokens)),
             "reward": one.reward,
             "components": one.components,
+            "explanation": one.explanation,
             "texts": _texts(self._model, self._decode, tokens),
             "ids": tokens.tolist(),
             "sampled": flags(one.mask)[:SHOWN_TOKENS].tolist(),

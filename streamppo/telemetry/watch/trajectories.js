@@ -55,7 +55,7 @@ function showList() {
   fill(byId("list"), [head, ...rows.map((one) => [
     element("td", one.title),
     element("td", short(one.reward), "number"),
-    element("td", one.finish === "length" ? `${one.tokens} cut` : String(one.tokens), "number"),
+    element("td", one.tokens + ({ length: " cut off", cut: " segment" }[one.finish] ?? ""), "number"),
     element("td", String(one.lag), "number"),
     element("td", one.begins),
   ])]);
@@ -94,6 +94,7 @@ async function openTrajectory(update, row) {
   keepChoice();
   const parts = Object.entries(opened.components).map(([name, value]) => `, ${name} ${short(value)}`).join("");
   byId("opened-title").textContent = `${opened.title}: reward ${short(opened.reward)}${parts}`;
+  byId("explanation").textContent = opened.explanation;
   byId("missing").textContent = (opened.left_out ? `${opened.left_out} more tokens are not shown. ` : "") + opened.missing;
   const names = opened.columns.map((column) => column.name);
   byId("colour").replaceChildren(...names.map((name) => element("option", name)));

@@ -167,7 +167,8 @@ def test_values_rewards_and_a_teachers_log_probs_stand_at_their_tokens(run: Path
     rows = (trajectory([3], versions=[24]), trajectory([4, 5, 6], versions=[23, 0, 24], mask=[True, False, True]))
     columns = {"token_rewards": [0.25, 0.0, -1.0], "teacher_logprobs": [-0.5, 0.0, -2.0]}
     more = {name: np.float32(column).tobytes() for name, column in columns.items()}
-    batch = Batch(version=24, min_version=24, trajectories=(rows[0], structs.replace(rows[1], **more)))
+    told = structs.replace(rows[1], explanation="<so-so>", **more)
+    batch = Batch(version=24, min_version=24, trajectories=(rows[0], told))
     journal, made = Journal(run / "journal.sqlite"), archive.open(run)
     journal.fence()
     archived = made.write(batch, np.float32([9, 1, 2, 3]).tobytes())
@@ -175,7 +176,7 @@ def test_values_rewards_and_a_teachers_log_probs_stand_at_their_tokens(run: Path
     journal.close()
     (answer,) = get(app_of(run), "/batch/25/1")
     found = answer.json()
-    assert found["sampled"] == [True, False, True]
+    assert (found["sampled"], found["explanation"]) == ([True, False, True], "<so-so>")
     assert {column["name"]: column["values"] for column in found["columns"]} == {
         "lag": [1, None, 0],
         "version": [23, None, 24],
