@@ -43,14 +43,16 @@ class Page:
     """The page about the run in `folder`; `others` are runs and replays that are compared from the beginning."""
 
     def __init__(self, folder: Path, others: list[Path]) -> None:
-        self._run = WatchedRun(folder)
+        self._run = WatchedRun(folder, folder.name)
         config = self._run.config
         self._trajectories = Trajectories(folder, config) if config else None
-        self._paths = {
-            path.name if path.is_dir() else f"{path.parent.parent.name} {path.stem}": path for path in others
-        }
+        self._paths: dict[str, Path] = {}
+        for path in others:
+            self._paths[_name(path, {folder.name, *self._paths})] = path
         self._chosen = list(self._paths)
-        self._paths |= {path.name: path for path in _siblings(folder) if path.name not in self._paths}
+        for path in _siblings(folder):
+            if path not in others:
+                self._paths[_name(path, set(self._paths))] = path
         self._watched: dict[str, Watched] = {}
         self._lock = Lock()
         self._name = folder.name
@@ -101,7 +103,7 @@ class Page:
             raise StreamppoError(f"{name}: no such run is beside this one")
         if name not in self._watched:
             path = self._paths[name]
-            self._watched[name] = WatchedRun(path) if path.is_dir() else WatchedReplay(path)
+            self._watched[name] = WatchedRun(path, name) if path.is_dir() else WatchedReplay(path)
         return self._watched[name]
 
 
@@ -145,6 +147,13 @@ def _is(token: str, given: str | None) -> bool:
 
 def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, status_code=404)
+
+
+def _name(path: Path, taken: set[str]) -> str:
+    """The name of a run or a replay on the page, with more of its path if another has the short one."""
+    short = path.name if path.is_dir() else f"{path.parent.parent.name} {path.stem}"
+    longer = f"{path.parent.name}/{short}"
+    return next(name for name in (short, longer, f"{path}") if name not in taken or name == f"{path}")
 
 
 def _siblings(folder: Path) -> list[Path]:

@@ -33,16 +33,16 @@ class Watched(Protocol):
 
 
 class WatchedRun:
-    """The run in `folder`. A part of it that cannot be read is named, and the rest is shown."""
+    """The run in `folder`, called `name`. A part of it that cannot be read is named, and the rest is shown."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._lines = Follower(folder)
         self._begun = 0
         self._journal_at = -JOURNAL_S
         self._looks = 0
         self._condition = ""
-        self.view = View(folder.name, [])
+        self.view = View(name, [])
         self.config = report.tried(self.view, lambda: configfile.load(folder / configfile.CONFIG))
         self._notes = list(self.view.notes)
         self.view.config = configfile.show(self.config) if self.config else ""
@@ -62,7 +62,7 @@ class WatchedRun:
 
     def _begin(self) -> None:
         """Forget the lines: there is another file."""
-        config, name = self.config, self._folder.name
+        config, name = self.config, self.view.name
         self._state = state_of(config, self._folder) if config else State(name, str(self._folder), 0, 0, 0)
         self._diagnosis = Diagnosis(config) if config else None
 

@@ -138,6 +138,16 @@ def test_runs_beside_it_are_offered_and_drawn_in_the_same_curves(run: Path, math
     assert 'value="other" checked>other' in asked.text
 
 
+def test_runs_of_one_name_are_told_apart(run: Path, tmp_path: Path, math_config: Callable[..., Config]) -> None:
+    for place in ("a", "b"):
+        (tmp_path / "elsewhere" / place).mkdir(parents=True)
+    others = [run_folder(tmp_path / "elsewhere" / place / "math", math_config(), updates=20) for place in ("a", "b")]
+    page, answer = get(app_of(run, *others), "/", "/sections?with=a/math&with=b/math")
+    assert 'value="a/math" checked' in page.text and 'value="b/math" checked' in page.text
+    curves = answer.json()["sections"]["curves"]
+    assert all(f'data-label="{name}"' in curves for name in ("math", "a/math", "b/math"))
+
+
 @pytest.mark.parametrize("name", ["nobody", "../../etc", "math/archive", "", "."])
 def test_no_folder_but_those_that_are_offered_is_read(run: Path, name: str) -> None:
     (answer,) = get(app_of(run), f"/sections?with={name}")
