@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from cyclopts.validators import Number
 from streamppo import __version__, process
 from streamppo.commands import data as data_sets
 from streamppo.commands import scale as rollouts_of_run
-from streamppo.commands.echo import echo
+from streamppo.commands.echo import complain, echo, flush
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import lock
@@ -63,17 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
         return command(*bound.args, **bound.kwargs) or (0 if words else MISTAKE)
     except CycloptsError as error:
-        _complain(str(error))
+        complain(str(error))
         return MISTAKE
     except StreamppoError as error:
-        _complain(f"{type(error).__name__}: {error}")
+        complain(f"{type(error).__name__}: {error}")
         return _exit_code(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     finally:
-        _flush()
+        flush()
 
 
 # --- training ------------------------------------------------------------------------------------------------
@@ -195,9 +194,7 @@ def report(
     ] = None,
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
-    if not found:
-        raise ConfigError("`streamppo report` wants at least one folder of a run")
-    chosen = [path.resolve() if path.is_file() else _existing(path) for path in found]
+    chosen = _runs_and_replays("report", found)
     from streamppo.commands import report as command
 
     return command.report(chosen, to)
@@ -215,6 +212,23 @@ def summary(
     from streamppo.commands import summary as command
 
     return command.summary(folder, as_json=json)
+
+
+@app.command
+def watch(
+    *found: Annotated[
+        Path, Parameter(name="RUN", help="The folder of a run; then runs, or RUN/replays/1.json, to compare it with.")
+    ],
+    host: Annotated[str, Parameter(help="Where to listen; elsewhere than on loopback with a token.")] = "127.0.0.1",
+    port: Annotated[
+        Whole | None, Parameter(validator=Number(gte=0, lte=65535), help="Which port (default: 8484, if it is free).")
+    ] = None,
+) -> int:
+    """Show a run on a live page in the browser: curves, pipeline, trajectories token by token, failures."""
+    chosen = _runs_and_replays("watch", found)
+    from streamppo.commands import watch as command
+
+    return command.watch(chosen[0], chosen[1:], host, port)
 
 
 @app.command
@@ -359,6 +373,12 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
+def _runs_and_replays(command: str, found: Sequence[Path]) -> list[Path]:
+    if not found:
+        raise ConfigError(f"`streamppo {command}` wants at least one folder of a run")
+    return [path.resolve() if path.is_file() else _existing(path) for path in found]
+
+
 def _refuse(config: Config) -> None:
     """Say what a run of `config` lacks, before it has a folder or a process."""
     from streamppo.commands.checks import quick
@@ -374,17 +394,3 @@ def _exit_code(error: StreamppoError) -> int:
             return 128 + error.number
         case _:
             return FAILED
-
-
-def _complain(text: str) -> None:
-    """Write one sentence to standard error. A terminal that was closed changes no exit code."""
-    with suppress(OSError):
-        sys.stderr.write(f"streamppo: {text}\n")
-
-
-def _flush() -> None:
-    """Write the rest of standard output. A reader that went away (`| head`) is no error."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

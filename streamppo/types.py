@@ -164,7 +164,7 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     vocabulary. Without either both are empty.
 
     `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that the policy did not sample; without one
-    they are empty.
+    they are empty. `explanation` is the reward's, its beginning, for people.
 
     A segment that others follow has `finish` "cut" and no reward: that of the whole comes with the last one. The tokens
     of those before it are the last `prefix` of its `prompt_tokens`.
@@ -185,6 +185,7 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     candidate_counts: bytes = b""
     teacher_logprobs: bytes = b""
     components: dict[str, float] = {}
+    explanation: str = ""
     versions_known: bool = True
 
     @property

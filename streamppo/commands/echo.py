@@ -1,9 +1,10 @@
 """How a command prints its result: rich on a terminal, plain text into a file or a pipe. Log lines go to stderr."""
 
 import logging
+import os
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +33,20 @@ def console() -> Console:
 def table(*columns: str) -> Table:
     """Make a table with these columns; it has no line of headings where all of them are empty."""
     return Table(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def complain(text: str) -> None:
+    """Write one sentence to standard error. A terminal that was closed changes no exit code."""
+    with suppress(OSError):
+        sys.stderr.write(f"streamppo: {text}\n")
+
+
+def flush() -> None:
+    """Write the rest of standard output. A reader that went away (`| head`) is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

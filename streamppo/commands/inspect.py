@@ -128,6 +128,8 @@ def _lines(batch: Batch, trajectory: Trajectory, values: Floats | None, tokenize
     components = "".join(f", {name} {value:g}" for name, value in trajectory.components.items())
     end = f"{trajectory.finish}, {trajectory.num_tokens} tokens"
     yield f"\n{_title(trajectory)}: reward {trajectory.reward:g}{components}, {end}"
+    if trajectory.explanation:
+        yield f"  explained   {trajectory.explanation!r}"
     yield f"  prompt      {tokenizer.decode(ints(trajectory.prompt_tokens))!r}"
     yield f"  completion  {tokenizer.decode(ints(trajectory.tokens))!r}"
     yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"

@@ -19,12 +19,12 @@ def summary(run: Path, *, as_json: bool) -> int:
     """Print the numbers that people ask for first and the findings, or all numbers as JSON."""
     shown = _view(run)
     if as_json:
-        known = shown.summary or {"outcome": _state(run, shown), **summaries.of_lines(shown.lines)}
+        known = shown.summary or {"outcome": condition(run, shown), **summaries.of_lines(shown.lines)}
         echo(json.dumps(known, indent=2))
         return 0
     rows = table("", "", "")
     for row in view.headline(shown):
-        rows.add_row(row.name, _state(run, shown) if row.name == "outcome" else row.value, row.remark)
+        rows.add_row(row.name, condition(run, shown) if row.name == "outcome" else row.value, row.remark)
     console().print(rows)
     config = configfile.load(run / configfile.CONFIG)
     for finding in diagnosis.of_lines(config, shown.lines, shown.summary):
@@ -43,7 +43,7 @@ def list_runs(runs: Path) -> int:
         told = summaries.of_lines(shown.lines)
         numbers = [_short(told[name]["final"]) for name in ("reward", "eval_accuracy")]
         when = datetime.fromtimestamp(_touched(folder)).strftime("%Y-%m-%d %H:%M")
-        rows.add_row(folder.name, _state(folder, shown), f"{told['updates']}", *numbers, when)
+        rows.add_row(folder.name, condition(folder, shown), f"{told['updates']}", *numbers, when)
     console().print(rows)
     return 0
 
@@ -52,7 +52,7 @@ def _view(run: Path) -> View:
     return View(run.name, metrics_file.read(run), read_summary(run))
 
 
-def _state(run: Path, shown: View) -> str:
+def condition(run: Path, shown: View) -> str:
     """Running, or how the run ended; killed, if nothing says how."""
     if lock.is_running(run):
         return "running"

@@ -52,13 +52,13 @@ def write_after(folder: Path) -> None:
 
 def write(found: Sequence[Path], to: Path) -> Path:
     """Write the report of some runs, by their folders, and of replays, by their files, to `to`. Raises `RunError`."""
-    text = page.render([_replay(path) if path.is_file() else _run(path) for path in found])
+    text = page.render([replay(path) if path.is_file() else _run(path) for path in found])
     with durable.naming(to, RunError):
         durable.write(to, text.encode(errors="replace"))
     return to
 
 
-def _replay(path: Path) -> View:
+def replay(path: Path) -> View:
     """The updates that `streamppo replay --set` has made. Raises `RunError` for another file."""
     try:
         content = json.loads(path.read_bytes())
@@ -82,18 +82,18 @@ ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "lag_histogram": {}}
 def _run(folder: Path) -> View:
     content = metrics_file.content(folder)
     view = View(folder.name, content.lines, notes=list(content.damage))
-    view.summary = _tried(view, lambda: read_summary(folder))
-    if (config := _tried(view, lambda: configfile.load(folder / configfile.CONFIG))) is None:
+    view.summary = tried(view, lambda: read_summary(folder))
+    if (config := tried(view, lambda: configfile.load(folder / configfile.CONFIG))) is None:
         return view
     view.config = configfile.show(config)
     view.findings = diagnosis.of_lines(config, view.lines, view.summary)
-    view.queue = _tried(view, lambda: _queue(config, folder))
-    view.failures = _tried(view, lambda: _failures(folder)) or ()
-    view.samples = _tried(view, lambda: _samples(config, folder)) or []
+    view.queue = tried(view, lambda: queue_of(config, folder))
+    view.failures = tried(view, lambda: failures(folder)) or ()
+    view.samples = tried(view, lambda: _samples(config, folder)) or []
     return view
 
 
-def _tried(view: View, part: Callable[[], T]) -> T | None:
+def tried(view: View, part: Callable[[], T]) -> T | None:
     """Make a part of the report, or note why it cannot be made."""
     try:
         return part()
@@ -102,7 +102,7 @@ def _tried(view: View, part: Callable[[], T]) -> T | None:
         return None
 
 
-def _queue(config: Config, folder: Path) -> QueueReport | None:
+def queue_of(config: Config, folder: Path) -> QueueReport | None:
     """The queue's counters as of the journal's last transaction."""
     journal = Journal.of(folder)
     saved = journal.read()
@@ -110,7 +110,7 @@ def _queue(config: Config, folder: Path) -> QueueReport | None:
     return None if saved is None else report.report(snapshot.rebuild(settings_of(config), saved, journal.path))
 
 
-def _failures(folder: Path) -> list[Row]:
+def failures(folder: Path) -> list[Row]:
     """The reasons for which attempts came to nothing, the most frequent first."""
     journal = Journal.of(folder)
     reasons = Counter((one.state.replace("_", " "), _first_line(one.reason)) for one in journal.ended())
@@ -130,12 +130,12 @@ def _samples(config: Config, folder: Path) -> list[Sample]:
     found = archive.open(folder)
     if not (versions := found.versions()):
         raise JournalError(f"{folder}: no batch is kept in its archive")
-    decode = _decoder(Path(model_path(config, folder)))
+    decode = decoder(Path(model_path(config, folder)))
     chosen = dict.fromkeys((versions[0], versions[len(versions) // 2], versions[-1]))
     return [sample for version in chosen for sample in _of_batch(found.batch(version), decode)]
 
 
-def _decoder(model: Path) -> Decode:
+def decoder(model: Path) -> Decode:
     """The text of tokens, special ones left out; of a folder without transformers, which takes 4 s of CPU to load."""
     if not (model / TOKENIZER).is_file():
         return Tokenizer(model).decode

@@ -9,7 +9,8 @@ prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on singl
 `token_rewards` with offsets of its own. If top-p or top-k cut the distribution, `candidates` are the tokens that were
 left of it, and `candidate_counts` says how many each token of a completion has (0: the whole vocabulary), both flat,
 with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server. If rewards have components a
-table of them [B, components], NaN if a trajectory has none of a name. If there is a critic, `values` has for each token
+table of them [B, components], NaN if a trajectory has none of a name. If rewards are explained, `explanations` is their
+text in UTF-8, flat, with offsets of its own. If there is a critic, `values` has for each token
 the critic's expectation before it was sampled, as the update began. A file is complete when it has its name; it counts
 once the journal holds its SHA-256.
 
@@ -26,6 +27,7 @@ so that a prompt is found without opening all of them.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from uuid import uuid4
@@ -143,6 +145,7 @@ class Archive:
         import pyarrow
 
         columns, attributes = self._read(version)
+        explanations = _explanations(columns)
         at, prompt_at = columns.pop("offsets"), columns.pop("prompt_offsets")
         names = [name for name in (*FLAT, "values") if name in columns]
         flat = {name: pyarrow.ListArray.from_arrays(at.astype(np.int32), columns.pop(name)) for name in names}
@@ -150,10 +153,13 @@ class Archive:
         for name in [name for name in RAGGED if name in columns]:
             ends = columns.pop(f"{name}_offsets").astype(np.int32)
             flat[name] = pyarrow.ListArray.from_arrays(ends, columns.pop(name))
+        for name in [name for name in columns if name.startswith("explanations")]:
+            del columns[name]
         if "components" in columns:
             columns |= dict(zip(attributes.component_names, columns.pop("components").T, strict=True))
         words = {name: _spelled(columns.pop(name), known) for name, known in attributes.words().items()}
-        return pyarrow.table({**columns, **words, **flat})
+        told = {"explanation": explanations} if any(explanations) else {}
+        return pyarrow.table({**columns, **words, **told, **flat})
 
     def path(self, version: int) -> Path:
         """The file of the batch of `version`."""
@@ -226,6 +232,9 @@ def _write(path: Path, batch: Batch, values: bytes) -> None:
     if values:
         columns["values"] = floats(values)
         assert len(columns["values"]) == len(columns["tokens"]), "one value for each token"
+    if any(texts := [one.explanation.encode() for one in trajectories]):
+        columns["explanations"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+        columns["explanations_offsets"] = _offsets([len(text) for text in texts])
     if names := sorted({name for one in trajectories for name in one.components}):
         columns["components"] = np.array([[one.components.get(name, np.nan) for name in names] for one in trajectories])
         attributes["component_names"] = names
@@ -246,12 +255,20 @@ def _spelled(column: Column, known: Sequence[str]) -> list[str]:
     return [known[int(number)] for number in column]
 
 
+def _explanations(columns: Mapping[str, Column]) -> list[str]:
+    """The text of each trajectory, empty where there is none."""
+    if "explanations" not in columns:
+        return [""] * (len(columns["offsets"]) - 1)
+    text, ends = columns["explanations"].tobytes(), columns["explanations_offsets"].tolist()
+    return [text[begin:end].decode() for begin, end in pairwise(ends)]
+
+
 def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
     words = {name: _spelled(columns[name], known) for name, known in attributes.words().items()}
     ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}
     components = columns["components"].tolist() if "components" in columns else None
-    known = columns.get("versions_known")
+    known, explanations = columns.get("versions_known"), _explanations(columns)
     trajectories: list[Trajectory] = []
     for row, reward in enumerate(columns["reward"].tolist()):
         tokens = slice(at[row], at[row + 1])
@@ -266,6 +283,7 @@ def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 reward=reward,
                 components={} if components is None else _present(attributes.component_names, components[row]),
                 prefix=int(columns["prefix"][row]) if "prefix" in columns else 0,
+                explanation=explanations[row],
                 versions_known=known is None or bool(known[row]),
                 **{name: columns[name][tokens].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
                 **ragged,

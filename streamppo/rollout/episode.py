@@ -21,10 +21,12 @@ from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
 from streamppo.tasks.stalls import Stalls
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Flags, Floats, Identity, Ints, Message, Prompt, Reward, ScoredText, Trajectory
+from streamppo.types import Flags, Floats, Identity, Ints, Message, Prompt, Reward, ScoredText, Trajectory, utf8_safe
 
 FAILURES = (TaskError, ModelError)
 """Errors that cost one trajectory and nothing else, while it is played or scored."""
+EXPLAINED = 2000
+"""Characters of a reward's explanation that go with its trajectory."""
 
 
 class Episode(NamedTuple):
@@ -98,6 +100,7 @@ class Episode(NamedTuple):
             candidate_counts=b"" if candidates is None else candidates.counts.tobytes(),
             teacher_logprobs=teacher_logprobs[4 * prefix :],
             components=reward.components,
+            explanation=utf8_safe(reward.explanation)[:EXPLAINED],
         )
 
 

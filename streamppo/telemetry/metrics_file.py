@@ -157,6 +157,54 @@ class Content(NamedTuple):
     damage: list[str]
 
 
+class Follower:
+    """The lines of the run in `folder`, read as they are written, each once.
+
+    `content` has all of them so far, also when the file goes away. It begins anew, with `times_begun` one higher, when
+    another file has taken its place, or one that is shorter than what was read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / METRICS
+        self.content = Content([], [])
+        self.times_begun = 0
+        self._file: tuple[int, int] | None = None
+        self._end = self._count = 0
+
+    def read(self) -> list[Line]:
+        """Read what was written since the last time; returns the lines of it that can be used."""
+        new: list[Line] = []
+        for text in self._whole().splitlines():
+            self._count += 1
+            line = _parse(text)
+            if line is None:
+                self.content.damage.append(f"{self.path}: line {self._count} is damaged: it is left out")
+            else:
+                new.append(line)
+        self.content.lines.extend(new)
+        return new
+
+    def _whole(self) -> bytes:
+        """Read on, up to the last newline that there is."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return b""
+        with file:
+            found = os.fstat(file.fileno())
+            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:
+                self._begin((found.st_dev, found.st_ino))
+            file.seek(self._end)
+            whole = _to_newline(file.read())
+        self._end += len(whole)
+        return whole
+
+    def _begin(self, file: tuple[int, int]) -> None:
+        self._file, self._end, self._count = file, 0, 0
+        self.content = Content([], [])
+        self.times_begun += 1
+
+
 def read(folder: Path) -> list[Line]:
     """Read the lines of the run in `folder` that can be used; none if it has no such file."""
     return content(folder).lines
@@ -164,14 +212,9 @@ def read(folder: Path) -> list[Line]:
 
 def content(folder: Path) -> Content:
     """Read the whole file of the run in `folder`."""
-    path, found = folder / METRICS, Content([], [])
-    for number, text in enumerate(_whole(path).splitlines(), start=1):
-        line = parse(text)
-        if line is None:
-            found.damage.append(f"{path}: line {number} is damaged: it is left out")
-        else:
-            found.lines.append(line)
-    return found
+    follower = Follower(folder)
+    follower.read()
+    return follower.content
 
 
 def updates(folder: Path) -> list[UpdateLine]:
@@ -194,7 +237,7 @@ def mend(folder: Path) -> None:
     """Remove a last line that was cut, so that the next one does not continue it."""
     path = folder / METRICS
     if path.exists():
-        os.truncate(path, len(_whole(path)))
+        os.truncate(path, len(_to_newline(path.read_bytes())))
 
 
 def parse(text: bytes) -> Line | None:
@@ -224,7 +267,6 @@ def is_line(content: object) -> TypeGuard[Line]:
     return True
 
 
-def _whole(path: Path) -> bytes:
-    """Read the file up to its last newline."""
-    data = path.read_bytes() if path.exists() else b""
+def _to_newline(data: bytes) -> bytes:
+    """Leave out what comes after the last newline: it is no whole line yet, or was cut."""
     return data[: data.rfind(b"\n") + 1]

@@ -1,6 +1,41 @@
-"""When a run's events happened, and the words for those that take no time: the report's timeline and the trace."""
+"""When a run's events happened, and the words for those that take no time: the timelines of pages, and the trace."""
 
-from streamppo.telemetry.metrics_file import Line, UpdateLine
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from streamppo.telemetry.metrics_file import EngineLine, Line, UpdateLine
+
+
+class Stretch(NamedTuple):
+    """The time of a rollout actor from one of its lines to the next."""
+
+    before: EngineLine
+    line: EngineLine
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that it sampled, for each second."""
+        lasts_s = max(self.line["wall_s"] - self.before["wall_s"], 1e-9)
+        return (self.line["tokens"] - self.before["tokens"]) / lasts_s
+
+    @property
+    def idle(self) -> float:
+        """The share of its time in which it had nothing to decode."""
+        idle_s = self.line["idle_s"] - self.before["idle_s"]
+        return idle_s / max(idle_s + self.line["busy_s"] - self.before["busy_s"], 1e-9)
+
+
+def stretches(lines: Sequence[Line]) -> Iterator[Stretch]:
+    """Pair each line of a rollout actor with the one before it; an actor that began anew has none before its first."""
+    engines: dict[str, EngineLine] = {}
+    for line in lines:
+        if "part" in line:
+            engines = {}
+        if "engine" in line:
+            before = engines.get(line["engine"])
+            engines[line["engine"]] = line
+            if before is not None and before["tokens"] <= line["tokens"]:
+                yield Stretch(before, line)
 
 
 def asked_s(line: UpdateLine) -> float:

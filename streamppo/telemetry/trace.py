@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from streamppo.process import WHOLE
 from streamppo.telemetry import timeline
-from streamppo.telemetry.metrics_file import EngineLine, Line, PhasesLine, UpdateLine
+from streamppo.telemetry.metrics_file import Line, PhasesLine, UpdateLine
 
 Event: TypeAlias = Mapping[str, object]
 PROCESS = 1
@@ -81,30 +81,21 @@ def _instants(lines: Sequence[Line]) -> Iterator[Event]:
 
 
 def _counters(lines: Sequence[Line]) -> Iterator[Event]:
-    engines: dict[str, EngineLine] = {}
+    for stretch in timeline.stretches(lines):
+        # It stands at the first of its two lines, as it holds from there on.
+        engine, begin_s = stretch.line["engine"], stretch.before["wall_s"]
+        yield _counter(f"{engine}: tokens a second", begin_s, {"tokens": stretch.tokens_per_s})
     processes: dict[str, PhasesLine] = {}
     for line in lines:
         if "update" in line:
             yield _counter("lag of the batch, mean", line["wall_s"], {"versions": _number(line.get("lag_mean", 0.0))})
         elif "queue" in line:
             yield _counter("queue", line["wall_s"], {"ready": line["queue"], "being sampled": line["in_flight"]})
-        elif "engine" in line:
-            before = engines.get(line["engine"])
-            engines[line["engine"]] = line
-            if before is not None and before["tokens"] <= line["tokens"]:
-                yield _rate(line, before)
         elif "phases" in line:
             before = processes.get(line["phases"])
             processes[line["phases"]] = line
             if before is not None:
                 yield from _spent(line, before)
-
-
-def _rate(line: EngineLine, before: EngineLine) -> Event:
-    """Tokens a second since the engine's last line; they stand at that one, as they hold from there on."""
-    lasts = max(line["wall_s"] - before["wall_s"], 1e-9)
-    rate = (line["tokens"] - before["tokens"]) / lasts
-    return _counter(f"{line['engine']}: tokens a second", before["wall_s"], {"tokens": rate})
 
 
 def _spent(line: PhasesLine, before: PhasesLine) -> Iterator[Event]:

@@ -35,10 +35,11 @@ def waits(state: State, width: int) -> list[Text]:
     if learner is None:
         return []
     row = labelled("waiting", "learner ", _share(learner), ", engines ", _share(engines))
-    return [_if_it_fits(row, f": {_verdict(learner, engines or 0.0)}", width)]
+    return [_if_it_fits(row, f": {verdict(learner, engines or 0.0)}", width)]
 
 
-def _verdict(learner: float, engines: float) -> str:
+def verdict(learner: float, engines: float) -> str:
+    """Say who waits for whom, by the shares of their time that both wait."""
     if max(learner, engines) < WAITS:
         return "neither for long"
     return "learner for engines" if learner >= engines else "engines for learner"

@@ -66,7 +66,7 @@ def render(views: Sequence[View]) -> str:
     """Write the page of one run, or of several to be compared."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {"headline": view.headline, "ledger": view.ledger, "lengths": view.lengths}
-    environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": _lags}
+    environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": lags}
     template = environment.get_template("page.html")
     return template.render(views=views, charts=charts(views), runs=[one for one in views if not one.is_replay])
 
@@ -123,7 +123,7 @@ def _sentence(metric: str) -> str:
     return OWN.get(metric) or (known.text if known else "")
 
 
-def _lags(one: View) -> Markup:
+def lags(one: View) -> Markup:
     """Tokens by lag: those that were masked for it in another colour."""
     told = summary.of_lines(one.lines)
     sampled, trained = told["lag"]["histogram"], told["trained_lag"]["histogram"]

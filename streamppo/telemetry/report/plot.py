@@ -1,11 +1,12 @@
-"""Charts as SVG: curves, bars and a timeline. Colours come from the page's style, so that light and dark both fit.
+"""Charts as SVG: curves, bars, amounts over time, and a timeline. Colours come from the style, for light and dark.
 
 A script of the page reads values back from the points of a curve: `data-box` of its SVG has the corners of the axes.
 bokeh takes 2 s of CPU and 1.3 MB for as many charts.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -14,6 +15,10 @@ WIDTH, HEIGHT = 480.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 8.0, 20.0
 MOST_POINTS = 400
 """Points of one curve; of more, each point is the mean of several."""
+MOST_COLUMNS = 120
+"""Columns of amounts over time; of more, each is the sum of several."""
+MOST_ROWS = 16
+"""The row that has this number and all above it."""
 TICKS = 4
 Point = tuple[float, float]
 
@@ -36,13 +41,21 @@ class Bar(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A stretch of time in a lane of a timeline, with a sentence about it."""
+    """A stretch of time in a lane of a timeline, with a sentence about it; `strength` is that of its colour, to 1."""
 
     lane: str
     begin_s: float
     end_s: float
     text: str
     colour: int = 0
+    strength: float = 1.0
+
+
+class Column(NamedTuple):
+    """Amounts of whole numbers, such as tokens of each lag, at one place of the x axis."""
+
+    x: float
+    amounts: Mapping[int, int]
 
 
 def curves(found: Sequence[Curve], x_name: str) -> Markup:
@@ -81,13 +94,41 @@ def bars(found: Sequence[Bar]) -> Markup:
     return _svg([*_rules(y_axis), *drawn], 'class="bars"')
 
 
-def timeline(events: Sequence[Event]) -> Markup:
-    """Draw a lane for each kind of event over the seconds of a run."""
+def heat(columns: Sequence[Column], x_name: str, y_name: str) -> Markup:
+    """Draw how amounts are shared out among whole numbers, over an axis; more of a column is a deeper colour."""
+    columns = _merged([one for one in columns if sum(one.amounts.values()) > 0])
+    if not columns:
+        return Markup("")
+    highest = min(MOST_ROWS, max(max(one.amounts) for one in columns))
+    x_axis = _Axis(*_wide(columns[0].x, columns[-1].x), LEFT, WIDTH - RIGHT)
+    wide, high = (WIDTH - RIGHT - LEFT) / len(columns), (HEIGHT - BOTTOM - TOP) / (highest + 1)
+    drawn: list[str] = []
+    for place, column in enumerate(columns):
+        total = sum(column.amounts.values())
+        for row, amount in _rows(column, highest).items():
+            left, top = LEFT + place * wide, HEIGHT - BOTTOM - (row + 1) * high
+            box = f'x="{left:.1f}" y="{top:.1f}" width="{wide + 0.05:.2f}" height="{high:.1f}"'
+            text = f"{x_name} {column.x:g}, {y_name} {_row_name(row, highest)}: {amount:,g} ({amount / total:.1%})"
+            drawn.append(
+                f'<rect class="fill c0" {box} fill-opacity="{amount / total:.2f}"><title>{escape(text)}</title></rect>'
+            )
+    marks = _marks(x_axis)
+    every = math.ceil((highest + 1) / 8)
+    names = [
+        _text(LEFT - 5, HEIGHT - BOTTOM - (row + 0.5) * high + 3.5, _row_name(row, highest), "end")
+        for row in range(0, highest + 1, every)
+    ]
+    return _svg([*drawn, *marks, *names], 'class="heat"')
+
+
+def timeline(events: Sequence[Event], begin_s: float = 0.0) -> Markup:
+    """Draw a lane for each kind of event over the seconds of a run, from second `begin_s` on."""
+    events = [event._replace(begin_s=max(begin_s, event.begin_s)) for event in events if event.end_s >= begin_s]
     if not events:
         return Markup("")
     lanes, left, width = list(dict.fromkeys(event.lane for event in events)), 84.0, 960.0
     height = 26.0 * len(lanes)
-    axis = _Axis(*_wide(0.0, max(event.end_s for event in events)), left, width - RIGHT)
+    axis = _Axis(*_wide(begin_s, max(event.end_s for event in events)), left, width - RIGHT)
     drawn: list[str] = []
     for tick in _ticks(axis):
         drawn += [
@@ -100,7 +141,9 @@ def timeline(events: Sequence[Event]) -> Markup:
         place = (
             f'x="{begin:.1f}" y="{26 * lanes.index(event.lane) + 5}" width="{max(1.5, end - begin):.1f}" height="16"'
         )
-        drawn.append(f'<rect class="fill c{event.colour}" {place}><title>{escape(event.text)}</title></rect>')
+        strength = f' fill-opacity="{event.strength:.2f}"' if event.strength < 1 else ""
+        title = f"<title>{escape(event.text)}</title>"
+        drawn.append(f'<rect class="fill c{event.colour}" {place}{strength}>{title}</rect>')
     return _svg(drawn, 'class="timeline"', width, height + 20)
 
 
@@ -138,6 +181,28 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts] or list(points)
 
 
+def _merged(columns: Sequence[Column]) -> list[Column]:
+    size = max(1, math.ceil(len(columns) / MOST_COLUMNS))
+    found: list[Column] = []
+    for begin in range(0, len(columns), size):
+        sums: Counter[int] = Counter()
+        for one in columns[begin : begin + size]:
+            sums.update(one.amounts)
+        found.append(Column(columns[min(begin + size, len(columns)) - 1].x, sums))
+    return found
+
+
+def _rows(column: Column, highest: int) -> dict[int, int]:
+    found: Counter[int] = Counter()
+    for row, amount in column.amounts.items():
+        found[min(row, highest)] += amount
+    return {row: amount for row, amount in sorted(found.items()) if amount}
+
+
+def _row_name(row: int, highest: int) -> str:
+    return f"{row}+" if row == highest == MOST_ROWS else f"{row}"
+
+
 def _ticks(axis: _Axis) -> list[float]:
     rough = (axis.high - axis.low) / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
@@ -148,8 +213,14 @@ def _ticks(axis: _Axis) -> list[float]:
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    marks = [_text(x_axis.place(tick), HEIGHT - 5, short(tick), "middle") for tick in _ticks(x_axis)]
+    marks = _marks(x_axis)
     return [*_rules(y_axis), *marks]
+
+
+def _marks(x_axis: _Axis) -> list[str]:
+    """Write the numbers below the axis; one at its right end keeps within the drawing."""
+    places = [(x_axis.place(tick), short(tick)) for tick in _ticks(x_axis)]
+    return [_text(x, HEIGHT - 5, text, "end" if x > WIDTH - 2 * RIGHT else "middle") for x, text in places]
 
 
 def _rules(y_axis: _Axis) -> list[str]:

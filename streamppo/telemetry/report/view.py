@@ -10,6 +10,7 @@ from streamppo.telemetry.diagnosis import Finding
 from streamppo.telemetry.metrics_file import Line
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, short
 from streamppo.telemetry.summary import OfLines, Summary
+from streamppo.telemetry.timeline import Stretch
 from streamppo.types import QueueReport
 
 
@@ -70,7 +71,7 @@ def headline(view: View) -> list[Row]:
     """The numbers that people ask for first."""
     told = summaries.of_lines(view.lines)
     rows = [Row("outcome", view.outcome), Row("updates", f"{told['updates']}")]
-    rows += [Row("time", _duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
+    rows += [Row("time", duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
     rows += _ends(told)
     lag = told["trained_lag"]
     if lag["mean"] is not None:
@@ -141,7 +142,7 @@ def lengths(view: View) -> list[Row]:
 
 
 def events(view: View) -> list[Event]:
-    """The timeline: parts, updates and the waits before them, pushes, evaluations, restarts."""
+    """The timeline: parts, updates and the waits before them, pushes, rollout actors, evaluations, restarts."""
     found: list[Event] = []
     updates = [line for line in view.lines if "update" in line]
     for line in updates[:: max(1, len(updates) // MOST_POINTS + 1)]:
@@ -151,11 +152,22 @@ def events(view: View) -> list[Event]:
         reward = f", reward {line['reward']:.3f}" if "reward" in line else ""
         found.append(Event("learner", ready, end, f"{name}: {end - ready:.2f} s{reward}", 0))
         found.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
+    stretches = list(timeline.stretches(view.lines))
+    found += [_engine(one) for one in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
     for line in view.lines:
         if (told := timeline.told(line)) is not None:
             lane, before, colour = INSTANTS[told[0]]
             found.append(Event(lane, line["wall_s"], line["wall_s"], before + told[1], colour))
     return found
+
+
+def _engine(stretch: Stretch) -> Event:
+    before, line = stretch
+    versions = f"version {before['version']}" + (
+        f" to {line['version']}" if line["version"] != before["version"] else ""
+    )
+    text = f"{line['engine']}: {short(stretch.tokens_per_s)} tokens/s, idle {stretch.idle:.0%}, {versions}"
+    return Event(line["engine"], before["wall_s"], line["wall_s"], text, 5, 0.15 + 0.85 * (1 - stretch.idle))
 
 
 INSTANTS = {
@@ -167,7 +179,8 @@ INSTANTS = {
 """Lane, words before those of the event, and colour, by the kind of an event that takes no time."""
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """4000 -> 1 h 06 min."""
     hours, rest = divmod(round(seconds), 3600)
     minutes, seconds_left = divmod(rest, 60)
     return (

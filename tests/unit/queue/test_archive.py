@@ -47,7 +47,7 @@ def rewarded(version: int = 3) -> Batch:
         version=version,
         min_version=version,
         trajectories=(
-            msgspec.structs.replace(plain, components={"b": -0.0, "a": 1e-300}),
+            msgspec.structs.replace(plain, components={"b": -0.0, "a": 1e-300}, explanation="so-so: 答え\n½"),
             msgspec.structs.replace(one, token_rewards=np.float32([0.25]).tobytes(), components={"a": 2.0}),
             msgspec.structs.replace(two, token_rewards=np.float32([0.0, -1e-30]).tobytes(), versions_known=False),
         ),
@@ -116,6 +116,8 @@ def test_the_very_batch_comes_back(tmp_path: Path) -> None:
     rows = found.table(4).to_pylist()
     assert [row["token_rewards"] for row in rows] == [[], [0.25], np.float32([0.0, -1e-30]).tolist()]
     assert [row["a"] for row in rows][:2] == [1e-300, 2.0]
+    assert [row["explanation"] for row in rows] == ["so-so: 答え\n½", "", ""]
+    assert "explanation" not in found.table(3).column_names
 
 
 def test_what_the_critic_said_lies_beside_the_tokens(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from streamppo.tasks import task
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.library import verifiers
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.types import Identity, Message, Prompt, Reward, decode, encode, floats, ints
+from streamppo.types import Identity, Message, Prompt, Reward, Trajectory, decode, encode, floats, ints
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=?![] "
 HERE = str(Path(__file__))
@@ -106,6 +106,13 @@ def test_rewards_of_turns_stand_on_their_last_tokens_and_scorers_add_to_them(tok
     placed = floats(place(reward, episode.mask, episode.turn_ends))
     first, last = episode.turn_ends
     assert (placed[first], placed[last], placed.sum()) == (1.0, 12.5, 13.5)
+
+
+def test_an_explanation_goes_with_its_trajectory_cut_and_fit_to_travel(tokenizer: Tokenizer) -> None:
+    episode = play(tokenizer, Scripted(tokenizer, "ab", "bye"))
+    made = episode.trajectory(Identity(task="t", prompt=0, sample=0), "a", Reward(explanation="\ud800" + "x" * 9000))
+    assert made.explanation == "?" + "x" * 1999
+    assert decode(encode(made), Trajectory) == made
 
 
 def test_candidates_stand_beside_what_was_sampled_and_observations_have_none(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,156 @@
+"""The pipeline of a run over time: who waits for whom, the queue, the lag, and the newest updates one by one."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from streamppo.telemetry import timeline
+from streamppo.telemetry.live.pipeline import verdict
+from streamppo.telemetry.live.state import State
+from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.report import plot, view
+from streamppo.telemetry.report.page import Chart
+from streamppo.telemetry.report.plot import Column, Curve, Point
+from streamppo.telemetry.report.view import View
+
+NEWEST = 20
+"""Updates of the timeline that shows each of them."""
+
+
+class Stage(NamedTuple):
+    """A stage of the pipeline: a number about it, and remarks."""
+
+    name: str
+    value: str
+    remarks: Sequence[str]
+
+
+class Actor(NamedTuple):
+    """A rollout actor between its two newest lines."""
+
+    name: str
+    version: str
+    tokens_per_s: str
+    idle: str
+
+
+def stages(state: State) -> list[Stage]:
+    """The four stages in the order in which tokens, and then weights, go through them."""
+    versions = sorted({engine.newest["version"] for engine in state.engines.values()})
+    count = len(state.engines)
+    spread = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
+    return [
+        Stage(
+            "rollout",
+            f"{_whole(state.sampled_per_s)} tokens/s",
+            [f"{count} actor{'s' * (count != 1)} with version {spread or '-'}", f"idle {_share(state.engines_idle)}"],
+        ),
+        Stage("queue", f"{state.ready:,} ready", [_batch(state), f"{state.in_flight:,} being sampled"]),
+        Stage(
+            "learner",
+            f"{_whole(state.trained_per_s)} tokens/s",
+            [f"{_seconds(state.update_s)} an update", f"waits {_share(state.learner_waits)}"],
+        ),
+        Stage("weights", f"version {state.version:,}", [_push(state), f"lag {_number(state, 'lag_mean')} versions"]),
+    ]
+
+
+def waits(state: State) -> str:
+    """Say who waits for whom; empty before the first update."""
+    learner = state.learner_waits
+    return "" if learner is None else verdict(learner, state.engines_idle or 0.0)
+
+
+def actors(lines: Sequence[Line]) -> list[Actor]:
+    """The rollout actors that have told of themselves in the newest part of the run."""
+    newest = {stretch.line["engine"]: stretch for stretch in timeline.stretches(_newest_part(lines))}
+    return [
+        Actor(name, f"{one.line['version']:,}", _whole(one.tokens_per_s), f"{one.idle:.0%}")
+        for name, one in sorted(newest.items())
+    ]
+
+
+def charts(lines: Sequence[Line]) -> list[Chart]:
+    """The charts that have data."""
+    found = [_waiting(lines), _queue(lines), _lag(lines)]
+    return [chart for chart in found if chart.drawing]
+
+
+def newest_updates(one: View) -> Markup:
+    """Draw the timeline of the newest updates alone."""
+    updates = [line for line in one.lines if "update" in line][-NEWEST:]
+    if not updates:
+        return Markup("")
+    begin_s = timeline.asked_s(updates[0])
+    # A rollout actor's time goes on from its line before.
+    part = [line for line in one.lines if line["wall_s"] >= begin_s or "engine" in line or "part" in line]
+    return plot.timeline(view.events(View(one.name, part)), begin_s)
+
+
+# --- charts --------------------------------------------------------------------------------------------------
+
+
+def _waiting(lines: Sequence[Line]) -> Chart:
+    learner = [
+        (line["wall_s"], line["wait_s"] / line["update_s"])
+        for line in lines
+        if "update" in line and line["update_s"] > 0
+    ]
+    engines = [(one.line["wall_s"], one.idle) for one in timeline.stretches(lines)]
+    text = "share of its time: the learner without a batch, a rollout actor without anything to decode"
+    return _chart("Who waits", [Curve("learner waits", learner, 0), Curve("engines idle", engines, 1)], text)
+
+
+def _queue(lines: Sequence[Line]) -> Chart:
+    ready: list[Point] = [(line["wall_s"], line["queue"]) for line in lines if "queue" in line]
+    sampled: list[Point] = [(line["wall_s"], line["in_flight"]) for line in lines if "queue" in line]
+    curves = [Curve("ready", ready, 2), Curve("being sampled", sampled, 4)]
+    return _chart("Queue", curves, "trajectories, now and then")
+
+
+def _lag(lines: Sequence[Line]) -> Chart:
+    columns = [
+        Column(line["update"], {int(lag): count for lag, count in line["lag_histogram"].items()})
+        for line in lines
+        if "update" in line
+    ]
+    text = "tokens of each batch by their lag in versions: the deeper the colour, the more of the batch"
+    return Chart("Lag over time", plot.heat(columns, "update", "lag"), [("lag_histogram", text)], [])
+
+
+def _chart(title: str, curves: Sequence[Curve], text: str) -> Chart:
+    known = [curve for curve in curves if curve.points]
+    return Chart(title, plot.curves(known, "second"), [("over the seconds of the run", text)], known)
+
+
+def _newest_part(lines: Sequence[Line]) -> Sequence[Line]:
+    begins = [place for place, line in enumerate(lines) if "part" in line]
+    return lines[begins[-1] :] if begins else lines
+
+
+# --- words ---------------------------------------------------------------------------------------------------
+
+
+def _batch(state: State) -> str:
+    return f"a batch is {state.batch_size:,}" if state.batch_size else ""
+
+
+def _push(state: State) -> str:
+    return f"pushed in {state.newest['push_ms']:.0f} ms" if "push_ms" in state.newest else ""
+
+
+def _number(state: State, name: str) -> str:
+    return f"{state.newest[name]:.2f}" if name in state.newest else "-"
+
+
+def _whole(number: float | None) -> str:
+    return "-" if number is None else plot.short(round(number))
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2g} s"

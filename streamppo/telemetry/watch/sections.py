@@ -1,0 +1,118 @@
+"""The parts of the live page that are made anew as a run goes on, each as HTML. Text of a run is escaped."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from streamppo.telemetry.live.state import State
+from streamppo.telemetry.metrics_file import RestartLine
+from streamppo.telemetry.report import page, plot, view
+from streamppo.telemetry.report.view import Row, View
+from streamppo.telemetry.watch import pipeline
+
+HERE = Path(__file__).parent
+FIRST = (
+    "Reward",
+    "Held-out accuracy",
+    "Parts of the reward",
+    "Entropy",
+    "KL",
+    "Effective sample size",
+    "Clip fraction",
+    "Length",
+)
+"""The charts that are shown at once; the others unfold."""
+RESTARTS = 50
+"""Restarts that are shown; the newest."""
+
+
+class Shown(NamedTuple):
+    """A run as the page shows it. `condition` is one word about it, such as running or killed."""
+
+    view: View
+    state: State
+    condition: str
+
+
+class _Macros(Protocol):
+    """The macros of sections.html."""
+
+    def head(self, one: Shown, left: str) -> Markup: ...
+    def headline(self, one: Shown, rows: Sequence[Row], beside: "Beside | None") -> Markup: ...
+    def curves(self, charts: Sequence[page.Chart]) -> Markup: ...
+    def pipeline(self, one: Shown) -> Markup: ...
+    def data(self, one: View) -> Markup: ...
+    def trouble(self, one: View, restarts: Sequence[RestartLine]) -> Markup: ...
+
+
+class Beside(NamedTuple):
+    """The headlines of several runs as a table: names of runs, then rows of a name and a value for each run."""
+
+    runs: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+
+def environment() -> Environment:
+    """The templates of the page, and those that it shares with the report."""
+    found = Environment(loader=FileSystemLoader([HERE, Path(page.__file__).parent]), autoescape=True)
+    found.globals |= {
+        "actors": pipeline.actors,
+        "stages": pipeline.stages,
+        "waits": pipeline.waits,
+        "pipeline_charts": pipeline.charts,
+        "newest_updates": pipeline.newest_updates,
+        "timeline": lambda one: plot.timeline(view.events(one)),
+        "lags": page.lags,
+        "ledger": view.ledger,
+        "lengths": view.lengths,
+    }
+    return found
+
+
+MACROS = cast(_Macros, environment().get_template("sections.html").module)
+
+
+def sections(runs: Sequence[Shown]) -> dict[str, str]:
+    """The HTML of every section by its name: about the first of the runs, with the curves of all of them."""
+    first = runs[0]
+    charts = page.charts([one.view for one in runs])
+    restarts = [line for line in first.view.lines if "restart" in line]
+    return {
+        "head": MACROS.head(first, _left(first)),
+        "headline": MACROS.headline(first, _rows(first), _beside(runs)),
+        "curves": MACROS.curves([chart for chart in charts if chart.title in FIRST]),
+        "more": MACROS.curves([chart for chart in charts if chart.title not in FIRST]),
+        "pipeline": MACROS.pipeline(first),
+        "data": MACROS.data(first.view),
+        "trouble": MACROS.trouble(first.view, restarts[-RESTARTS:][::-1]),
+    }
+
+
+def _rows(one: Shown) -> list[Row]:
+    """The headline, with speeds of this moment while the run goes on."""
+    rows = [row for row in view.headline(one.view) if row.name != "outcome"]
+    if one.condition != "running":
+        return rows
+    state = one.state
+    now = {"sampled": state.sampled_per_s, "trained": state.trained_per_s}
+    return rows + [
+        Row(f"{name} at present", f"{plot.short(round(speed))}/s", "tokens") for name, speed in now.items() if speed
+    ]
+
+
+def _left(one: Shown) -> str:
+    """The time that a running run still takes, at its present pace."""
+    seconds = one.state.seconds_left
+    return f"about {view.duration(seconds)} left" if seconds and one.condition == "running" else ""
+
+
+def _beside(runs: Sequence[Shown]) -> Beside | None:
+    """The headlines of several runs; None of a single one."""
+    if len(runs) < 2:
+        return None
+    found = [{row.name: row.value for row in view.headline(one.view)} for one in runs]
+    names = list(dict.fromkeys(name for rows in found for name in rows))
+    return Beside([one.view.name for one in runs], [(name, [rows.get(name, "") for rows in found]) for name in names])

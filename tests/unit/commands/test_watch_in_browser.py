@@ -1,0 +1,140 @@
+"""The live page in a headless Chromium: curves with data, a trajectory opened by a click, a token's numbers."""
+
+import html
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from browser import needs_chromium, opened
+from report_case import run_folder
+
+from streamppo.commands import watch
+from streamppo.commands.watching import server
+from streamppo.commands.watching.trajectories import BatchContent, Trajectories
+from streamppo.config.sections import Config
+from streamppo.queue import archive
+from streamppo.telemetry import metrics_file
+from streamppo.types import floats
+
+pytestmark = needs_chromium
+SECONDS = 8
+CLICKS = """
+const until = async (found) => {
+  while (!found()) await new Promise((after) => setTimeout(after, 50));
+  return found();
+};
+document.addEventListener("DOMContentLoaded", async () => {
+  const chart = await until(() => document.querySelector("#curves svg.curves"));
+  const frame = chart.getBoundingClientRect();
+  chart.dispatchEvent(new PointerEvent("pointermove", { clientX: frame.right - 1, clientY: frame.top + 5 }));
+  document.body.dataset.value = chart.parentElement.querySelector(".tip").textContent;
+  document.body.dataset.drawn = [...document.querySelectorAll("#curves svg.curves")].filter(
+    (svg) => [...svg.querySelectorAll("polyline")].some((line) => line.getBoundingClientRect().width > 100)).length;
+  (await until(() => document.querySelector("#list tr[data-row='2']"))).click();
+  await until(() => document.querySelector("#text .token"));
+  const tokens = document.querySelectorAll("#text .token");
+  tokens[1].click();
+  const choice = document.getElementById("colour");
+  choice.value = "lag";
+  choice.dispatchEvent(new Event("change"));
+  document.body.dataset.deep = [...tokens].map((one) => one.style.getPropertyValue("--deep"));
+  document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  document.body.dataset.place = location.hash;
+});
+"""
+"""Points at the first curve, opens the third trajectory, chooses its second token, and writes down what came of it."""
+
+
+UNFOLD = """
+document.addEventListener("DOMContentLoaded", async () => {
+  while (!document.querySelector("#curves details")) await new Promise((after) => setTimeout(after, 20));
+  document.querySelector("#curves details").open = true;
+  document.body.dataset.before = document.querySelector("#head .soft").textContent;
+});
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
+    return run_folder(tmp_path / "math", math_config())
+
+
+@pytest.fixture
+def serve(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Serve the page with one more script; the address comes back, and the server ends with the test."""
+    found = watch.listening("127.0.0.1", 0)
+    settings = uvicorn.Config(server.application(run, [], None), log_level="warning", lifespan="off")
+    serving = uvicorn.Server(settings)
+    thread = threading.Thread(target=serving.run, kwargs={"sockets": [found]})
+
+    def started(script: str) -> str:
+        (tmp_path / "more.js").write_text(script)
+        kind, parts = server.ASSETS["/watch.js"]
+        monkeypatch.setitem(server.ASSETS, "/watch.js", (kind, [*parts, tmp_path / "more.js"]))
+        thread.start()
+        while not serving.started:
+            time.sleep(0.01)
+        return watch.address(found, "127.0.0.1", None)
+
+    yield started
+    serving.should_exit = True
+    thread.join()
+
+
+def noted(dom: str, name: str) -> str:
+    found = re.search(rf'<body[^>]* data-{name}="([^"]*)"', dom)
+    assert found is not None, f"the script has not come to {name}"
+    return html.unescape(found[1])
+
+
+@pytest.mark.parametrize("width", [500, 1400])
+def test_curves_have_data_and_a_click_opens_a_trajectory_whose_tokens_tell_their_numbers(
+    run: Path, serve: Callable[[str], str], tmp_path: Path, width: int
+) -> None:
+    dom, errors = opened(serve(CLICKS), width, tmp_path / "browser", SECONDS)
+    assert errors == []
+    assert int(noted(dom, "drawn")) == dom.partition('id="more"')[0].count('class="curves"') >= 6
+    assert noted(dom, "value").startswith("update 24  ·  reward 0.")
+    assert noted(dom, "wide") == "0", "the page is wider than the window"
+    told = dict(re.findall(r"<td>([^<]*)</td><td class=\"number\">([^<]*)</td>", dom.partition('id="numbers"')[2]))
+    one = archive.open(run).batch(23).trajectories[2]
+    assert html.unescape(told["token 2 of 3"]) == '"<"'
+    assert float(told["log-prob"]) == pytest.approx(floats(one.logprobs)[1], rel=1e-3)
+    assert (told["version"], told["lag"]) == ("23", "0")
+    # The first token is a version older than the others: deepest.
+    assert noted(dom, "deep") == "1,0,0"
+    assert noted(dom, "place") == "#update=24&row=2&token=1&colour=lag"
+
+
+def test_the_page_goes_on_with_new_lines_and_what_was_unfolded_stays_so(
+    run: Path, serve: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run / metrics_file.METRICS
+    lines = path.read_text().splitlines(keepends=True)
+    place = next(place for place, line in enumerate(lines) if '"update": 20,' in line)
+    path.write_text("".join(lines[:place]))
+    batch = Trajectories.batch
+
+    def then_the_rest(found: Trajectories, update: int | None) -> BatchContent:
+        """The run goes on once the page has its first batch."""
+        with path.open("a") as file:
+            file.writelines(lines[place:])
+        lines[place:] = []
+        return batch(found, update)
+
+    monkeypatch.setattr(Trajectories, "batch", then_the_rest)
+    dom, errors = opened(serve(UNFOLD), 1400, tmp_path / "browser", SECONDS)
+    assert errors == []
+    assert noted(dom, "before") == "update 19 of 1,100"
+    assert "update 24 of 1,100" in dom and "finished" in dom.partition("</header>")[0]
+    curves = dom.partition('id="curves"')[2].partition('id="more"')[0]
+    assert curves.count("<details open") == 1
+
+
+def test_an_error_in_the_page_is_seen(serve: Callable[[str], str], tmp_path: Path) -> None:
+    _, errors = opened(serve("nobody.knows();"), 500, tmp_path / "browser", SECONDS)
+    assert len(errors) == 1 and "nobody is not defined" in errors[0]

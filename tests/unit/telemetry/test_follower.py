@@ -1,0 +1,65 @@
+"""metrics.jsonl as it is written: each line is read once, whole, and what was read stays."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.metrics_file import METRICS, Follower
+
+
+def queue(number: int) -> str:
+    return json.dumps({"queue": number, "wall_s": 1.0, "in_flight": 0}) + "\n"
+
+
+def add(run: Path, text: str) -> None:
+    with (run / METRICS).open("a") as file:
+        file.write(text)
+
+
+@pytest.fixture
+def follower(tmp_path: Path) -> Follower:
+    add(tmp_path, queue(1) + queue(2))
+    found = Follower(tmp_path)
+    assert [line.get("queue") for line in found.read()] == [1, 2]
+    return found
+
+
+def test_only_new_bytes_are_read(tmp_path: Path, follower: Follower) -> None:
+    path = tmp_path / METRICS
+    # In its place, with as many bytes: whoever reads them again finds damage.
+    with path.open("r+b") as file:
+        file.write(b"x" * 10)
+    add(tmp_path, queue(3))
+    assert [line.get("queue") for line in follower.read()] == [3]
+    assert [line.get("queue") for line in follower.content.lines] == [1, 2, 3]
+    assert follower.content.damage == [] and len(metrics_file.content(tmp_path).damage) == 1
+    assert follower.read() == []
+
+
+def test_a_line_is_read_once_it_is_whole_and_a_damaged_one_is_named(tmp_path: Path, follower: Follower) -> None:
+    text = queue(3)
+    add(tmp_path, text[:9])
+    assert follower.read() == []
+    add(tmp_path, text[9:] + "{]\n" + queue(4))
+    assert [line.get("queue") for line in follower.read()] == [3, 4]
+    assert follower.content.damage == [f"{tmp_path / METRICS}: line 4 is damaged: it is left out"]
+
+
+def test_what_was_read_stays_when_the_file_goes_and_a_new_one_is_read_from_its_begin(
+    tmp_path: Path, follower: Follower
+) -> None:
+    path = tmp_path / METRICS
+    path.rename(tmp_path / "gone")
+    assert follower.read() == [] and len(follower.content.lines) == 2
+    add(tmp_path, queue(7) + queue(8) + queue(9))
+    assert [line.get("queue") for line in follower.read()] == [7, 8, 9]
+    assert (len(follower.content.lines), follower.times_begun) == (3, 2)
+
+
+def test_a_file_that_became_shorter_is_read_from_its_begin(tmp_path: Path, follower: Follower) -> None:
+    os.truncate(tmp_path / METRICS, len(queue(1)))
+    assert [line.get("queue") for line in follower.read()] == [1]
+    assert len(follower.content.lines) == 1
