@@ -97,7 +97,7 @@ def run(
     _refuse(loaded)
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     interrupts = Interrupts()
-    from streamppo import run as loop
+    from streamppo import loop
 
     runs = runs.resolve()
     folder = _existing(runs / loaded.name) if resume else loop.new_folder(loaded, runs)
@@ -118,7 +118,7 @@ def resume(
     process.log_to_stdout()
     _refuse(loaded)
     interrupts = Interrupts()
-    from streamppo import run as loop
+    from streamppo import loop
 
     with lock.driver_lock(folder):
         return loop.run(loaded, folder, started=STARTED, interrupts=interrupts, accept_changes=accept_changes)
