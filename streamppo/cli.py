@@ -27,7 +27,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import lock
 from streamppo.driver.interrupts import Interrupts
-from streamppo.errors import CheckpointError, ConfigError, Interrupted, StreamppoError
+from streamppo.errors import ConfigError, Interrupted, StreamppoError
 
 STARTED = time.perf_counter()
 FAILED, MISTAKE = 1, 2
@@ -100,7 +100,7 @@ def run(
     from streamppo import loop
 
     runs = runs.resolve()
-    folder = _existing(runs / loaded.name) if resume else loop.new_folder(loaded, runs)
+    folder = configfile.existing(runs / loaded.name) if resume else loop.new_folder(loaded, runs)
     with lock.driver_lock(folder):
         return loop.run(loaded, folder, started=STARTED, interrupts=interrupts)
 
@@ -113,7 +113,7 @@ def resume(
     accept_changes: Annotated[bool, Parameter(help="Go on though data or model are not what they were.")] = False,
 ) -> int:
     """Continue a run as its configuration says, with overrides."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
     process.log_to_stdout()
     _refuse(loaded)
@@ -132,7 +132,7 @@ def scale(
     rollouts: Annotated[Whole, Parameter(validator=Number(gte=1), help="How many rollout actors, at least 1.")],
 ) -> int:
     """Change the number of rollout actors of a run that is running. A resumed run has as many."""
-    return rollouts_of_run.scale(_existing(folder), rollouts)
+    return rollouts_of_run.scale(configfile.existing(folder), rollouts)
 
 
 # --- looking at a run ----------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def replay(
 
     With --set: show what the same batches would have done under another configuration.
     """
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     from streamppo.commands import replay as command
 
     return command.replay(folder, to, changes)
@@ -170,7 +170,7 @@ def inspect(
     n: Annotated[Whole, Parameter(help="Trajectories to show (default: 4).")] = 4,
 ) -> int:
     """Show text, tokens, rewards, versions and lag of what a run was trained on."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     if time:
         from streamppo.commands import time_table
 
@@ -197,7 +197,7 @@ def report(
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
     if not found:
         raise ConfigError("`streamppo report` wants at least one folder of a run")
-    chosen = [path.resolve() if path.is_file() else _existing(path) for path in found]
+    chosen = [path.resolve() if path.is_file() else configfile.existing(path) for path in found]
     from streamppo.commands import report as command
 
     return command.report(chosen, to)
@@ -211,7 +211,7 @@ def summary(
     json: Annotated[bool, Parameter(help="Print summary.json, or as much of it as is known, for programs.")] = False,
 ) -> int:
     """Show a run on one screen: how far it is, what it has learnt, and what looks wrong."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     from streamppo.commands import summary as command
 
     return command.summary(folder, as_json=json)
@@ -225,7 +225,7 @@ def trace(
     to: Annotated[Path, Parameter(help="The file to write (default: trace.json).")] = Path("trace.json"),
 ) -> int:
     """Write a file for Perfetto: updates, waits, pushes and restarts over time, with queue, engines and phases."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     from streamppo.commands import trace as command
 
     return command.trace(folder, to)
@@ -251,7 +251,7 @@ def export(
     version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
 ) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder, also of a run that died."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     config = configfile.load(folder / configfile.CONFIG)
     from streamppo.commands import export as command
 
@@ -348,15 +348,6 @@ def bench(
 
 
 # --- what they share -----------------------------------------------------------------------------------------
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.resolve()
-    if not (folder / configfile.CONFIG).is_file():
-        if (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder}: made by an earlier version of streamppo, which alone can go on with it")
-        raise CheckpointError(f"{folder}: no run is there")
-    return folder
 
 
 def _refuse(config: Config) -> None:

@@ -204,7 +204,7 @@ def _parse(text: bytes) -> Line | None:
     return content if is_line(content) else None
 
 
-def numbers(line: UpdateLine) -> dict[str, float]:
+def numbers(line: UpdateLine | RemadeLine) -> dict[str, float]:
     """Everything in an update's line that is a number: its version, its seconds, and its metrics."""
     return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
 
