@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter, Token
 from cyclopts.validators import Number
@@ -258,6 +258,38 @@ def export(
     return command.export(config, folder, version, to)
 
 
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[Path, Parameter(name="MODEL", help="The folder of a run, or the folder or hub name of a model.")],
+    /,
+    *words: Annotated[
+        str,
+        Parameter(
+            name="CONFIG",
+            help="A TOML file with another task and reward, which a model needs; and overrides, section.field=value.",
+        ),
+    ],
+    version: Annotated[Whole | None, Parameter(help="The checkpoint of the run (default: the newest).")] = None,
+    samples: Annotated[
+        Whole, Parameter(validator=Number(gte=0), help="Samples of each prompt for pass@k (default: 8).")
+    ] = 8,
+    json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
+) -> int:
+    """Measure held-out accuracy and pass@k of a checkpoint with the run's own reward, or of a model."""
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"`streamppo eval` takes one CONFIG, not {' and '.join(files)}")
+    is_run, overrides = (model / configfile.CONFIG).is_file(), [word for word in words if "=" in word]
+    if not (is_run or files) or (version is not None and not is_run):
+        why = "a model needs a CONFIG, for its task and its reward" if version is None else f"so no version {version}"
+        raise ConfigError(f"{model}: no run is there, and {why}")
+    own = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
+    config = configfile.load(Path(files[0]), overrides) if files else None
+    from streamppo.commands import eval as command
+
+    return command.evaluate(str(model), own, config, version=version, samples=samples, as_json=json)
+
+
 # --- preparing a run -----------------------------------------------------------------------------------------
 
 
@@ -345,6 +377,15 @@ def bench(
     from streamppo.commands import bench as command
 
     return command.bench(command.PARTS, rounds, json, compare)
+
+
+@app.command
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which shell.", show_choices=True)], /
+) -> int:
+    """Print the script that completes commands, options and paths in a shell. docs/commands.md says where it goes."""
+    sys.stdout.write(app.generate_completion(shell=shell))
+    return 0
 
 
 # --- what they share -----------------------------------------------------------------------------------------

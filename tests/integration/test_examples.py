@@ -14,14 +14,14 @@ README = (REPOSITORY / "examples" / "README.md").read_text()
 SHORT = ("updates=3", "queue.batch_size=16", "model.tiny.max_steps=20")
 
 
-def python(*arguments: str, folder: Path = REPOSITORY) -> str:
-    """Run Python, in the repository's folder unless another one is named; its output."""
+def python(*arguments: str, folder: Path = REPOSITORY, log: bool = True) -> str:
+    """Run Python, in the repository's folder unless another one is named; its output, with its log or without."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.STDOUT if log else None,
         text=True,
         timeout=240.0,
         check=False,
@@ -125,6 +125,14 @@ def test_the_page_about_python_runs_as_it_stands(tmp_path: Path) -> None:
     assert "runs/math/reward.py:score (sync, trajectory signature), in processes of its own" in shown
     assert "override learner.lrr" in shown
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["math"], "a mistake leaves no folder"
+    evaluations = dict(json.loads((tmp_path / "runs" / "math" / "summary.json").read_text())["evaluations"])
+    for version in (0, 8):
+        asked = ("--version", str(version), "--samples", "2", "--json")
+        found = json.loads(python("-m", "streamppo", "eval", "runs/math", *asked, folder=tmp_path, log=False))
+        assert (found["version"], found["prompts"], found["failed"]) == (version, 32, 0)
+        # By the run's own reward, as the run has found it; two answers may be as likely to the last bit.
+        assert abs(found["accuracy"]["mean"] - evaluations[version]) <= 1 / 32
+        assert found["pass_at"]["1"]["mean"] <= found["pass_at"]["2"]["mean"]
 
 
 def test_a_run_from_python_shows_its_metrics_and_its_archive(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def main(channel: socket.socket) -> int:
         case ["interrupts"]:
             heard: list[int] = []
             signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-            os.kill(os.getppid(), signal.SIGINT)
+            # As a terminal does it: to all of the script's process group.
+            os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
             while not heard:
                 time.sleep(0.01)
             # One Ctrl-C is one signal.

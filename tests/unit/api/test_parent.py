@@ -71,5 +71,6 @@ def test_a_ctrl_c_reaches_the_run_once_and_the_script_when_the_run_has_ended() -
         capture_output=True,
         text=True,
         check=False,
+        start_new_session=True,
     )
     assert done.stdout == "heard 1\nand the script\n", done.stderr
