@@ -26,7 +26,9 @@ class _Display(Protocol):
 def charts(folder: Path) -> str:
     """Draw the curves of the run in `folder` as HTML, in a frame of its own: the page's style stays inside."""
     drawn = page.curves(View(folder.name, metrics_file.read(folder)))
-    return f'<iframe srcdoc="{escape(drawn)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
+    frame = f'<iframe srcdoc="{escape(drawn)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
+    # IPython warns of a frame that stands alone, and wants a file in its place.
+    return f"<div>{frame}</div>"
 
 
 def watcher() -> Callable[[Path], None] | None:

@@ -127,4 +127,4 @@ def test_outside_a_notebook_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_run_shows_its_curves_as_html_that_keeps_its_style_to_itself(run: streamppo.Run) -> None:
     html = run._repr_html_()
-    assert html.startswith("<iframe srcdoc=") and "<svg" not in html and "&lt;svg" in html
+    assert html.startswith("<div><iframe srcdoc=") and "<svg" not in html and "&lt;svg" in html
