@@ -45,7 +45,10 @@ def test_it_ends_when_the_script_does(tmp_path: Path) -> None:
     with theirs, subprocess.Popen([*CHILD, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as process:
         theirs.close()
         ours.sendall(line(Request(config=str(tmp_path / "never.toml"), runs=str(tmp_path))))
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(2.0)
-        ours.close()
-        assert process.wait(30.0) == -15
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2.0)
+            ours.close()
+            assert process.wait(30.0) == -15
+        finally:
+            process.kill()
