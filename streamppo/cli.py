@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,7 +21,8 @@ from cyclopts.validators import Number
 from streamppo import __version__, process
 from streamppo.commands import data as data_sets
 from streamppo.commands import scale as rollouts_of_run
-from streamppo.commands.echo import echo
+from streamppo.commands import subject
+from streamppo.commands.echo import complain, echo, flush
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import lock
@@ -63,17 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
         return command(*bound.args, **bound.kwargs) or (0 if words else MISTAKE)
     except CycloptsError as error:
-        _complain(str(error))
+        complain(str(error))
         return MISTAKE
     except StreamppoError as error:
-        _complain(f"{type(error).__name__}: {error}")
+        complain(f"{type(error).__name__}: {error}")
         return _exit_code(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     finally:
-        _flush()
+        flush()
 
 
 # --- training ------------------------------------------------------------------------------------------------
@@ -276,15 +276,7 @@ def evaluate(
     json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
 ) -> int:
     """Measure held-out accuracy and pass@k of a checkpoint with the run's own reward, or of a model."""
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise ConfigError(f"`streamppo eval` takes one CONFIG, not {' and '.join(files)}")
-    is_run, overrides = (model / configfile.CONFIG).is_file(), [word for word in words if "=" in word]
-    if not (is_run or files) or (version is not None and not is_run):
-        why = "a model needs a CONFIG, for its task and its reward" if version is None else f"so no version {version}"
-        raise ConfigError(f"{model}: no run is there, and {why}")
-    own = configfile.load(model / configfile.CONFIG, () if files else overrides) if is_run else None
-    config = configfile.load(Path(files[0]), overrides) if files else None
+    own, config = subject.configured(model, words, version)
     from streamppo.commands import eval as command
 
     return command.evaluate(str(model), own, config, version=version, samples=samples, as_json=json)
@@ -406,17 +398,3 @@ def _exit_code(error: StreamppoError) -> int:
             return 128 + error.number
         case _:
             return FAILED
-
-
-def _complain(text: str) -> None:
-    """Write one sentence to standard error. A terminal that was closed changes no exit code."""
-    with suppress(OSError):
-        sys.stderr.write(f"streamppo: {text}\n")
-
-
-def _flush() -> None:
-    """Write the rest of standard output. A reader that went away (`| head`) is no error."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

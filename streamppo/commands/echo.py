@@ -1,9 +1,10 @@
 """How a command prints its result: rich on a terminal, plain text into a file or a pipe. Log lines go to stderr."""
 
 import logging
+import os
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.table import Table
@@ -49,3 +50,17 @@ def log_to_stderr() -> Generator[None]:
     finally:
         ours.removeHandler(handler)
         ours.level, ours.propagate = before
+
+
+def complain(text: str) -> None:
+    """Write one sentence to standard error. A terminal that was closed changes no exit code."""
+    with suppress(OSError):
+        sys.stderr.write(f"streamppo: {text}\n")
+
+
+def flush() -> None:
+    """Write the rest of standard output. A reader that went away (`| head`) is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
