@@ -4,41 +4,49 @@
 # Run this file as it is, `python examples/first_run.py`, or cell by cell in an editor that knows `# %%`.
 
 # %%
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import zarr
 
+import streamppo
+from streamppo.types import ScoredText
+
 # A notebook's kernel has arguments of its own.
 given = sys.argv[1:] if sys.argv[0].endswith("first_run.py") else []
 UPDATES, RUNS = (int(given[0]), Path(given[1])) if given else (12, Path("runs"))
 
 # %% [markdown]
-# A run is one command. Every field of the configuration can be overridden after it. The model of 84,000 parameters
-# learns to add; a few updates are enough to look around.
+# The reward is a function: 1 for the exact answer. It is written to the run's folder with all that it uses.
+
 
 # %%
-command = [sys.executable, "-m", "streamppo", "run", "configs/math.toml", "--runs", str(RUNS)]
-subprocess.run([*command, "name=first_run", f"updates={UPDATES}", "queue.batch_size=64"], check=True)
-run = RUNS / "first_run"
+def exact(trajectory: ScoredText, answer: str) -> float:
+    return float(trajectory.finish == "stop" and trajectory.completion == answer)
+
 
 # %% [markdown]
-# `metrics.jsonl` has one line for each update, beside those of evaluations.
+# A run is one call. Every field of the configuration can be overridden in it. The model of 84,000 parameters learns to
+# add; a few updates are enough to look around.
 
 # %%
-lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-for line in [line for line in lines if "update" in line][-3:]:
-    print({name: round(line[name], 4) for name in ("update", "reward", "lag_max", "entropy")})
+overrides = ["name=first_run", f"updates={UPDATES}", "queue.batch_size=64"]
+run = streamppo.run("configs/math.toml", overrides, reward=exact, runs=RUNS)
 
 # %% [markdown]
-# The archive has the batch of every update, exactly as it was trained on: flat columns, in which trajectory i stands at
-# `offsets[i] : offsets[i + 1]`.
+# `run.metrics` has a dictionary for each update; `run.dataframe()` is the same for pandas.
 
 # %%
-file = min((run / "archive").glob("*.zarr.zip"))
+for row in run.metrics[-3:]:
+    print({name: round(row[name], 4) for name in ("update", "reward", "lag_max", "entropy")})
+
+# %% [markdown]
+# The archive has the batch of every update, exactly as it was trained on. Its files can be read without streamppo: flat
+# columns, in which trajectory i stands at `offsets[i] : offsets[i + 1]`.
+
+# %%
+file = min((run.folder / "archive").glob("*.zarr.zip"))
 batch = zarr.open_group(zarr.storage.ZipStore(file, mode="r"), mode="r")
 rewards, offsets = np.asarray(batch["reward"]), np.asarray(batch["offsets"])
 print(f"{file.name}: {len(rewards)} trajectories, mean reward {rewards.mean():.3f}")

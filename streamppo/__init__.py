@@ -1,3 +1,26 @@
-"""streamppo: asynchronous, off-policy-tolerant streaming PPO for language models."""
+"""streamppo: asynchronous, off-policy-tolerant streaming PPO for language models.
+
+    import streamppo
+
+    run = streamppo.run("configs/math.toml", ["learner.lr=3e-4"])       trains, and returns the run
+    run = streamppo.open("runs/math")                                   an earlier run, or one that is running
+    run = streamppo.resume("runs/math", ["updates=2000"])               goes on with it
+
+docs/python.md explains them. Importing the package imports nothing else of it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamppo.api.runs import Run, open, resume, run
 
 __version__ = "0.1.0"
+__all__ = ["Run", "open", "resume", "run"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the Python side at its first use: every process of a run imports this package."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("streamppo.api.runs"), name)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter, Token
 from cyclopts.validators import Number
@@ -21,15 +21,15 @@ from cyclopts.validators import Number
 from streamppo import __version__, process
 from streamppo.commands import data as data_sets
 from streamppo.commands import scale as rollouts_of_run
+from streamppo.commands import subject
 from streamppo.commands.echo import complain, echo, flush
 from streamppo.config import file as configfile
-from streamppo.config.sections import Config
 from streamppo.driver import lock
 from streamppo.driver.interrupts import Interrupts
-from streamppo.errors import CheckpointError, ConfigError, Interrupted, StreamppoError
+from streamppo.errors import ConfigError, StreamppoError
 
 STARTED = time.perf_counter()
-FAILED, MISTAKE = 1, 2
+MISTAKE = ConfigError.exit_code
 
 log = logging.getLogger(__name__)
 app = App(
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return MISTAKE
     except StreamppoError as error:
         complain(f"{type(error).__name__}: {error}")
-        return _exit_code(error)
+        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -93,13 +93,13 @@ def run(
         echo(configfile.show(loaded))
         return 0
     process.log_to_stdout()
-    _refuse(loaded)
+    subject.refuse(loaded)
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     interrupts = Interrupts()
-    from streamppo import run as loop
+    from streamppo import loop
 
     runs = runs.resolve()
-    folder = _existing(runs / loaded.name) if resume else loop.new_folder(loaded, runs)
+    folder = configfile.existing(runs / loaded.name) if resume else loop.new_folder(loaded, runs)
     with lock.driver_lock(folder):
         return loop.run(loaded, folder, started=STARTED, interrupts=interrupts)
 
@@ -112,12 +112,12 @@ def resume(
     accept_changes: Annotated[bool, Parameter(help="Go on though data or model are not what they were.")] = False,
 ) -> int:
     """Continue a run as its configuration says, with overrides."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
     process.log_to_stdout()
-    _refuse(loaded)
+    subject.refuse(loaded)
     interrupts = Interrupts()
-    from streamppo import run as loop
+    from streamppo import loop
 
     with lock.driver_lock(folder):
         return loop.run(loaded, folder, started=STARTED, interrupts=interrupts, accept_changes=accept_changes)
@@ -131,7 +131,7 @@ def scale(
     rollouts: Annotated[Whole, Parameter(validator=Number(gte=1), help="How many rollout actors, at least 1.")],
 ) -> int:
     """Change the number of rollout actors of a run that is running. A resumed run has as many."""
-    return rollouts_of_run.scale(_existing(folder), rollouts)
+    return rollouts_of_run.scale(configfile.existing(folder), rollouts)
 
 
 # --- looking at a run ----------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def replay(
 
     With --set: show what the same batches would have done under another configuration.
     """
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     from streamppo.commands import replay as command
 
     return command.replay(folder, to, changes)
@@ -169,7 +169,7 @@ def inspect(
     n: Annotated[Whole, Parameter(help="Trajectories to show (default: 4).")] = 4,
 ) -> int:
     """Show text, tokens, rewards, versions and lag of what a run was trained on."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     if time:
         from streamppo.commands import time_table
 
@@ -194,7 +194,7 @@ def report(
     ] = None,
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
-    chosen = _runs_and_replays("report", found)
+    chosen = subject.runs_and_replays("report", found)
     from streamppo.commands import report as command
 
     return command.report(chosen, to)
@@ -208,7 +208,7 @@ def summary(
     json: Annotated[bool, Parameter(help="Print summary.json, or as much of it as is known, for programs.")] = False,
 ) -> int:
     """Show a run on one screen: how far it is, what it has learnt, and what looks wrong."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     from streamppo.commands import summary as command
 
     return command.summary(folder, as_json=json)
@@ -225,7 +225,7 @@ def watch(
     ] = None,
 ) -> int:
     """Show a run on a live page in the browser: curves, pipeline, trajectories token by token, failures."""
-    chosen = _runs_and_replays("watch", found)
+    chosen = subject.runs_and_replays("watch", found)
     from streamppo.commands import watch as command
 
     return command.watch(chosen[0], chosen[1:], host, port)
@@ -239,7 +239,7 @@ def trace(
     to: Annotated[Path, Parameter(help="The file to write (default: trace.json).")] = Path("trace.json"),
 ) -> int:
     """Write a file for Perfetto: updates, waits, pushes and restarts over time, with queue, engines and phases."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     from streamppo.commands import trace as command
 
     return command.trace(folder, to)
@@ -265,11 +265,35 @@ def export(
     version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
 ) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder, also of a run that died."""
-    folder = _existing(folder)
+    folder = configfile.existing(folder)
     config = configfile.load(folder / configfile.CONFIG)
     from streamppo.commands import export as command
 
     return command.export(config, folder, version, to)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[Path, Parameter(name="MODEL", help="The folder of a run, or the folder or hub name of a model.")],
+    /,
+    *words: Annotated[
+        str,
+        Parameter(
+            name="CONFIG",
+            help="A TOML file with another task and reward, which a model needs; and overrides, section.field=value.",
+        ),
+    ],
+    version: Annotated[Whole | None, Parameter(help="The checkpoint of the run (default: the newest).")] = None,
+    samples: Annotated[
+        Whole, Parameter(validator=Number(gte=0), help="Samples of each prompt for pass@k (default: 8).")
+    ] = 8,
+    json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
+) -> int:
+    """Measure held-out accuracy and pass@k of a checkpoint with the run's own reward, or of a model."""
+    own, config = subject.configured(model, words, version)
+    from streamppo.commands import eval as command
+
+    return command.evaluate(str(model), own, config, version=version, samples=samples, as_json=json)
 
 
 # --- preparing a run -----------------------------------------------------------------------------------------
@@ -361,36 +385,10 @@ def bench(
     return command.bench(command.PARTS, rounds, json, compare)
 
 
-# --- what they share -----------------------------------------------------------------------------------------
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.resolve()
-    if not (folder / configfile.CONFIG).is_file():
-        if (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder}: made by an earlier version of streamppo, which alone can go on with it")
-        raise CheckpointError(f"{folder}: no run is there")
-    return folder
-
-
-def _runs_and_replays(command: str, found: Sequence[Path]) -> list[Path]:
-    if not found:
-        raise ConfigError(f"`streamppo {command}` wants at least one folder of a run")
-    return [path.resolve() if path.is_file() else _existing(path) for path in found]
-
-
-def _refuse(config: Config) -> None:
-    """Say what a run of `config` lacks, before it has a folder or a process."""
-    from streamppo.commands.checks import quick
-
-    quick.refuse(config)
-
-
-def _exit_code(error: StreamppoError) -> int:
-    match error:
-        case ConfigError():
-            return MISTAKE
-        case Interrupted():
-            return 128 + error.number
-        case _:
-            return FAILED
+@app.command
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which shell.", show_choices=True)], /
+) -> int:
+    """Print the script that completes commands, options and paths in a shell. docs/commands.md says where it goes."""
+    sys.stdout.write(app.generate_completion(shell=shell))
+    return 0

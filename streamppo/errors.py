@@ -24,11 +24,18 @@ import signal
 
 
 class StreamppoError(Exception):
-    """Base of all: catching this catches what streamppo foresaw, and nothing else."""
+    """Base of all: catching this catches what streamppo foresaw, and nothing else.
+
+    A command that ends by it has the exit code `exit_code`.
+    """
+
+    exit_code = 1
 
 
 class ConfigError(StreamppoError):
     """The configuration is wrong."""
+
+    exit_code = 2
 
 
 class TaskError(StreamppoError):
@@ -102,3 +109,4 @@ class Interrupted(RunError):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+        self.exit_code = 128 + number

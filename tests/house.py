@@ -39,8 +39,8 @@ BROAD = ("Exception", "BaseException")
 NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 PATH_TO_BACKWARD = (
     ("cli", "run"),
-    ("run", "run"),
-    ("run", "train"),
+    ("loop", "run"),
+    ("loop", "train"),
     ("learner/rank", "update"),
     ("learner/update", "update"),
 )

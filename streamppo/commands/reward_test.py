@@ -2,28 +2,25 @@
 
 import asyncio
 import json
-import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
 from msgspec import structs
 
+from streamppo.commands import alone, weights
 from streamppo.commands.echo import console, echo, log_to_stderr, table
-from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
+from streamppo.config.sections import BUILTIN, Config, model_path
 from streamppo.config.task import DataTask, Source
 from streamppo.errors import TaskError
 from streamppo.learner import tiny
 from streamppo.rollout import build
-from streamppo.rollout.engine import Engine
 from streamppo.rollout.episode import FAILURES, Player
 from streamppo.tasks import data, limits, plugins, read
 from streamppo.tasks import task as tasks
-from streamppo.tasks.rewards import reward_model as model
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
@@ -31,8 +28,6 @@ from streamppo.types import Prompt, Reward, ScoredText, ScorerReport
 
 WIDTH = 40
 """Characters of a completion, and of an explanation, in the table."""
-
-log = logging.getLogger(__name__)
 
 
 class Tried(NamedTuple):
@@ -48,7 +43,7 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
     """Print the table; the exit code is 0 only if every completion has a reward."""
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()
-    with log_to_stderr(), tempfile.TemporaryDirectory() as folder, _reward_models(config) as models:
+    with log_to_stderr(), tempfile.TemporaryDirectory() as folder, alone.reward_models(config) as models:
         path = model_path(config, Path(folder))
         if config.model.path == BUILTIN:
             tiny.make(config, Path(path))
@@ -76,22 +71,12 @@ async def _try(
         if completions is not None:
             given = list(_given(completions, task, _written_as(config), tokenizer))
             return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
-        engine = await _engine(config, path)
-        try:
+        async with alone.engine(config, "reward-test", path, 0, weights.of_model(path, config.model.dtype)) as engine:
             player = Player(engine, tokenizer, config.environment)
             sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
-        finally:
-            await engine.stop()
         return list(sampled), rewards.report()
     finally:
         await rewards.close()
-
-
-async def _engine(config: Config, path: str) -> Engine:
-    from transformers import AutoModelForCausalLM
-
-    tensors = {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
-    return await build.engine(config, "reward-test", path, 0, tensors)
 
 
 async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:
@@ -152,22 +137,6 @@ def _prompt_of(row: read.Row, where: str, next_one: Prompt, source: Source) -> P
         return structs.replace(next_one, columns=next_one.columns | columns)
     text, messages = data.content(row["prompt"], where, source)
     return structs.replace(next_one, text=text, messages=messages, columns=columns)
-
-
-@contextmanager
-def _reward_models(config: Config) -> Iterator[Mapping[str, Any]]:
-    """The reward models, with a Ray for them alone."""
-    wanted = config.reward.models()
-    if not wanted:
-        yield {}
-        return
-    import ray
-
-    ray.init(address=LOCAL, include_dashboard=False, logging_level=logging.ERROR)
-    try:
-        yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})
-    finally:
-        ray.shutdown()
 
 
 # --- the table -----------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ def summary(run: Path, *, as_json: bool) -> int:
     """Print the numbers that people ask for first and the findings, or all numbers as JSON."""
     shown = _view(run)
     if as_json:
-        known = shown.summary or {"outcome": condition(run, shown), **summaries.of_lines(shown.lines)}
-        echo(json.dumps(known, indent=2))
+        echo(json.dumps(known(run), indent=2))
         return 0
     rows = table("", "", "")
     for row in view.headline(shown):
@@ -30,6 +29,12 @@ def summary(run: Path, *, as_json: bool) -> int:
     for finding in diagnosis.of_lines(config, shown.lines, shown.summary):
         echo(f"\n{finding.name} (update {finding.last}): {finding.numbers}\n  try: {finding.advice}")
     return 0
+
+
+def known(run: Path) -> dict[str, object]:
+    """The content of summary.json; without that file its numbers that metrics.jsonl gives, and the run's state."""
+    shown = _view(run)
+    return {**(shown.summary or {"outcome": condition(run, shown), **summaries.of_lines(shown.lines)})}
 
 
 def list_runs(runs: Path) -> int:

@@ -22,7 +22,7 @@ from streamppo.config.expand import expand
 from streamppo.config.explain import explain
 from streamppo.config.overrides import Tree
 from streamppo.config.sections import Config
-from streamppo.errors import ConfigError, RunError
+from streamppo.errors import CheckpointError, ConfigError, RunError
 
 CONFIG = "config.toml"
 """The name of a run's configuration in its folder."""
@@ -59,6 +59,16 @@ def save(config: Config, run: Path) -> None:
         tree = _plain(config)
         paths.relate(tree, run)
         durable.write(run / CONFIG, tomli_w.dumps(tree).encode())
+
+
+def existing(run: Path) -> Path:
+    """The absolute path of the folder of a run. Raises `CheckpointError` if no run is there."""
+    run = run.resolve()
+    if not (run / CONFIG).is_file():
+        if (run / "config.json").is_file():
+            raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can go on with it")
+        raise CheckpointError(f"{run}: no run is there")
+    return run
 
 
 def show(config: Config) -> str:

@@ -176,7 +176,7 @@ class Follower:
         new: list[Line] = []
         for text in self._whole().splitlines():
             self._count += 1
-            line = _parse(text)
+            line = parse(text)
             if line is None:
                 self.content.damage.append(f"{self.path}: line {self._count} is damaged: it is left out")
             else:
@@ -250,7 +250,7 @@ def parse(text: bytes) -> Line | None:
     return content if is_line(content) else None
 
 
-def numbers(line: UpdateLine) -> dict[str, float]:
+def numbers(line: UpdateLine | RemadeLine) -> dict[str, float]:
     """Everything in an update's line that is a number: its version, its seconds, and its metrics."""
     return {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
 

@@ -14,14 +14,14 @@ README = (REPOSITORY / "examples" / "README.md").read_text()
 SHORT = ("updates=3", "queue.batch_size=16", "model.tiny.max_steps=20")
 
 
-def python(*arguments: str) -> str:
-    """Run Python in the repository's folder; its output."""
+def python(*arguments: str, folder: Path = REPOSITORY, log: bool = True) -> str:
+    """Run Python, in the repository's folder unless another one is named; its output, with its log or without."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=REPOSITORY,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.STDOUT if log else None,
         text=True,
         timeout=240.0,
         check=False,
@@ -110,8 +110,34 @@ def test_a_correction_of_the_user_trains_a_run_and_is_replayed(tmp_path: Path) -
     assert "bit for bit" in python("-m", "streamppo", "replay", str(tmp_path / "math"))
 
 
+def test_the_page_about_python_runs_as_it_stands(tmp_path: Path) -> None:
+    """All boxes of docs/python.md, one after another, in a folder that has the configurations: a run and its resume."""
+    page = (REPOSITORY / "docs" / "python.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 5
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    shown = python(str(script), folder=tmp_path)
+    found = updates(tmp_path / "runs" / "math")
+    assert [line["update"] for line in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert any(line["reward"] % 0.2 > 0.0 for line in found), "scores are those of the page's function"
+    assert "runs/math/reward.py:score (sync, trajectory signature), in processes of its own" in shown
+    assert "override learner.lrr" in shown
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["math"], "a mistake leaves no folder"
+    evaluations = dict(json.loads((tmp_path / "runs" / "math" / "summary.json").read_text())["evaluations"])
+    for version in (0, 8):
+        asked = ("--version", str(version), "--samples", "2", "--json")
+        found = json.loads(python("-m", "streamppo", "eval", "runs/math", *asked, folder=tmp_path, log=False))
+        assert (found["version"], found["prompts"], found["failed"]) == (version, 32, 0)
+        # By the run's own reward, as the run has found it; two answers may be as likely to the last bit.
+        assert abs(found["accuracy"]["mean"] - evaluations[version]) <= 1 / 32
+        assert found["pass_at"]["1"]["mean"] <= found["pass_at"]["2"]["mean"]
+
+
 def test_a_run_from_python_shows_its_metrics_and_its_archive(tmp_path: Path) -> None:
     shown = python("examples/first_run.py", "2", str(tmp_path))
-    assert "'update': 2," in shown
+    assert re.search(r"'update': 2(\.0)?,", shown)
+    assert "first_run/reward.py:exact (sync, trajectory signature), in processes of its own" in shown
     assert "00000000.zarr.zip: 64 trajectories, mean reward" in shown
     assert "tokens of the first: [" in shown

@@ -71,6 +71,14 @@ def render(views: Sequence[View]) -> str:
     return template.render(views=views, charts=charts(views), runs=[one for one in views if not one.is_replay])
 
 
+def curves(one: View) -> str:
+    """Write a page with the curves of a run alone, for a notebook; those that people ask for first come first."""
+    drawn = [f"<figure><h3>{chart.title}</h3>{chart.drawing}</figure>" for chart in charts([one])]
+    style = (Path(__file__).parent / "page.css").read_text()
+    body = "".join(drawn) or '<p class="none">No update was made yet.</p>'
+    return f'<style>{style} body {{ padding: 0; }}</style><div class="grid">{body}</div>'
+
+
 def charts(views: Sequence[View]) -> list[Chart]:
     """The panels that have data, and one for each component of the rewards."""
     lines = [_by_version(one) for one in views]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import MATH, REPOSITORY
 
-from streamppo import run as loop
+from streamppo import loop
 from streamppo.cli import main
 from streamppo.commands.checks import machine
 

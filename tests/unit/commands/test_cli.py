@@ -50,6 +50,37 @@ def test_the_value_of_an_override_may_be_negative_and_contain_dashes(capsys: pyt
     assert "rollout.top_k" in capsys.readouterr().err, "it has reached the configuration"
 
 
+COMPLETED = {
+    "re": ["resume", "replay", "report", "reward-test"],
+    "run --dr": ["--dry-run"],
+    "run a.toml --r": ["--resume", "--runs"],
+    "run a": ["a.toml"],
+    "eval runs/m": ["runs/math"],
+    "data g": ["gsm8k"],
+    "completion z": ["zsh"],
+}
+
+
+def test_bash_completes_commands_options_paths_and_choices(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").touch()
+    (tmp_path / "runs" / "math").mkdir(parents=True)
+    asked = "".join(f"ask {words}\n" for words in COMPLETED)
+    script = (
+        "source completion.bash\n"
+        'ask() { COMP_WORDS=(streamppo "$@"); COMP_CWORD=$#; COMPREPLY=(); _streamppo; echo "${COMPREPLY[*]}"; }\n'
+    )
+    (tmp_path / "completion.bash").write_text(streamppo("completion", "bash").stdout)
+    done = subprocess.run(["bash", "-c", script + asked], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [" ".join(words) for words in COMPLETED.values()], done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_of_every_shell_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert [name for name in cli.app if name[0] != "-" and not re.search(rf"(?<![\w-]){name}(?![\w-])", script)] == []
+
+
 MISTAKES = {
     "": "",
     "bogus": "Unknown command",

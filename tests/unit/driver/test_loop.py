@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from driver_case import Case
 
-from streamppo import run as loop
+from streamppo import loop
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import disk

@@ -50,7 +50,7 @@ def test_lines_of_any_thread_and_of_the_log_appear_above_whole(monkeypatch: pyte
         threads = [threading.Thread(target=chatter, args=(name,)) for name in "ab"]
         for thread in threads:
             thread.start()
-        logging.getLogger("streamppo.run").info("ours")
+        logging.getLogger("streamppo.loop").info("ours")
         screen.draw(ROWS)
         for thread in threads:
             thread.join()

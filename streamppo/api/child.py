@@ -1,0 +1,100 @@
+"""The process of a run that a script or notebook started: `python -m streamppo.api.child DESCRIPTOR`.
+
+It ends like a run that is stopped by SIGTERM when the script ends, however that does.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from io import BufferedReader
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+
+from streamppo import __version__, durable, process
+from streamppo.api.messages import Given, Request, Told, line
+from streamppo.commands.checks import quick
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.driver import lock
+from streamppo.driver.interrupts import Interrupts
+from streamppo.errors import Interrupted, StreamppoError
+
+STARTED = time.perf_counter()
+REWARD = "reward.py"
+"""The file, in the run's folder, of a reward that was defined in a script or notebook."""
+
+log = logging.getLogger("streamppo.api.child")
+
+
+def main(descriptor: int) -> int:
+    """Do what the script asks for; the exit code is that of the command."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    channel = socket.socket(fileno=descriptor)
+    lines = channel.makefile("rb")
+    request = msgspec.json.decode(lines.readline(), type=Request)
+    Thread(target=_stop_with_script, args=(lines,), daemon=True).start()
+    process.log_to_stdout()
+    try:
+        return _resume(request, channel) if request.folder else _begin(request, channel)
+    except StreamppoError as error:
+        channel.sendall(line(Told(error=type(error).__name__, text=str(error))))
+        return 128 + error.number if isinstance(error, Interrupted) else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _stop_with_script(lines: BufferedReader) -> None:
+    lines.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _begin(request: Request, channel: socket.socket) -> int:
+    with tempfile.TemporaryDirectory() as aside:
+        config = configfile.load(Path(request.config), [*request.overrides, *_reward(request.reward, Path(aside))])
+        quick.refuse(config)
+        log.info(f"streamppo {__version__}: {request.config}, {config.updates} updates; starting Ray")
+        interrupts = Interrupts()
+        from streamppo import loop
+
+        folder = loop.new_folder(config, Path(request.runs).resolve())
+    if request.reward is not None and request.reward.source:
+        config = configfile.change(config, _reward(request.reward, folder))
+        configfile.save(config, folder)
+    return _train(request, config, folder, channel, interrupts)
+
+
+def _resume(request: Request, channel: socket.socket) -> int:
+    folder = configfile.existing(Path(request.folder))
+    config = configfile.load(folder / configfile.CONFIG, request.overrides)
+    quick.refuse(config)
+    return _train(request, config, folder, channel, Interrupts())
+
+
+def _train(request: Request, config: Config, folder: Path, channel: socket.socket, interrupts: Interrupts) -> int:
+    from streamppo import loop
+
+    with lock.driver_lock(folder):
+        channel.sendall(line(Told(folder=str(folder))))
+        changes = request.accept_changes
+        return loop.run(config, folder, started=STARTED, interrupts=interrupts, accept_changes=changes)
+
+
+def _reward(given: Given | None, folder: Path) -> list[str]:
+    """The override that names the script's reward, if there is one; its source is written to `folder`."""
+    if given is None:
+        return []
+    function = given.function
+    if given.source:
+        durable.write(folder / REWARD, given.source.encode())
+        function = f"{folder / REWARD}:{given.function}"
+    return [f"reward.function={msgspec.json.encode(function).decode()}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

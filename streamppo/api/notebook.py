@@ -1,0 +1,63 @@
+"""The curves of a run in a notebook: the report's own charts, drawn again while the run is running."""
+
+import sys
+import time
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Protocol, cast
+
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.report import page
+from streamppo.telemetry.report.view import View
+
+DRAW_S = 5.0
+"""Seconds between two drawings: a drawing takes some 10 ms of the notebook's process."""
+HEIGHT = 560
+"""Rows of pixels; the page in them scrolls."""
+
+
+class _Display(Protocol):
+    """A place in the notebook's output (IPython.display.DisplayHandle)."""
+
+    def update(self, shown: object) -> None: ...
+
+
+def charts(folder: Path) -> str:
+    """Draw the curves of the run in `folder` as HTML, in a frame of its own: the page's style stays inside."""
+    drawn = page.curves(View(folder.name, metrics_file.read(folder)))
+    frame = f'<iframe srcdoc="{escape(drawn)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
+    # IPython warns of a frame that stands alone, and wants a file in its place.
+    return f"<div>{frame}</div>"
+
+
+def watcher() -> Callable[[Path], None] | None:
+    """Make the function that keeps a run's curves in the present cell, by the run's folder; None outside a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    # A kernel has a shell that draws; IPython in a terminal has none.
+    return _Curves().draw if shell is not None and hasattr(shell, "kernel") else None
+
+
+class _Curves:
+    """The curves in one cell."""
+
+    def __init__(self) -> None:
+        self._place: _Display | None = None
+        self._drawn_at = 0.0
+        self._length = -1
+
+    def draw(self, folder: Path) -> None:
+        """Draw again if it is time to, and there is something new."""
+        path = folder / metrics_file.METRICS
+        length = path.stat().st_size if path.exists() else 0
+        if length == self._length or time.monotonic() - self._drawn_at < DRAW_S:
+            return
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
+
+        self._drawn_at, self._length = time.monotonic(), length
+        shown = HTML(charts(folder))
+        if self._place is None:
+            self._place = cast(_Display, display(shown, display_id=True))
+        else:
+            self._place.update(shown)

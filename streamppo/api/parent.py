@@ -1,0 +1,147 @@
+"""The script's side of a run: starts its process, passes its output on, and waits for its end.
+
+The process has a group of its own: a Ctrl-C reaches the script alone, which hands it on once.
+"""
+
+import codecs
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from streamppo import errors
+from streamppo.api.messages import Request, Told, line
+from streamppo.errors import Interrupted, RunError, StreamppoError
+
+CHILD = "streamppo.api.child"
+"""The module that is the process of the run."""
+TICK_S = 2.0
+"""Seconds between two looks at a run without output."""
+CHUNK = 2**16
+
+Watcher = Callable[[Path], None]
+"""Called with the run's folder now and then while it is running, and once after its end."""
+
+
+def drive(request: Request, watch: Watcher | None = None) -> Path:
+    """Have a process of its own do what `request` asks for; return the run's folder when it has made all updates.
+
+    Raises the error of streamppo that has ended it, or `RunError` if it was killed; `KeyboardInterrupt` after a Ctrl-C.
+    """
+    child = _Child(watch)
+    try:
+        child.send(request)
+        child.follow()
+    finally:
+        child.end()
+    return child.outcome()
+
+
+class _Child:
+    """The process of the run. Its output goes to `sys.stdout`, also where a notebook has replaced that."""
+
+    def __init__(self, watch: Watcher | None) -> None:
+        self._watch = watch
+        self._told = b""
+        self._interrupted = False
+        self._channel, theirs = socket.socketpair()
+        is_replaced = sys.stdout is not sys.__stdout__
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", CHILD, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if is_replaced else None,
+                stderr=subprocess.STDOUT if is_replaced else None,
+                process_group=0,
+                # Modules beside the script are found there, as they are here.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        if self._process.stdout is not None:
+            os.set_blocking(self._process.stdout.fileno(), False)
+            self._selector.register(self._process.stdout, selectors.EVENT_READ)
+
+    def send(self, request: Request) -> None:
+        """Say what to do; a process that died at once is found out by `follow`."""
+        with suppress(OSError):
+            self._channel.sendall(line(request))
+
+    def follow(self) -> None:
+        """Pass output on until the process ends; every Ctrl-C is handed on, and the second one ends it at once."""
+        is_open = True
+        while is_open:
+            try:
+                is_open = self._step()
+            except KeyboardInterrupt:
+                self._interrupted = True
+                self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> None:
+        """Wait for the process, which stops when this end of the stream is closed, and pass on what is left."""
+        self._channel.close()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._pass_on()
+            self._process.stdout.close()
+        self._selector.close()
+        if self._watch and (folder := self._folder()):
+            self._watch(folder)
+
+    def outcome(self) -> Path:
+        """Return the folder of a run that has made all updates; else raise why not."""
+        code, folder = self._process.returncode, self._folder()
+        if self._interrupted:
+            raise KeyboardInterrupt
+        for told in self._messages():
+            if told.error:
+                raise _error(told, code)
+        if code or folder is None:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise RunError(f"{folder or 'the run'}: its process has died ({how}); its output says more")
+        return folder
+
+    def _step(self) -> bool:
+        """Wait for output or a message; False once the process has closed its end."""
+        for key, _ in self._selector.select(TICK_S):
+            if key.fileobj is not self._channel:
+                self._pass_on()
+            elif message := self._channel.recv(CHUNK):
+                self._told += message
+            else:
+                return False
+        if self._watch and (folder := self._folder()):
+            self._watch(folder)
+        return True
+
+    def _pass_on(self) -> None:
+        """Write the output that is there."""
+        stream = self._process.stdout
+        assert stream is not None
+        while data := stream.read(CHUNK):
+            sys.stdout.write(self._decoder.decode(data))
+            sys.stdout.flush()
+        if data == b"" and stream in self._selector.get_map():
+            self._selector.unregister(stream)
+
+    def _messages(self) -> list[Told]:
+        return [msgspec.json.decode(text, type=Told) for text in self._told.splitlines()]
+
+    def _folder(self) -> Path | None:
+        return next((Path(told.folder) for told in self._messages() if told.folder), None)
+
+
+def _error(told: Told, code: int) -> StreamppoError:
+    if told.error == Interrupted.__name__:
+        return Interrupted(code - 128)
+    kind: type[StreamppoError] = getattr(errors, told.error)
+    return kind(told.text)

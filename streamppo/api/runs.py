@@ -1,0 +1,137 @@
+"""Runs in Python: start one, go on with one, and read its metrics, checkpoints, archive and summary.
+
+A run has a process of its own, as with the command: the script or notebook keeps its signals, its Ray and its memory.
+"""
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamppo.api import notebook, own_reward
+from streamppo.api.messages import Request
+from streamppo.api.parent import drive
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.errors import StreamppoError
+from streamppo.learner import manifest
+from streamppo.telemetry import metrics_file, summary
+
+if TYPE_CHECKING:
+    import pandas  # pyright: ignore[reportMissingImports]
+
+    from streamppo.queue.archive import Archive
+
+
+class Run:
+    """A run in its folder. Everything is read when it is asked for, so that a run that is running shows its newest."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        """The absolute path of the run's folder."""
+
+    def __repr__(self) -> str:
+        return f"streamppo.open({str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        """Draw the run's curves, for notebooks."""
+        return notebook.charts(self.folder)
+
+    @property
+    def config(self) -> Config:
+        """The configuration that the run is resumed with."""
+        return configfile.load(self.folder / configfile.CONFIG)
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One dictionary for each update, in order: its number under `update`, and every metric of metrics.jsonl.
+
+        `accuracy` is the held-out accuracy of the version that the update made, if it was evaluated.
+        """
+        lines = metrics_file.read(self.folder)
+        accuracy = dict(summary.of_lines(lines)["evaluations"])
+        rows: list[dict[str, float]] = []
+        for line in summary.in_order(lines):
+            version = line["remade"] if "remade" in line else line["update"]
+            numbers = metrics_file.numbers(line)
+            row = {"update": version} | {
+                name: value for name, value in numbers.items() if name not in ("update", "remade")
+            }
+            if (found := accuracy.get(version)) is not None:
+                row["accuracy"] = found
+            rows.append(row)
+        return rows
+
+    def dataframe(self) -> "pandas.DataFrame":
+        """`metrics` as a DataFrame with a row for each update. Raises `StreamppoError` if pandas is not installed."""
+        try:
+            import pandas  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError as error:
+            raise StreamppoError(
+                "Run.dataframe() needs pandas: `pip install pandas`; Run.metrics is the same as a list"
+            ) from error
+        return pandas.DataFrame(self.metrics).set_index("update", drop=False)
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """The content of summary.json, or as much of it as is known while the run is running or after it was killed."""
+        from streamppo.commands.summary import known
+
+        return known(self.folder)
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The folder of each complete checkpoint by its version, oldest first; `streamppo export` reads one."""
+        return {int(path.name): path for path in manifest.complete(self.folder / "checkpoints")}
+
+    @property
+    def archive(self) -> "Archive":
+        """Everything that was trained on: `versions()`, and `batch(version)`, `columns(version)`, `table(version)`.
+
+        Raises `JournalError` if nothing was archived yet.
+        """
+        from streamppo.queue import archive
+
+        return archive.open(self.folder)
+
+    @property
+    def is_running(self) -> bool:
+        """True if a process trains it at this moment."""
+        from streamppo.driver import lock
+
+        return lock.is_running(self.folder)
+
+
+def run(
+    config: str | PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    reward: Callable[..., object] | None = None,
+    runs: str | PathLike[str] = "runs",
+) -> Run:
+    """Train as the file `config` says, with `overrides` ("section.field=value"), in a new folder of `runs`.
+
+    A `reward` replaces the configuration's `reward.function`. It may be defined in the script or notebook: its source
+    is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
+    Raises `StreamppoError`, of the kind that the command reports.
+    """
+    given = None if reward is None else own_reward.given(reward)
+    return _drive(Request(config=str(Path(config)), overrides=tuple(overrides), runs=str(Path(runs)), reward=given))
+
+
+def resume(folder: str | PathLike[str], overrides: Sequence[str] = (), *, accept_changes: bool = False) -> Run:
+    """Go on with the run in `folder` as its configuration says, with `overrides`.
+
+    With `accept_changes` also where data or model are not what they were. Raises as `run` does.
+    """
+    found = str(configfile.existing(Path(folder)))
+    return _drive(Request(folder=found, overrides=tuple(overrides), accept_changes=accept_changes))
+
+
+def open(folder: str | PathLike[str]) -> Run:
+    """Return the run in `folder`, without a process. Raises `CheckpointError` if no run is there."""
+    return Run(configfile.existing(Path(folder)))
+
+
+def _drive(request: Request) -> Run:
+    return Run(drive(request, notebook.watcher()))

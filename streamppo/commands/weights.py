@@ -1,0 +1,74 @@
+"""The policy's weights in a checkpoint of a run, also of one that died; without Ray, engines or the journal."""
+
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from streamppo.config.sections import Config, model_path
+from streamppo.errors import CheckpointError
+from streamppo.learner import manifest, pretrained
+from streamppo.weights import buckets
+
+
+class Weights(NamedTuple):
+    """A version: its digest, and its tensors by their Hugging Face names."""
+
+    version: int
+    digest: str
+    tensors: dict[str, Tensor]
+
+
+def of_checkpoint(config: Config, run: Path, version: int | None) -> Weights:
+    """Read the policy of `version`, by default of the newest checkpoint.
+
+    Raises `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its weights are
+    not those that were pushed; `ModelError` if the run's first model, whose settings say the shapes, is not there.
+    """
+    path = _checkpoint(run, version)
+    state = manifest.verify_whole(path)
+    tensors = _read(path, model_path(config, run), config.model.dtype)
+    push, _ = buckets.flatten(state.version, None, tensors, config.learner.bucket_bytes)
+    if push.digest != state.digest:
+        raise CheckpointError(f"{path}: its weights are not those of version {state.version} that the engines had")
+    return Weights(state.version, push.digest, tensors)
+
+
+def of_model(path: str, dtype: str) -> dict[str, Tensor]:
+    """Read the weights of a Hugging Face model, in `dtype`, by their names. Raises `ModelError`."""
+    lm = pretrained.read(path, "eager")
+    return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in lm.named_parameters()}
+
+
+def _checkpoint(run: Path, version: int | None) -> Path:
+    found = {int(path.name): path for path in manifest.complete(run / "checkpoints")}
+    wanted = max(found, default=0) if version is None else version
+    if wanted not in found:
+        there = ", ".join(map(str, found)) or "none"
+        asked = "" if version is None else f" of version {version}"
+        raise CheckpointError(f"{run}: no checkpoint{asked}; there are {there}")
+    return found[wanted]
+
+
+def _read(path: Path, start: str, dtype: str) -> dict[str, Tensor]:
+    """The policy in a checkpoint, by its Hugging Face names in their order and in `dtype`, however many ranks wrote it.
+
+    Tied weights appear once, under the name that `named_parameters` gives them.
+    """
+    with torch.device("meta"):
+        lm = pretrained.read(start, "eager", weights=False)
+    names = [(name, tuple(parameter.shape)) for name, parameter in lm.named_parameters()]
+    # The optimizer's state and the critic's weights, which nobody asked for, are not read.
+    state: dict[str, dict[str, Tensor]] = {"policy": {f"lm.{name}": torch.empty(shape) for name, shape in names}}
+    try:
+        with warnings.catch_warnings():
+            # It warns of what is asked for here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+    except dcp.api.CheckpointException as error:
+        reasons = [str(failure) for failure, _ in error.failures.values()]
+        raise CheckpointError(f"{path}: does not hold the weights of {start}: {reasons[0]}") from error
+    return {name: state["policy"][f"lm.{name}"].to(getattr(torch, dtype)) for name, _ in names}

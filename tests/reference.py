@@ -1,0 +1,119 @@
+"""Writes docs/reference.md of the code: `python -m tests.reference`. tests/unit/test_reference.py holds it equal."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+from msgspec import inspect
+
+from streamppo.config.describe import expected, shown
+from streamppo.config.sections import Config
+from streamppo.telemetry import catalogue
+from tests.house import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "reference.md"
+HEAD = """\
+# Reference: every field, every metric
+
+Written by `python -m tests.reference` of the code; a test holds it equal.
+
+## Fields
+
+A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`. NAME
+is an entry's name, of your choice, and `[]` an entry of a list. A field without a default must be given.
+
+"""
+METRICS = {
+    "Lines of metrics.jsonl, by their first name": catalogue.LINES,
+    "In every update's line": {**catalogue.BESIDE, **catalogue.UPDATE},
+    "In the lines of the updates to which they apply": catalogue.SOMETIMES,
+    "Phases": catalogue.PHASES,
+}
+"""The tables of metrics by their headings."""
+
+
+class Field(NamedTuple):
+    """One field: its dotted name, the values that it takes, its default, and the sentence under it."""
+
+    name: str
+    values: str
+    default: str
+    sentence: str
+
+
+def sentences() -> dict[tuple[str, str], str]:
+    """The sentence under each field of the configuration's structs, by struct and field."""
+    found: dict[tuple[str, str], str] = {}
+    for path in sorted((REPOSITORY / "streamppo" / "config").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            for field, below in zip(node.body, node.body[1:], strict=False) if isinstance(node, ast.ClassDef) else ():
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    found[node.name, ast.unparse(field.target)] = ast.literal_eval(below.value)
+    return found
+
+
+def fields(node: inspect.Type, at: str, known: Mapping[tuple[str, str], str]) -> Iterator[Field]:
+    """The fields below `node`, which is at the dotted name `at`; a kind without fields is one too."""
+    match node:
+        case inspect.StructType(fields=inner, tag=tag, cls=cls):
+            here = f"{at}({tag})" if tag else at
+            if tag and not inner:
+                yield Field(here, "", "", (cls.__doc__ or "").partition("\n")[0])
+            for field in inner:
+                name = f"{here}.{field.encode_name}" if here else field.encode_name
+                below = list(fields(field.type, name, known))
+                of = next((one.__name__ for one in cls.__mro__ if (one.__name__, field.name) in known), "")
+                sentence = known.get((of, field.name), "")
+                if isinstance(field.type, inspect.DictType) and isinstance(field.type.value_type, inspect.UnionType):
+                    name = name if below else f"{name}.NAME"
+                yield from below or [Field(name, expected(field.type), _default(field), sentence)]
+        case inspect.UnionType(types=types) if any(isinstance(one, inspect.StructType) for one in types):
+            for one in types:
+                yield from fields(one, at, known)
+        case inspect.DictType(value_type=inspect.StructType() | inspect.UnionType() as value):
+            yield from fields(value, f"{at}.NAME", known)
+        case inspect.VarTupleType(item_type=inspect.StructType() | inspect.UnionType() as item):
+            yield from fields(item, f"{at}[]", known)
+        case _:
+            return
+
+
+def _default(field: inspect.Field) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return "empty"
+    if field.default is msgspec.NODEFAULT:
+        return ""
+    if isinstance(field.default, tuple):
+        return "[" + ", ".join(shown(value) for value in field.default) + "]"
+    return "none" if field.default is None else shown(field.default)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    sections: dict[str, list[Field]] = {}
+    for field in fields(inspect.type_info(Config), "", sentences()):
+        inside = any(mark in field.name for mark in ".(")
+        sections.setdefault(field.name.partition(".")[0].partition("(")[0] if inside else "", []).append(field)
+    for section, found in sections.items():
+        rows = [(f"`{one.name}`", one.values, one.default and f"`{one.default}`", one.sentence) for one in found]
+        parts.append(_table(f"### {section or 'At the top'}", ("field", "takes", "default", ""), rows))
+    parts.append("## Metrics\n\nA name that ends in `_` is followed by a name or a bucket.\n\n")
+    for heading, metrics in METRICS.items():
+        parts.append(_table(f"### {heading}", ("name", ""), [(f"`{name}`", text) for name, text in metrics.items()]))
+    return "".join(parts).rstrip() + "\n"
+
+
+def _table(heading: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    text = "\n".join("| " + " | ".join(_cell(one) for one in line) + " |" for line in lines)
+    return f"{heading}\n\n{text}\n\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

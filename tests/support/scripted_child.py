@@ -1,0 +1,45 @@
+"""In the place of a run's process: `python -m scripted_child DESCRIPTOR` does what the request's `config` says."""
+
+import os
+import signal
+import socket
+import sys
+import time
+
+import msgspec
+
+from streamppo.api.messages import Request, Told, line
+
+
+def main(channel: socket.socket) -> int:
+    request = msgspec.json.decode(channel.makefile("rb").readline(), type=Request)
+    channel.sendall(line(Told(folder="/runs/scripted")))
+    match request.config.split():
+        case ["prints", text]:
+            data = text.encode()
+            for byte in data:
+                os.write(1, bytes([byte]))
+                time.sleep(0.01)
+            os.write(2, b"!\n")
+            return 0
+        case ["raises", kind, code]:
+            channel.sendall(line(Told(error=kind, text="its words, in two\nlines")))
+            return int(code)
+        case ["dies"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ["interrupts"]:
+            heard: list[int] = []
+            signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+            # As a terminal does it: to all of the script's process group.
+            os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
+            while not heard:
+                time.sleep(0.01)
+            # One Ctrl-C is one signal.
+            time.sleep(0.2)
+            print(f"heard {len(heard)}", flush=True)
+            return 130
+    return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(socket.socket(fileno=int(sys.argv[1]))))
