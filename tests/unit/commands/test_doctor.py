@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from streamppo.cli import FAILED, main
+from streamppo.cli import main
 from streamppo.commands import doctor
 from streamppo.commands.checks.finding import Finding
 from streamppo.driver import disk
+from streamppo.errors import StreamppoError
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_package_that_is_missing_or_too_old_is_an_error(
     assert found["ray"].state == found["transformers"].state == "error"
     assert "ray is not installed: pip install" in found["ray"].text
     assert "transformers 4.57 is not >=5.0" in found["transformers"].text
-    assert main(["doctor", "--runs", str(tmp_path)]) == FAILED
+    assert main(["doctor", "--runs", str(tmp_path)]) == StreamppoError.exit_code
     assert "ray is not installed" in capsys.readouterr().out
 
 
