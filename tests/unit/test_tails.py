@@ -169,7 +169,8 @@ def test_the_cases_of_the_goals_come_first_and_a_lag_bound_of_0_has_one_treatmen
     made = tails.cases(["equal", "pareto"], tails.MAX_LAGS, tails.TOO_OLD, 2)
     judged = [(shape, lag) for shape in ("equal", "pareto") for lag in (0, 4)]
     assert made[:8] == [Case(*one, "mask", number) for number in (1, 2) for one in judged]
-    assert [case.too_old for case in made[8:]] == ["mask"] * 8 + ["drop"] * 10 + ["wait"] * 10
+    treatments = [case.too_old for case in made[8:]]
+    assert treatments == ["mask"] * 8 + ["drop"] * 10 + ["wait"] * 10 + ["segments"] * 10
     assert all(case.round == 1 and case.max_lag for case in made[8:]) and len(set(made)) == len(made)
     assert tails.cases(["equal"], [0, 4], ["drop"], 1) == [Case("equal", 0, "mask"), Case("equal", 4, "drop")]
 
@@ -197,3 +198,9 @@ def test_columns_are_as_wide_as_their_longest_cell() -> None:
         "    one  0.1235",
         "another       -",
     ]
+
+
+def test_segments_are_a_treatment_of_their_own(tmp_path: Path) -> None:
+    told_of = tails.overrides(tmp_path, Case("pareto", 4, "segments"), 9)
+    assert {"queue.segments={}", "queue.too_old=mask"} <= set(told_of)
+    assert not any("segments" in one for one in tails.overrides(tmp_path, Case("pareto", 4, "drop"), 9))
