@@ -19,9 +19,7 @@ from streamppo.queue.state import QueueState, Settings
 
 
 class Chosen(NamedTuple):
-    """Units that are ready, those with the oldest token first; how many of their tokens are too old, and the units that
-    have no others.
-    """
+    """Units for a batch; how many of their tokens are too old, and the units that have no others."""
 
     units: list[Unit]
     masked_tokens: int

@@ -168,6 +168,9 @@ class Worker:
         tickets = decode(answer, tuple[Ticket, ...])
         for ticket in tickets:
             group.create_task(self._sample(ticket))
+        if tickets and self._config.queue.segments:
+            # The queue asks of an actor that has some up to which version it has cut.
+            self._delivery_due.set()
         # A call that gave tickets is over. The same call again gives the same tickets, if they did not arrive.
         return room - len(tickets), call + bool(tickets)
 
