@@ -1,0 +1,53 @@
+"""A task with answers of heavy-tailed lengths that a tiny model can learn on a CPU: every letter becomes the next one.
+
+    "cab>" -> "dbc"        the reward comes with the last token: 1 if all is right, else a little for letters in place
+
+The lengths are drawn once, when the files are written; of the problems some are held out. For staleness.py.
+"""
+
+import json
+import math
+import random
+from pathlib import Path
+from statistics import NormalDist
+
+from streamppo.types import ScoredText
+
+LETTERS = "abcdefgh"
+MEDIAN, LONGEST = 4, 64
+"""Letters; longer answers are cut to this."""
+SIGMA, TAIL = 1.0, 1.3
+"""Standard deviation of the logarithm; index of the Pareto distribution."""
+PROBLEMS, HELD_OUT = 20_000, 256
+PLACED = 0.2
+"""The reward of an answer of which every letter is in place, and which does not end there."""
+
+
+def score(trajectory: ScoredText, answer: str) -> float:
+    """Score a completion: 1 for the answer, and a share of `PLACED` for letters in place."""
+    if trajectory.finish == "stop" and trajectory.completion == answer:
+        return 1.0
+    return PLACED * sum(a == b for a, b in zip(trajectory.completion, answer, strict=False)) / len(answer)
+
+
+def quantile(shape: str, share: float) -> int:
+    """The length below which `share` of the answers are."""
+    if shape == "pareto":
+        length = MEDIAN * (2 * (1 - share)) ** (-1 / TAIL)
+    else:
+        length = MEDIAN * math.exp(SIGMA * NormalDist().inv_cdf(share))
+    return max(1, min(LONGEST, round(length)))
+
+
+def write(folder: Path, shape: str, seed: int = 1) -> None:
+    """Write train.jsonl and held_out.jsonl with lengths of `shape`, lognormal or pareto."""
+    draw = random.Random(seed)
+    rows: list[str] = []
+    for _ in range(PROBLEMS):
+        length = quantile(shape, min(max(draw.random(), 1e-9), 1 - 1e-9))
+        text = "".join(draw.choices(LETTERS, k=length))
+        answer = "".join(chr(ord(letter) + 1) for letter in text)
+        rows.append(json.dumps({"prompt": f"{text}>", "answer": answer}) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "held_out.jsonl").write_text("".join(rows[:HELD_OUT]))
+    (folder / "train.jsonl").write_text("".join(rows[HELD_OUT:]))
