@@ -23,7 +23,7 @@ PLACED = 0.2
 """The reward of an answer of which every letter is in place, and which does not end there."""
 
 
-def score(trajectory: ScoredText, answer: str) -> float:
+async def score(trajectory: ScoredText, answer: str) -> float:
     """Score a completion: 1 for the answer, and a share of `PLACED` for letters in place."""
     if trajectory.finish == "stop" and trajectory.completion == answer:
         return 1.0

@@ -1,5 +1,6 @@
 """The study of segments against rules for whole completions: its task, its cases, its verdicts."""
 
+import asyncio
 import json
 import statistics
 from collections.abc import Mapping
@@ -19,10 +20,10 @@ def said(completion: str, finish: str = "stop") -> ScoredText:
 
 
 def test_only_the_whole_answer_that_ends_is_right_and_letters_in_place_are_worth_a_little() -> None:
-    assert ciphers.score(said("dbc"), "dbc") == 1.0
-    assert ciphers.score(said("dbc", "length"), "dbc") == pytest.approx(0.2)
-    assert ciphers.score(said("dxc"), "dbc") == pytest.approx(0.2 * 2 / 3)
-    assert ciphers.score(said(""), "dbc") == 0.0
+    assert asyncio.run(ciphers.score(said("dbc"), "dbc")) == 1.0
+    assert asyncio.run(ciphers.score(said("dbc", "length"), "dbc")) == pytest.approx(0.2)
+    assert asyncio.run(ciphers.score(said("dxc"), "dbc")) == pytest.approx(0.2 * 2 / 3)
+    assert asyncio.run(ciphers.score(said(""), "dbc")) == 0.0
 
 
 @pytest.mark.parametrize("shape", staleness.SHAPES)
