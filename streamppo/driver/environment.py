@@ -22,10 +22,11 @@ OWN_RAY = {
     "RAY_worker_niceness": "0",
     # The name is of other systems; the effect is a node at 127.0.0.1, whose servers listen there alone.
     ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-    # A process that Ray starts as the driver dies looks for a Ray that is gone: for 15 s instead of a minute or more.
+    # Processes of Ray that start or speak as the driver dies look for a Ray that is gone: for 15 s, not for a minute.
     "RAY_NUM_REDIS_GET_RETRIES": "2",
     "RAY_gcs_rpc_server_connect_timeout_s": "2",
     "RAY_py_gcs_connect_timeout_s": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
 }
 """Settings of a Ray of our own; a variable that the user has set wins."""
 LOOPBACK = "127.0.0.1"

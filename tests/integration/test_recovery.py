@@ -428,7 +428,7 @@ REFERENCE = {
 }
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
 SEGMENTS = {"segments": ("queue.segments={max_tokens = 2}", "queue.too_old=mask")}
-ALWAYS = ("grpo", "vtrace", "top-p", "following", "segments")
+ALWAYS = ("grpo", "vtrace", "segments")
 """Those that are tried in every run of the tests; the others are slow."""
 
 

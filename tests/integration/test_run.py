@@ -72,7 +72,7 @@ def finished(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> str:
     return output
 
 
-def gone(folder: Path, within_s: float = 30.0) -> bool:
+def gone(folder: Path, within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while family(folder):
         if time.monotonic() > deadline:

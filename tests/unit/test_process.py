@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from streamppo import process
-from streamppo.commands import reward_test as trial
+from streamppo.commands import alone, weights
 from streamppo.config.sections import Config
 from streamppo.learner import tiny
 from streamppo.rollout import build
@@ -41,23 +41,22 @@ async def _unreachable(config: Config, model: str) -> int:
     """Objects in cycles after `COUNT` trajectories have been sampled and scored in a process."""
     tokenizer = Tokenizer(model)
     task = tasks.build(config.task, config.seed, tokenizer)
-    engine = await trial._engine(config, model)
-    player = Player(engine, tokenizer, config.environment)
     rewards = Rewards(config.reward)
     await rewards.start(task.sources())
 
-    async def one(number: int) -> None:
+    async def one(player: Player, number: int) -> None:
         prompt = task.prompt(number)
         episode = await player.play(prompt, build.sampling(config))
         await rewards.score(prompt, episode.text(prompt, tokenizer))
 
     try:
-        await one(0)
-        gc.collect()
-        await asyncio.gather(*map(one, range(1, COUNT + 1)))
-        return gc.collect()
+        async with alone.engine(config, "alone", model, 0, weights.of_model(model, config.model.dtype)) as engine:
+            player = Player(engine, tokenizer, config.environment)
+            await one(player, 0)
+            gc.collect()
+            await asyncio.gather(*(one(player, number) for number in range(1, COUNT + 1)))
+            return gc.collect()
     finally:
-        await engine.stop()
         await rewards.close()
 
 

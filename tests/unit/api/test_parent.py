@@ -57,7 +57,10 @@ def test_the_folder_is_watched_while_the_run_goes_on_and_after_its_end(monkeypat
 
 
 def test_a_ctrl_c_reaches_the_run_once_and_the_script_when_the_run_has_ended() -> None:
+    # A process that was begun in the background is deaf to Ctrl-C, and so is what it begins: pytest may be one.
     script = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from streamppo.api import parent\n"
         "from streamppo.api.messages import Request\n"
         "parent.CHILD = 'scripted_child'\n"
@@ -72,5 +75,6 @@ def test_a_ctrl_c_reaches_the_run_once_and_the_script_when_the_run_has_ended() -
         text=True,
         check=False,
         start_new_session=True,
+        timeout=60,
     )
     assert done.stdout == "heard 1\nand the script\n", done.stderr
