@@ -22,4 +22,8 @@ quick:
 
 # The tests that run the examples and the commands of the documentation
 docs:
-    pytest -q tests/unit/tasks/test_docs_rewards.py tests/unit/test_benchmarks.py
+    pytest -q tests/unit/tasks/test_docs_rewards.py tests/unit/test_benchmarks.py tests/unit/test_site.py tests/unit/test_tutorial.py
+
+# The documentation as a site, at http://127.0.0.1:8000 (extra `docs`)
+site:
+    mkdocs serve

@@ -1,9 +1,17 @@
 """How benchmarks draw: axes side by side in one file. Needs matplotlib (`pip install streamppo[plots]`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+def by_lengths(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str, list[Mapping[str, Any]]]]:
+    """Give axes for each shape of lengths, with its name and its rows, and write `path` after the last of them."""
+    shapes = list(dict.fromkeys(row["lengths"] for row in rows))
+    with axes(path, len(shapes)) as made:
+        for axis, shape in zip(made, shapes, strict=True):
+            yield axis, shape, [row for row in rows if row["lengths"] == shape]
 
 
 @contextmanager

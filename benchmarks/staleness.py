@@ -186,16 +186,14 @@ def _options() -> argparse.Namespace:
 
 def _plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw held-out accuracy over time, one line for each rule, all seeds, at the lag bound of the goals."""
-    shapes = list(dict.fromkeys(row["lengths"] for row in rows))
-    with plots.axes(path, len(shapes)) as axes:
-        for axis, shape in zip(axes, shapes, strict=True):
-            of_shape = [row for row in rows if row["lengths"] == shape and row["max_lag"] in (0, JUDGED)]
-            for number, rule in enumerate(dict.fromkeys(row["rule"] for row in of_shape)):
-                for place, row in enumerate(row for row in of_shape if row["rule"] == rule):
-                    _, times, found = zip(*row["accuracies"], strict=True)
-                    axis.plot(times, found, color=f"C{number}", label=None if place else rule)
-            axis.set(title=f"{shape} lengths, max_lag {JUDGED}", xlabel="seconds", ylabel="held-out accuracy")
-            axis.legend()
+    for axis, shape, of_shape in plots.by_lengths(path, rows):
+        judged = [row for row in of_shape if row["max_lag"] in (0, JUDGED)]
+        for number, rule in enumerate(dict.fromkeys(row["rule"] for row in judged)):
+            for place, row in enumerate(row for row in judged if row["rule"] == rule):
+                _, times, found = zip(*row["accuracies"], strict=True)
+                axis.plot(times, found, color=f"C{number}", label=None if place else rule)
+        axis.set(title=f"{shape} lengths, max_lag {JUDGED}", xlabel="seconds", ylabel="held-out accuracy")
+        axis.legend()
 
 
 if __name__ == "__main__":

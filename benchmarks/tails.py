@@ -171,17 +171,14 @@ def _options() -> argparse.Namespace:
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    shapes = list(dict.fromkeys(row["lengths"] for row in rows))
-    with plots.axes(path, len(shapes)) as axes:
-        for axis, shape in zip(axes, shapes, strict=True):
-            of_shape = [row for row in rows if row["lengths"] == shape]
-            for too_old in dict.fromkeys(row["too_old"] for row in of_shape):
-                line = [row for row in of_shape if row["too_old"] == too_old or not row["max_lag"]]
-                lags = sorted({row["max_lag"] for row in line})
-                speeds = [[row["trained_tokens_per_s"] for row in line if row["max_lag"] == lag] for lag in lags]
-                axis.plot(lags, [statistics.median(found) for found in speeds], "o-", label=too_old)
-            axis.set(title=f"{shape} lengths", xlabel="max_lag", ylabel="trained tokens/s", ylim=(0, None))
-            axis.legend(title="too_old")
+    for axis, shape, of_shape in plots.by_lengths(path, rows):
+        for too_old in dict.fromkeys(row["too_old"] for row in of_shape):
+            line = [row for row in of_shape if row["too_old"] == too_old or not row["max_lag"]]
+            lags = sorted({row["max_lag"] for row in line})
+            speeds = [[row["trained_tokens_per_s"] for row in line if row["max_lag"] == lag] for lag in lags]
+            axis.plot(lags, [statistics.median(found) for found in speeds], "o-", label=too_old)
+        axis.set(title=f"{shape} lengths", xlabel="max_lag", ylabel="trained tokens/s", ylim=(0, None))
+        axis.legend(title="too_old")
 
 
 if __name__ == "__main__":

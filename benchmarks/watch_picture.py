@@ -1,7 +1,7 @@
 """docs/images/watch.png: the live page about a run, as a headless Chromium draws it.
 
 python benchmarks/watch_picture.py runs/math --update 150 --row 5 --to docs/images/watch.png [--dark] [--width 1400]
-    [--height 2900] [--with runs/math-2]
+    [--height 2900] [--top 0] [--with runs/math-2]
 """
 
 import argparse
@@ -46,6 +46,25 @@ def served(run: Path, others: list[Path]) -> Generator[str]:
         thread.join()
 
 
+def draw(address: str, to: Path, width: int, height: int, *, dark: bool, top: int = 0) -> None:
+    """Write a part of a page as a picture: all sizes are the page's pixels, and `top` of them are cut off above."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("no Chromium is installed (Debian: apt-get install chromium)")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    flags += [f"--window-size={width},{top + height}", f"--force-device-scale-factor={SCALE}"]
+    flags += [f"--virtual-time-budget={1000 * SECONDS}", f"--screenshot={to.resolve()}"]
+    flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    with tempfile.TemporaryDirectory() as profile:
+        subprocess.run([browser, *flags, f"--user-data-dir={profile}", address], check=True, capture_output=True)
+    if top:
+        from PIL import Image
+
+        picture = Image.open(to)
+        picture.crop((0, round(top * SCALE), *picture.size)).save(to, optimize=True)
+
+
 def main() -> None:
     """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,21 +78,12 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True, help="the picture to write")
     parser.add_argument("--width", type=int, default=1400)
     parser.add_argument("--height", type=int, default=2900)
+    parser.add_argument("--top", type=int, default=0, help="pixels of the page to leave out above (extra `plots`)")
     parser.add_argument("--dark", action="store_true")
     args = parser.parse_args()
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        sys.exit("no Chromium is installed (Debian: apt-get install chromium)")
-    args.to.parent.mkdir(parents=True, exist_ok=True)
     place = urlencode({"update": args.update, "row": args.row, "colour": args.colour})
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    flags += [f"--window-size={args.width},{args.height}", f"--force-device-scale-factor={SCALE}"]
-    flags += [f"--virtual-time-budget={1000 * SECONDS}", f"--screenshot={args.to.resolve()}"]
-    flags += ["--blink-settings=preferredColorScheme=0"] if args.dark else []
-    with served(args.run, args.others) as address, tempfile.TemporaryDirectory() as profile:
-        subprocess.run(
-            [browser, *flags, f"--user-data-dir={profile}", f"{address}#{place}"], check=True, capture_output=True
-        )
+    with served(args.run, args.others) as address:
+        draw(f"{address}#{place}", args.to, args.width, args.height, dark=args.dark, top=args.top)
 
 
 if __name__ == "__main__":

@@ -256,13 +256,17 @@ class Tensor(Crossing, frozen=True):
 
 
 class Push(Crossing, frozen=True):
-    """One version on its way to the engines, with the `checksum` of each bucket."""
+    """One version on its way to the engines, with the `checksum` of each bucket.
+
+    `admitted_lag` is the lag that the queue admits with it, where the learner steers that.
+    """
 
     version: int
     base_version: int | None
     tensors: tuple[Tensor, ...]
     bucket_bytes: tuple[int, ...]
     checksums: tuple[str, ...]
+    admitted_lag: int | None = None
 
     @property
     def digest(self) -> str:

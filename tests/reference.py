@@ -67,7 +67,9 @@ def fields(node: inspect.Type, at: str, known: Mapping[tuple[str, str], str]) ->
                 sentence = known.get((of, field.name), "")
                 if isinstance(field.type, inspect.DictType) and isinstance(field.type.value_type, inspect.UnionType):
                     name = name if below else f"{name}.NAME"
-                yield from below or [Field(name, expected(field.type), _default(field), sentence)]
+                if plain := _without_tables(field.type) if below else field.type:
+                    yield Field(name, expected(plain), _default(field), sentence)
+                yield from below
         case inspect.UnionType(types=types) if any(isinstance(one, inspect.StructType) for one in types):
             for one in types:
                 yield from fields(one, at, known)
@@ -77,6 +79,15 @@ def fields(node: inspect.Type, at: str, known: Mapping[tuple[str, str], str]) ->
             yield from fields(item, f"{at}[]", known)
         case _:
             return
+
+
+def _without_tables(node: inspect.Type) -> inspect.Type | None:
+    """The values of a union that are no tables; None if there are none."""
+    tables = inspect.StructType | inspect.DictType | inspect.VarTupleType | inspect.NoneType
+    plain = (
+        tuple(one for one in node.types if not isinstance(one, tables)) if isinstance(node, inspect.UnionType) else ()
+    )
+    return inspect.UnionType(plain) if plain else None
 
 
 def _default(field: inspect.Field) -> str:

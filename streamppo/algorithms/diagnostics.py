@@ -15,8 +15,8 @@ from streamppo.algorithms.corrections import log_weights
 from streamppo.algorithms.masked import check_tokens, fill, sequence_count
 from streamppo.algorithms.ratios import bounded_exp
 
-LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
-LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8)
+LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65+")
+LAST_LAG_OF_BUCKET = (0, 1, 2, 4, 8, 16, 32, 64)
 HIGH, LOW = 2.0, 0.5
 """A weight above the one or below the other counts as high or low."""
 BLOCK_TOKENS = 2**18
@@ -78,7 +78,7 @@ def off_policy_sums(
 
     `lag_BT` is that of each token (int). A response counts in the bucket of its oldest unmasked token.
     Log-ratios are clamped to +-20 only where they are exponentiated. Rows are taken in blocks of
-    `BLOCK_TOKENS`: a token takes 240 bytes while its block is summed up.
+    `BLOCK_TOKENS`: a token takes 270 bytes while its block is summed up.
     """
     check_tokens(mask_BT, proximal=proximal_logprobs_BT, behavior=behavior_logprobs_BT, lag=lag_BT)
     rows = max(1, BLOCK_TOKENS // max(1, mask_BT.shape[1]))

@@ -23,7 +23,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import lock
 from streamppo.driver.interrupts import Interrupts
-from streamppo.errors import Interrupted, StreamppoError
+from streamppo.errors import StreamppoError
 
 STARTED = time.perf_counter()
 REWARD = "reward.py"
@@ -44,7 +44,7 @@ def main(descriptor: int) -> int:
         return _resume(request, channel) if request.folder else _begin(request, channel)
     except StreamppoError as error:
         channel.sendall(line(Told(error=type(error).__name__, text=str(error))))
-        return 128 + error.number if isinstance(error, Interrupted) else 1
+        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

@@ -47,7 +47,7 @@ def learning(config: Config) -> dict[str, object]:
         name: value for name, value in _placeless(config).items() if not _in(name, NOT_LEARNING) or _in(name, LEARNING)
     }
     # A part of a GPU computes what a whole one does.
-    return values | {"learner.gpus": config.learner.gpus > 0}
+    return values | {"learner.gpus": config.learner.gpus > 0, "queue.segments.prefix": config.queue.prefix}
 
 
 def fields(config: Config) -> dict[str, object]:

@@ -113,7 +113,7 @@ class _Reader:
         if value is None and any(isinstance(option, inspect.NoneType) for option in node.types):
             return None
         structs = [option for option in node.types if isinstance(option, inspect.StructType)]
-        if structs:
+        if structs and (_is_table(value) or not any(map(_is_scalar, node.types))):
             return self._kind(structs, value, name, default)
         for option in node.types:
             if (made := _scalar(option, value)) is not WRONG:
@@ -182,6 +182,16 @@ def _scalar(node: inspect.Type, value: object) -> object:
             return float(value) if math.isfinite(value) and _within(node, value) else WRONG
         case _:
             return WRONG
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_scalar(node: inspect.Type) -> bool:
+    return isinstance(
+        node, inspect.BoolType | inspect.StrType | inspect.LiteralType | inspect.IntType | inspect.FloatType
+    )
 
 
 def _within(node: inspect.IntType | inspect.FloatType, value: float) -> bool:

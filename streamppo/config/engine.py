@@ -43,10 +43,6 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         """Reason that it cannot sample so: none."""
         return ""
 
-    def refuses_segments(self) -> str:
-        """Reason that it hands over no segments: none."""
-        return ""
-
     def refuses_places(self, actors: int, gpus: float) -> str:
         """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
@@ -127,10 +123,6 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
             f"top_k ({top_k}) must be 2 to {MOST_CANDIDATES} with top_p ({top_p:g}) and SGLang: it names the "
             "candidates of a token, which the learner needs, only where top_k bounds their number"
         )
-
-    def refuses_segments(self) -> str:
-        """Reason that it hands over no segments."""
-        return "queue.segments are cut by the embedded engine alone so far: rollout.engine.kind must be 'embedded'"
 
     def refuses_places(self, actors: int, gpus: float) -> str:
         """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""

@@ -1,11 +1,12 @@
 """The `[queue]` part of the configuration: batches, the lag that is allowed, and segments."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from streamppo.config.algorithm import Algorithm, Gae, VTrace
-from streamppo.config.base import Count, Fraction, Positive, Section
-from streamppo.config.engine import EmbeddedEngine, SGLangEngine
+from streamppo.config.base import Count, Fraction, Kind, Positive, Section
 
 
 class Segments(Section, frozen=True):
@@ -16,12 +17,15 @@ class Segments(Section, frozen=True):
     just_in_time: bool = True
     """It is handed over before its oldest token is too old to be trained on."""
 
+    prefix: Literal["attached", "detached"] = "attached"
+    """The prompt and the segments before are computed with their gradient, or without: the backward pass is shorter."""
+
     def contradictions(self) -> Iterator[str]:
         """Something has to cut."""
         if not self.max_tokens and not self.just_in_time:
             yield "max_tokens must be above 0 without just_in_time: nothing would ever be cut"
 
-    def refuses(self, algorithm: Algorithm, engine: EmbeddedEngine | SGLangEngine) -> Iterator[str]:
+    def refuses(self, algorithm: Algorithm) -> Iterator[str]:
         """A sentence for every choice that needs whole completions."""
         advantage = algorithm.advantage
         if not isinstance(advantage, Gae | VTrace):
@@ -35,8 +39,15 @@ class Segments(Section, frozen=True):
             yield "algorithm.positive_nll learns right answers, and queue.segments do not know theirs"
         if algorithm.teacher.url:
             yield "algorithm.teacher.url scores whole completions, and queue.segments are parts"
-        if refused := engine.refuses_segments():
-            yield refused
+
+
+class AdaptiveLag(Kind, frozen=True, tag="adaptive"):
+    """The lag that is admitted follows the effective sample size of the data, lag by lag (algorithms/lag.py)."""
+
+    at_most: Positive
+    """Hard bound on the age of a trained token, in versions."""
+    ess: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    """The effective sample size of the tokens of a lag, as a share of them, below which less lag is admitted."""
 
 
 class Queue(Section, frozen=True):
@@ -44,10 +55,10 @@ class Queue(Section, frozen=True):
 
     batch_size: Positive
     """Trajectories of one update; with segments, segments."""
-    max_lag: Count
+    max_lag: Count | AdaptiveLag
     """Hard bound on the age of a trained token, in versions; 0 is synchronous PPO."""
-    too_old: Literal["mask", "drop", "wait"]
-    """A token beyond max_lag: train the rest, sample the prompt again, or hold the flow in issue order."""
+    too_old: Literal["mask", "drop", "wait", "windowed", "keep"]
+    """A token beyond max_lag: train the rest, sample the prompt again, hold the flow in issue order or nearly; keep."""
     samples_per_prompt: Positive = 1
     """Completions of each prompt."""
     max_attempts: Positive = 3
@@ -56,11 +67,34 @@ class Queue(Section, frozen=True):
     """A higher share of failed trajectories stops the run."""
     segments: Segments | None = None
     """Train on segments of unfinished completions; the critic's value at the cut stands for the rest."""
+    admission: Literal["engine", "mean"] = "engine"
+    """Slots open up to max_lag ahead of the asking engine's version, or of the learner's: it bounds the mean alone."""
+
+    @property
+    def prefix(self) -> Literal["attached", "detached"]:
+        """The context of completions has its gradient, unless segments do without."""
+        return self.segments.prefix if self.segments else "attached"
+
+    @property
+    def bound(self) -> int:
+        """The greatest age of a trained token, in versions."""
+        return self.max_lag.at_most if isinstance(self.max_lag, AdaptiveLag) else self.max_lag
+
+    @property
+    def first_lag(self) -> int | None:
+        """The lag that is admitted before the data have said anything; None where it is not steered."""
+        return 1 if isinstance(self.max_lag, AdaptiveLag) else None
 
     @property
     def flow_lag(self) -> int:
-        """The lag that admission and cuts aim at: if possible, segments that are due have a version's time to come."""
-        return max(1, self.max_lag - 1) if self.segments and self.segments.just_in_time else self.max_lag
+        """The lag that admission and cuts aim at, at most where it is steered; the rest of the bound is room.
+
+        If possible, segments that are due have a version's time to come. A window has room for three tenths of what is
+        held (queue/window.py).
+        """
+        if self.too_old == "windowed":
+            return max(min(1, self.bound), (10 * self.bound - 3) // 13)
+        return max(1, self.bound - 1) if self.segments and self.segments.just_in_time else self.bound
 
     @property
     def cut_age(self) -> int:
@@ -68,10 +102,22 @@ class Queue(Section, frozen=True):
         return self.flow_lag - (self.flow_lag > 2)
 
     def contradictions(self) -> Iterator[str]:
-        """The rest of a segment cannot be sampled again, and with lag 0 there is none while it is trained on."""
+        """The rest of a segment cannot be sampled again, and with lag 0 there is none while it is trained on.
+
+        The hard bound on age is given up by two words, so that nobody does it by one.
+        """
+        if (self.admission == "mean") != (self.too_old == "keep"):
+            yield (
+                f"admission = {self.admission!r} with too_old = {self.too_old!r}: that max_lag bounds the mean alone "
+                "takes both, admission = 'mean' and too_old = 'keep'"
+            )
+        if self.admission == "mean" and isinstance(self.max_lag, AdaptiveLag):
+            yield "admission = 'mean' has no bound on age that could be steered: give max_lag as a number"
         if self.segments is None:
             return
-        if self.max_lag == 0:
+        if isinstance(self.max_lag, AdaptiveLag):
+            yield "segments are cut by a max_lag that stays as it is: give it as a number"
+        if self.bound == 0:
             yield "segments need max_lag of at least 1: a completion goes on while its segment is trained on"
         if self.too_old != "mask":
             yield f"too_old = {self.too_old!r} is about whole completions: with segments choose 'mask'"

@@ -78,6 +78,12 @@ class Model(Section, frozen=True):
                 "choose 'off', where the compiler selects by itself, or 'full'"
             )
 
+    def refuses_detached(self) -> Iterator[str]:
+        """A sentence for every choice with which a context cannot be computed apart."""
+        for name, refused in {"attention": self.attention == "eager", "compile": self.compile}.items():
+            if refused:
+                yield f"queue.segments.prefix = 'detached' is not possible with model.{name} = {getattr(self, name)!r}"
+
 
 # --- rollout -------------------------------------------------------------------------------------------------
 
@@ -282,7 +288,9 @@ class Config(Section, frozen=True):
             )
         yield from _proximal(self)
         if queue.segments is not None:
-            yield from queue.segments.refuses(algorithm, self.rollout.engine)
+            yield from queue.segments.refuses(algorithm)
+        if queue.prefix == "detached":
+            yield from self.model.refuses_detached()
         if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
             yield refused
         if self.environment is None and not self.reward.scorers:
@@ -309,7 +317,7 @@ class Config(Section, frozen=True):
 
 def _proximal(config: Config) -> Iterator[str]:
     """A sentence for every choice of the proximal policy that does nothing, or another thing than it says, here."""
-    algorithm, learner, max_lag = config.algorithm, config.learner, config.queue.max_lag
+    algorithm, learner, max_lag = config.algorithm, config.learner, config.queue.bound
     if algorithm.proximal == "loglinear" and learner.epochs * learner.minibatches == 1:
         yield (
             "algorithm.proximal = 'loglinear' approximates log-probs that are exact and free where "

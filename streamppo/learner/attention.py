@@ -5,6 +5,8 @@ B trajectories, L prompt + completion tokens (padded), N tokens of all rows with
 padded    [B, L], for sdpa and eager: causal attention keeps padding on the right from every real token
 joined    [1, N], for flash-attn: rows end to end, told apart by where they begin; nothing is computed for padding
 shared    [G, W], for sdpa where it is less work than `padded`: the samples of a prompt as one row (learner/shared.py)
+
+A context without gradient is read first, and the completions behind it (learner/context.py).
 """
 
 import logging
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamppo.config.engine import FAMILIES
 from streamppo.config.sections import FLASH, Model
 from streamppo.errors import ModelError
 
@@ -32,14 +35,23 @@ LEAK = 1e-3
 """The largest difference between the two readings that is rounding, as a share of the largest entry, in float32."""
 
 
+class Context(NamedTuple):
+    """Contexts as a transformer reads them, and `join`: (their keys, those of the completions) -> the keys of a row."""
+
+    arguments: dict[str, Tensor | int]
+    join: Callable[[Tensor, Tensor], Tensor]
+
+
 class Reading(NamedTuple):
     """Rows as a transformer reads them: its arguments, and the place of each token of a row in its flattened output.
 
-    Places beyond the end of a row mean nothing.
+    Places beyond the end of a row mean nothing. With a `context`, which is read first and without gradient, only the
+    tokens behind it have a place.
     """
 
     arguments: dict[str, Tensor | int]
     place_BL: Tensor
+    context: Context | None = None
 
 
 Layout = Callable[[Tensor, Tensor], Reading]
@@ -60,8 +72,7 @@ def joined(inputs_BL: Tensor, width_B: Tensor) -> Reading:
     """
     place_BL = torch.arange(inputs_BL.shape[1], device=width_B.device).expand(inputs_BL.shape)
     inside_BL = place_BL < width_B[:, None]
-    bounds = torch.nn.functional.pad(width_B.cumsum(0), (1, 0))
-    longest, bounds_32 = int(width_B.max()), bounds.int()
+    longest, bounds_32 = int(width_B.max()), bounds(width_B)
     arguments: dict[str, Tensor | int] = {
         "input_ids": inputs_BL[inside_BL][None],
         "position_ids": place_BL[inside_BL][None],
@@ -70,7 +81,12 @@ def joined(inputs_BL: Tensor, width_B: Tensor) -> Reading:
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    return Reading(arguments, bounds[:-1, None] + place_BL)
+    return Reading(arguments, (width_B.cumsum(0) - width_B)[:, None] + place_BL)
+
+
+def bounds(width_B: Tensor) -> Tensor:
+    """[B + 1] in int32: where each of the rows begins that lie end to end, and where the last one ends."""
+    return torch.nn.functional.pad(width_B.cumsum(0), (1, 0)).int()
 
 
 def layout(implementation: str) -> Layout:
@@ -133,6 +149,15 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
     alone_ND = torch.cat([transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
     place_N = torch.cat([reading.place_BL[row, :width] for row, width in enumerate(PROBED)])
     return ((together_ND[place_N] - alone_ND).abs().max() / alone_ND.abs().max()).item()
+
+
+def looks_at_all(transformer: "PreTrainedModel") -> bool:
+    """True for a family whose attention looks at all that a mask shows, and has no state besides keys and values.
+
+    A sliding window would count tokens that are not of the row.
+    """
+    config = transformer.config
+    return config.model_type in FAMILIES and not getattr(config, "use_sliding_window", False)
 
 
 def installed(name: str) -> bool:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.algorithms.exploration import Bonus
+from streamppo.algorithms.lag import Lag, lr_share
 from streamppo.config.sections import Config
-from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, reference, teacher
+from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, reference, steering, teacher
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
 from streamppo.learner.fetch import OwnRows
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 class Learner:
     """A policy, and all that trains, publishes and saves it. Every method is a collective of the ranks of `mesh`.
 
-    `version` is that of the weights in `policy`; `config` holds from there on.
+    `version` is that of the weights in `policy`; `config` holds from there on. `lag` is there where it is steered.
     """
 
     config: Config
@@ -41,6 +42,7 @@ class Learner:
     saver: checkpoint.Saver
     version: int
     size: Size
+    lag: Lag | None
 
     def configure(self, config: Config) -> None:
         """Replace the configuration, and rebuild or set everything that depends on it."""
@@ -48,6 +50,7 @@ class Learner:
         optimizer.configure(self.optimizer, config)
         self.policy.temperature = config.rollout.temperature
         self.policy.float32_head = config.model.float32_head
+        self.policy.set_context(config.queue.prefix)
         followed = reference.load(config, self.model_path, self.mesh, self.updater.reference)
         same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
         taught_by = teacher.load(config, self.model_path, self.mesh, self.updater.teacher if same else None)
@@ -55,6 +58,7 @@ class Learner:
         self.updater = _updater(config, self.policy, self.optimizer, self.mesh, (followed, taught_by))
         moved = before.reference_moved
         self.updater.remember(before.beta, before.in_a_row, before.steered_bonus, reference_moved=moved)
+        self.lag = steering.go_on(config, self.lag)
         self.config = config
 
     @property
@@ -62,9 +66,21 @@ class Learner:
         """The function that finds the rows whose tokens this rank reads; None for a rank alone, which reads all."""
         return self.updater.own_rows if self.updater.ranks > 1 else None
 
-    def follow_schedule(self) -> None:
-        """Set the learning rate of the next update."""
+    def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> dict[str, float]:
+        """Set the learning rate of the update on a batch with these tokens; returns what the lag has left of it."""
         optimizer.follow_schedule(self.optimizer, self.config, self.version)
+        if self.lag is None:
+            return {}
+        share = lr_share(self.lag, tokens_by_lag)
+        optimizer.lower_policy(self.optimizer, share)
+        return {"lr_share": share}
+
+    def steer(self, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int]) -> dict[str, float]:
+        """Steer the lag by an update that has been described in `metrics`; returns what is admitted from here on."""
+        if self.lag is None:
+            return {}
+        self.lag = steering.steered(self.config, self.lag, self.version, metrics, tokens_by_lag)
+        return {"admitted_lag": float(self.lag.admitted)}
 
     def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
         """How fast an update was that has been described in `metrics`."""
@@ -91,7 +107,7 @@ class Learner:
             return 0.0
         buckets = self.pusher.buckets(policy.pushed(self.policy, dtype))
         policy.snapshot(self.policy, buckets.tensors, dtype)
-        return self.pusher.push(self.version, buckets, values)
+        return self.pusher.push(self.version, buckets, values, self.lag.admitted if self.lag else None)
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`; it is written beside training."""
@@ -103,6 +119,7 @@ class Learner:
             bad_steps=self.updater.in_a_row,
             bonus=self.updater.steered_bonus,
             reference_moved=self.updater.reference_moved,
+            lag=self.lag,
         )
         trained = Trained(self.policy, self.optimizer, self.updater.reference)
         self.saver.start(folder, state, trained, self.pusher.last)
@@ -129,18 +146,20 @@ def build(
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
     loaded = policy.load(config.model, model_path, temperature, mesh, critic)
+    loaded.set_context(config.queue.prefix)
     frozen = reference.load(config, model_path, mesh, None), teacher.load(config, model_path, mesh, None)
     adamw = optimizer.adamw(loaded, config)
     updater = _updater(config, loaded, adamw, mesh, frozen)
-    trained, version = Trained(loaded, adamw, updater.reference), 0
+    trained, version, lag = Trained(loaded, adamw, updater.reference), 0, None
     if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), trained)):
-        version = state.version
+        version, lag = state.version, Lag(*state.lag) if state.lag else None
         optimizer.configure(adamw, config)
         bonus = None if state.bonus is None else Bonus(*state.bonus)
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(publish, config.learner.bucket_bytes)
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
-    return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded))
+    lag = steering.go_on(config, lag)
+    return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag)
 
 
 def _updater(

@@ -33,7 +33,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weights as they were pushed, known when they are published; `beta` the adaptive weight of the KL in the reward;
     `bad_steps` are the policy's in a row, and those of a critic with steps of its own; `bonus` the coefficient and the
     weight of an entropy bonus that is steered. `reference_moved` says that a reference is among the tensors: it is the
-    run's first model no more.
+    run's first model no more. `lag` is the lag that steers itself (`algorithms.lag.Lag`), if it does.
     """
 
     version: int
@@ -43,6 +43,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     bad_steps: tuple[int, int]
     bonus: tuple[float, float] | None = None
     reference_moved: bool = False
+    lag: tuple[int, float, int] | None = None
 
 
 class Files(msgspec.Struct, frozen=True, kw_only=True):

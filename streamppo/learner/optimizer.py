@@ -51,6 +51,11 @@ def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: i
         group["lr"] = group["full_lr"] * share
 
 
+def lower_policy(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Leave `share` of the policy's learning rate; the critic, whose loss has no weights, keeps its own."""
+    optimizer.param_groups[0]["lr"] *= share
+
+
 def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
     """Set every group's learning rate to `share` of its full one."""
     for group in optimizer.param_groups:

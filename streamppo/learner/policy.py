@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
-from streamppo.learner import attention, layers, pretrained, shared
+from streamppo.learner import attention, context, layers, pretrained, shared
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
@@ -55,6 +55,7 @@ class Policy(nn.Module):
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Both
     read rows in the same `layout`; with `share_prompts` samples of a prompt as one, where that is less work.
+    `detach_context` leaves the context of completions without gradient (learner/context.py).
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Policy(nn.Module):
         self.float32_head = float32_head
         self.layout = layout
         self.share_prompts = share_prompts
+        self.detach_context = False
         self.value_head = nn.Linear((lm if critic is None else critic).config.hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -110,12 +112,22 @@ class Policy(nn.Module):
             )
         return scored
 
+    def set_context(self, prefix: Literal["attached", "detached"]) -> None:
+        """Compute the context of completions with its gradient or without. Raises `ModelError` for some models."""
+        self.detach_context = prefix == "detached"
+        if self.detach_context:
+            context.prepare(_transformers(self))
+
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """The parameters that the policy does not use."""
         own = [] if self.critic is None else list(self.critic.parameters())
         return [*own, *self.value_head.parameters()]
 
     def _reading(self, inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Reading:
+        if self.detach_context:
+            if self.layout is attention.joined:
+                return context.joined(inputs_BL, start_B, width_B)
+            return context.padded(inputs_BL, start_B, width_B, share=self.share_prompts)
         if self.share_prompts:
             return shared.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size)
         return self.layout(inputs_BL, width_B)
@@ -127,7 +139,8 @@ class Policy(nn.Module):
         return values_N1.view(hidden_BTD.shape[:2])
 
     def _hidden(self, transformer: Any, reading: Reading, at_BT: Tensor) -> Tensor:
-        hidden_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
+        before = {} if reading.context is None else context.keys_and_values(transformer, reading.context)
+        hidden_ND = transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
         # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts the indices, here D times fewer.
         return hidden_ND[reading.place_BL.gather(1, at_BT)]
 

@@ -104,11 +104,11 @@ class Rank:
         assert fetched.batch.version == learner.version, "a batch of another version"
         if learner.version + 1 < learner.config.updates:
             self._fetcher.start(learner.version + 1, learner.own_rows)
-        learner.follow_schedule()
+        left = learner.follow_schedule(fetched.lags)
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
         metrics, values = updater.metrics(updated), updater.values(updated)
-        metrics |= learner.speed(updated, metrics)
+        metrics |= left | learner.steer(metrics, fetched.lags) | learner.speed(updated, metrics)
         learner.version += 1
         push_ms = learner.push(values)
         metrics |= {

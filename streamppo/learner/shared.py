@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.config.engine import FAMILIES
-from streamppo.learner.attention import LEAK, Reading, leak, padded
+from streamppo.learner.attention import LEAK, Reading, leak, looks_at_all, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +41,7 @@ class Plan(NamedTuple):
 def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
     """True if all `transformers` compute samples in one row as they compute them alone. A collective.
 
-    They are whole, on the CPU, with an attention that is plain torch; rank 0 has them, the others none. The families
-    are those whose attention looks at all that a mask shows: a sliding window would count other completions' tokens.
+    They are whole, on the CPU, with an attention that is plain torch; rank 0 has them, the others none.
     """
     found = [all(_can_share(transformer) for transformer in transformers)]
     dist.broadcast_object_list(found, src=0)
@@ -51,9 +49,7 @@ def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
 
 
 def _can_share(transformer: "PreTrainedModel") -> bool:
-    config = transformer.config
-    known = config.model_type in FAMILIES and not getattr(config, "use_sliding_window", False)
-    return known and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
+    return looks_at_all(transformer) and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
 
 
 def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int) -> Reading:

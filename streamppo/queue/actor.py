@@ -169,9 +169,10 @@ class QueueActor(ArchivedRuns):
         return encode(tickets)
 
     @ray.method
-    async def beat(self, actor: str) -> None:
-        """Note that `actor` lives."""
+    async def beat(self, actor: str) -> int:
+        """Note that `actor` lives. Returns the number of actors that sample."""
         self._heard[actor] = time.monotonic()
+        return len(self._queue.state.issued)
 
     @ray.method
     async def swapped(self, actor: str, engine_version: int) -> None:
@@ -247,7 +248,7 @@ class QueueActor(ArchivedRuns):
         # The same call, made twice, may have waited beside this one.
         known = self._made.get(version)
         if known is None:
-            self._queue.publish(version)
+            self._queue.publish(version, described.admitted_lag)
             self._serve()
             self._made[version] = Made(version=version, digest=described.digest, archived=archived)
             self._unwritten.append(self._made[version])

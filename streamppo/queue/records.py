@@ -55,6 +55,7 @@ class Counters(Crossing, frozen=True):
     dropped: dict[str, int]
     failed: dict[str, int]
     fenced: tuple[str, ...]
+    admitted_lag: int | None = None
 
 
 class Lease(Crossing, frozen=True):

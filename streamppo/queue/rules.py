@@ -4,7 +4,10 @@ Update u trains from version u to version u + 1 and leases batch u; the lag of a
 
     admission   an engine of version v may hold slots for the updates up to v + max_lag: a slot opens while
                 held < (v + max_lag + 1 - u) * batch_size.  max_lag = 0 is synchronous PPO.
+                `admission = "mean"` has the learner's version u in the place of v, and the take enforces nothing then:
+                so max_lag bounds the mean, as in AReaL (https://arxiv.org/abs/2505.24298), and no single token.
     the take    first in, first out by age, whole units only; max_lag is enforced here, token by token.
+                `too_old = "wait"` and "windowed" hold it in the order of issue, or nearly (window.py).
     leases      asking for batch u again gives batch u again, until version u + 1 is published.
 
 Admission by example, with batch_size = 4, max_lag = 1 and one engine:
@@ -33,6 +36,7 @@ from streamppo.queue.failures import FailureWindow
 from streamppo.queue.records import DeadLetter, Ended, Ending
 from streamppo.queue.slot import Slot, SlotState, Unit, all_younger, count_older
 from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings
+from streamppo.queue.window import in_window
 from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, ints
 
 
@@ -62,6 +66,7 @@ class QueueRules:
             slots = list[Slot]()
             while len(slots) < limit and (slot := self._next_open(engine_version)):
                 slot.issue(actor, call)
+                self.state.issues(slot)
                 self._touch(slot)
                 slots.append(slot)
             if slots:
@@ -79,9 +84,13 @@ class QueueRules:
             heapq.heappop(state.open)
         if settings.segments and (cut := segments.last_cut(state)) is not None:
             engine_version = min(engine_version, cut)
-        bound = (engine_version + settings.admitted_lag + 1 - state.version) * settings.batch_size
-        # A segment of an engine that is behind would be older than the one that the slot was opened for.
-        again = state.open and not (settings.segments and engine_version < state.version and state.held > bound)
+        if not settings.hard:
+            engine_version = state.version
+        lag = settings.admitted_lag(state.admitted_lag)
+        bound = (engine_version + lag + 1 - state.version) * settings.batch_size
+        # The tokens of an engine that is behind would be older than those that the slot was opened for.
+        is_strict = settings.segments is not None or settings.window is not None
+        again = state.open and not (is_strict and engine_version < state.version and state.held > bound)
         return bool(again) or state.held < bound
 
     @phase("store")
@@ -116,6 +125,7 @@ class QueueRules:
             self._open_next_part(slot)
         else:
             self._recent.add(slot, None)
+        self.state.returns(slot)
         slot.store(trajectory)
         self._touch(slot)
         slot.unit.missing -= 1
@@ -167,7 +177,7 @@ class QueueRules:
             raise QueueError(f"batch {version} was asked for at version {state.version}")
         if leased_only:
             return None
-        min_version = version - self.settings.max_lag
+        min_version = self.settings.min_version(version)
         chosen = self._choose_segments(min_version) if self.settings.segments else self._choose(min_version)
         if chosen is None:
             return None
@@ -184,8 +194,11 @@ class QueueRules:
             raise QueueError(f"version {version + 1} was made without the batch of version {version}")
         return self.state.leases[version].batch
 
-    def publish(self, version: int) -> None:
-        """Consume the batch that made `version`, which exists from here on. The same version again is a no-op."""
+    def publish(self, version: int, admitted_lag: int | None = None) -> None:
+        """Consume the batch that made `version`, which exists from here on. The same version again is a no-op.
+
+        `admitted_lag` is the lag to be admitted from here on, where the learner steers it.
+        """
         state = self.state
         if version == state.version:
             return
@@ -198,7 +211,7 @@ class QueueRules:
             for slot in unit.slots:
                 slot.move(SlotState.CONSUMED)
                 state.unwritten.gone.append(slot.place)
-        state.version = version
+        state.version, state.admitted_lag = version, admitted_lag
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
@@ -227,6 +240,7 @@ class QueueRules:
         following = slot.go_on()
         self.state.units[following.place] = following.unit
         self.state.slots[slot.identity.prompt, slot.identity.sample] = following
+        self.state.issues(following)
         self.state.counts["cut"] += 1
         self._touch(following)
 
@@ -254,6 +268,7 @@ class QueueRules:
         self._end(slot, ending, reason)
         if slot.state is SlotState.READY:
             slot.unit.missing += 1
+        self.state.returns(slot)
         slot.reopen()
         self._touch(slot)
         heapq.heappush(self.state.open, slot)
@@ -271,6 +286,7 @@ class QueueRules:
         self.state.tokens[ending] += _sampled(unit.trajectories)
         self.state.forget(unit)
         for slot in unit.slots:
+            self.state.returns(slot)
             slot.move(SlotState.ABANDONED)
             self._end(slot, ending, reason)
             self.state.unwritten.slots.pop(slot.place, None)
@@ -281,22 +297,19 @@ class QueueRules:
 
         Units without enough young tokens are opened again on the way. None while there is no whole batch.
         """
-        wanted = self.settings.batch_size // self.settings.unit_size
+        wanted = self.settings.batch_units
         if self.state.ready_units < wanted:
             return None
-        waits = self.settings.too_old == "wait"
-        first = list(islice((unit for unit in self.state.units.values() if waits or unit.missing == 0), wanted))
-        if not any(unit.missing for unit in first) and all_younger(first, min_version):
+        first = list(islice(in_window(self.settings, self.state), wanted))
+        if len(first) == wanted and all_younger(first, min_version):
             return first, 0
         chosen: list[Unit] = []
         masked_tokens = 0
-        for unit in self.state.units.values():
-            masked = self._masked(unit, min_version) if unit.missing == 0 else None
+        for unit in in_window(self.settings, self.state):
+            masked = self._masked(unit, min_version)
             if masked is not None:
                 chosen.append(unit)
                 masked_tokens += masked
-            elif waits:
-                return None
             if len(chosen) == wanted:
                 return chosen, masked_tokens
         return None

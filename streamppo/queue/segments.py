@@ -14,7 +14,7 @@ segments than the learner takes, tokens grow too old, and are masked.
 
 from typing import NamedTuple
 
-from streamppo.queue.slot import SlotState, Unit, count_older
+from streamppo.queue.slot import Unit, count_older
 from streamppo.queue.state import QueueState, Settings
 
 
@@ -28,15 +28,14 @@ class Chosen(NamedTuple):
 
 def last_cut(state: QueueState) -> int | None:
     """The version for which all actors that sample have cut and delivered; None if nobody samples."""
-    sampling = {slot.actor for slot in state.slots.values() if slot.state is SlotState.ISSUED}
-    return min((state.cut_for.get(actor or "", -1) for actor in sampling), default=None)
+    return min((state.cut_for.get(actor, -1) for actor in state.issued), default=None)
 
 
 def is_behind(settings: Settings, state: QueueState, min_version: int) -> bool:
     """True if an actor may still sample behind tokens that would be too old for the batch after this one."""
     newest = last_cut(state)
     # Behind a cut for version v there are tokens of v - S + 1 and later ones.
-    return newest is not None and max(0, newest - settings.admitted_lag + 1) <= min_version
+    return newest is not None and max(0, newest - settings.flow_lag + 1) <= min_version
 
 
 def choose(state: QueueState, min_version: int, count: int) -> Chosen:

@@ -17,7 +17,7 @@ abandoned   nobody samples it again
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from msgspec import structs
@@ -94,8 +94,7 @@ class Slot:
         """Return the part behind this one: `actor` goes on to sample it, and no request has its ticket."""
         following = structs.replace(self.identity, segment=self.identity.segment + 1)
         unit = Unit(missing=1)
-        slot = Slot(self.number, following, unit, SlotState.ISSUED, self.actor, NO_CALL, self.failures)
-        slot.part = self.part + 1
+        slot = replace(self, identity=following, unit=unit, call=NO_CALL, part=self.part + 1)
         unit.slots.append(slot)
         return slot
 

@@ -30,6 +30,7 @@ def drain(settings: Settings, state: QueueState) -> Changes:
             dropped=dict(state.dropped),
             failed=dict(state.failed),
             fenced=tuple(state.fenced),
+            admitted_lag=state.admitted_lag,
         ),
         slots=tuple(_saved(slot) for slot in unwritten.slots.values()),
         leases=tuple(_lease(version, batch) for version, batch in leased),
@@ -45,6 +46,7 @@ def rebuild(settings: Settings, saved: Saved, path: Path) -> QueueState:
     refuse_other_shape(settings, counters, path)
     state = QueueState(
         version=counters.version,
+        admitted_lag=counters.admitted_lag,
         opened=counters.opened,
         abandoned=counters.abandoned,
         counts=Counter(counters.counts),
@@ -90,8 +92,10 @@ def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
         heapq.heappush(state.open, slot)
     elif slot.state is SlotState.READY:
         unit.missing -= 1
-    elif slot.actor is not None and slot.call != NO_CALL:
-        _add_to_request(state, slot.actor, slot)
+    elif slot.actor is not None:
+        state.issues(slot)
+        if slot.call != NO_CALL:
+            _add_to_request(state, slot.actor, slot)
 
 
 def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:

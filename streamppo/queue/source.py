@@ -61,8 +61,8 @@ class BatchSource(Protocol):
         ...
 
     @ray.method
-    async def beat(self, actor: str) -> None:
-        """Note that `actor` lives."""
+    async def beat(self, actor: str) -> int:
+        """Note that `actor` lives. Returns the number of actors that sample."""
         ...
 
     @ray.method
@@ -136,8 +136,9 @@ class ArchiveSource(ArchivedRuns):
         return "only"
 
     @ray.method
-    async def beat(self, actor: str) -> None:
-        """Note nothing: nobody asks."""
+    async def beat(self, actor: str) -> int:
+        """Note nothing: nobody asks, and nobody samples."""
+        return 0
 
     @ray.method
     async def digests(self) -> dict[int, str]:

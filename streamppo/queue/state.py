@@ -12,29 +12,32 @@ from streamppo.config.correction import Resample
 from streamppo.config.queue import Segments
 from streamppo.config.sections import Config
 from streamppo.queue.records import DeadLetter, Ended, Shape
-from streamppo.queue.slot import Slot, Unit
+from streamppo.queue.slot import NO_CALL, Slot, SlotState, Unit
 from streamppo.types import Batch
 
 
 class Settings(NamedTuple):
     """The queue that a configuration describes.
 
-    `whole_groups` keeps the `samples_per_prompt` trajectories of a prompt together. `resample` says which groups teach
-    nothing, so that other prompts take their slots; None keeps all. `flow_lag` is the lag that admission aims at, by
-    default `max_lag`. With `segments`, units are single parts of slots.
+    `flow_lag`, of at most `max_lag`, is the lag that admission aims at. `whole_groups` keeps the `samples_per_prompt`
+    trajectories of a prompt together. `resample` says which groups teach nothing, so that other prompts take their
+    slots; None keeps all. With `segments`, units are single parts of slots. With `hard` unset, `max_lag` bounds nothing
+    but admission, by the learner's version. `first_lag` is there if the admitted lag is steered, which begins with it.
     """
 
     task: str
     batch_size: int
     samples_per_prompt: int
     max_lag: int
+    flow_lag: int
     whole_groups: bool
-    too_old: Literal["mask", "drop", "wait"]
+    too_old: Literal["mask", "drop", "wait", "windowed", "keep"]
     max_attempts: int
     max_failure_rate: float
     resample: Resample | None = None
     segments: Segments | None = None
-    flow_lag: int | None = None
+    hard: bool = True
+    first_lag: int | None = None
 
     @property
     def unit_size(self) -> int:
@@ -42,9 +45,30 @@ class Settings(NamedTuple):
         return self.samples_per_prompt if self.whole_groups else 1
 
     @property
-    def admitted_lag(self) -> int:
-        """The lag that admission aims at."""
-        return self.max_lag if self.flow_lag is None else self.flow_lag
+    def batch_units(self) -> int:
+        """Units of one batch."""
+        return self.batch_size // self.unit_size
+
+    @property
+    def window(self) -> int | None:
+        """Units among which a batch may choose (window.py); None for all that are held."""
+        match self.too_old:
+            case "wait":
+                return 1
+            case "windowed":
+                return (self.max_lag - self.flow_lag) * self.batch_units + 1
+            case "mask" | "drop" | "keep":
+                return None
+
+    def admitted_lag(self, told: int | None) -> int:
+        """The lag that admission aims at, of which the learner has `told`, if anything."""
+        if self.first_lag is None:
+            return self.flow_lag
+        return min(self.first_lag if told is None else told, self.flow_lag)
+
+    def min_version(self, version: int) -> int:
+        """The oldest version whose tokens the batch of `version` may train on."""
+        return version - self.max_lag if self.hard else 0
 
     @property
     def shape(self) -> Shape:
@@ -59,14 +83,16 @@ def settings_of(config: Config) -> Settings:
         task=str(config.task.__struct_config__.tag),
         batch_size=queue.batch_size,
         samples_per_prompt=queue.samples_per_prompt,
-        max_lag=queue.max_lag,
+        max_lag=queue.bound,
+        flow_lag=queue.flow_lag,
         whole_groups=config.algorithm.compares_samples is not None,
         resample=config.algorithm.resample if config.algorithm.zero_variance == "resample" else None,
         too_old=queue.too_old,
         max_attempts=queue.max_attempts,
         max_failure_rate=queue.max_failure_rate,
         segments=queue.segments,
-        flow_lag=queue.flow_lag,
+        hard=queue.admission != "mean",
+        first_lag=queue.first_lag,
     )
 
 
@@ -84,7 +110,7 @@ class Request(NamedTuple):
     slots: list[Slot]
 
 
-NEVER = Request(-1, [])
+NEVER = Request(NO_CALL, [])
 """The last request of an actor that has made none."""
 
 
@@ -111,12 +137,14 @@ def nothing_unwritten() -> Unwritten:
 class QueueState:
     """Everything that a queue remembers.
 
+    admitted_lag         the lag that the learner admits with this version; None if it has told none
     opened, abandoned    slots since the run began; the others are held or consumed
     units, slots         open, issued and ready ones, oldest first; by their first place, by (prompt, sample): of a slot
                          with segments the newest part
     open                 a heap of slots to be sampled, oldest first; abandoned ones are skipped when they come up
     ready_units          units that are whole
     leases               batches by version, until the next version is published
+    issued               by actor, the slots that it samples; every actor here has some
     calls                the last request of each actor, which is answered again in the same way
     fenced               actors that were given up for dead
     cut_for              by actor, the version for which all that was due has been cut and has arrived
@@ -127,6 +155,7 @@ class QueueState:
     """
 
     version: int = 0
+    admitted_lag: int | None = None
     opened: int = 0
     abandoned: int = 0
     ready_units: int = 0
@@ -134,6 +163,7 @@ class QueueState:
     slots: dict[tuple[int, int], Slot] = field(default_factory=dict[tuple[int, int], Slot])
     open: list[Slot] = field(default_factory=list[Slot])
     leases: dict[int, LeasedBatch] = field(default_factory=dict[int, LeasedBatch])
+    issued: Counter[str] = field(default_factory=Counter[str])
     calls: dict[str, Request] = field(default_factory=dict[str, Request])
     fenced: set[str] = field(default_factory=set[str])
     cut_for: dict[str, int] = field(default_factory=dict[str, int])
@@ -147,6 +177,18 @@ class QueueState:
     def held(self) -> int:
         """Slots that were opened, and parts of them, which are neither consumed nor abandoned; leased ones are held."""
         return self.opened + self.counts["cut"] - self.abandoned - self.counts["consumed"]
+
+    def issues(self, slot: Slot) -> None:
+        """Count `slot`, whose actor has its ticket."""
+        assert slot.actor is not None
+        self.issued[slot.actor] += 1
+
+    def returns(self, slot: Slot) -> None:
+        """Count `slot` no more: if its actor has the ticket, it is about to lose it."""
+        if slot.state is SlotState.ISSUED and slot.actor is not None:
+            self.issued[slot.actor] -= 1
+            if not self.issued[slot.actor]:
+                del self.issued[slot.actor]
 
     def forget(self, unit: Unit) -> None:
         """Take a unit out of those that wait: it is leased, or abandoned."""

@@ -60,7 +60,15 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
         case SGLangEngine() as chosen:
             start = _start(config, chosen, model_path, hf_config.max_position_embeddings, seed)
             connect = _connect(config, chosen, actor)
-            setup = Setup(start, connect, chosen.kv, hf_config.vocab_size, chosen.start_s, sampling(config).cuts)
+            setup = Setup(
+                start,
+                connect,
+                chosen.kv,
+                hf_config.vocab_size,
+                chosen.start_s,
+                cuts=sampling(config).cuts,
+                segments=config.queue.segments is not None,
+            )
             return await sglang.start(
                 setup,
                 hf_config,

@@ -1,12 +1,17 @@
-"""The places at which a running completion hands over what is sampled so far, and goes on. Pure.
+"""The places at which a completion that has not ended hands over what is sampled so far. Pure.
 
 A segment whose oldest token is `age` versions old has `max_age` - `age` versions left. If many became due at once, the
 learner could not train on them in time. So at every swap as many are cut as a batch has room for, the oldest first:
 
     of the completions whose segment is of an age a or more, at most (max_age - a) * share go on without a cut
+
+A completion that waits for its reward, or for an environment, may have no token to come, and the reward needs one to
+stand on. So it keeps its tokens of the newest version, and the queue waits for them before they are too old.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from streamppo.types import Ints
 
 
 def due(ages: Sequence[int], max_age: int, share: float) -> list[int]:
@@ -17,3 +22,16 @@ def due(ages: Sequence[int], max_age: int, share: float) -> list[int]:
         going_on = [place for place in oldest_first if ages[place] >= age and place not in cut]
         cut += going_on[: max(0, len(going_on) - int((max_age - age) * share))]
     return cut
+
+
+def kept_from(versions: Ints) -> int:
+    """The first of the tokens that a waiting completion keeps: `versions` [T] rise from token to token."""
+    return int(versions.searchsorted(versions[-1]))
+
+
+def cut_for(version: int, oldest: Iterable[int], flow_lag: int) -> int:
+    """The newest version for which all is cut, of an engine at `version` that keeps tokens of these versions.
+
+    Behind a cut for version v, tokens are of v - `flow_lag` + 1 or later.
+    """
+    return min([version, *(kept + flow_lag - 1 for kept in oldest)])

@@ -1,8 +1,9 @@
 """The interface of every engine: token ids go in, tokens with log-probs and versions come out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from streamppo.types import Floats, Ints
@@ -32,9 +33,18 @@ class Candidates(NamedTuple):
     tokens: Ints
     counts: Ints
 
+    def before(self, count: int) -> "Candidates":
+        """Keep those of the first `count` tokens."""
+        return Candidates(self.tokens[: self.counts[:count].sum()], self.counts[:count])
+
     def after(self, count: int) -> "Candidates":
         """Leave out the first `count` tokens."""
         return Candidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Candidates]") -> "Candidates":
+        """Lay those of consecutive tokens end to end."""
+        return cls(np.concatenate([one.tokens for one in parts]), np.concatenate([one.counts for one in parts]))
 
 
 class Completion(NamedTuple):
@@ -94,7 +104,10 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights that the next token will be sampled with."""
+        """The version of the weights that the next token will be sampled with.
+
+        The segments that were due at it have been handed over.
+        """
         ...
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:

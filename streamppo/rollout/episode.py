@@ -10,7 +10,7 @@ Sampled tokens are kept as they were sampled; observations are tokenised on thei
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -49,6 +49,17 @@ class Episode(NamedTuple):
     def num_sampled(self) -> int:
         """The tokens that the policy sampled."""
         return int(np.count_nonzero(self.mask))
+
+    def until(self, end: int) -> "Episode":
+        """The first `end` tokens, as a cut leaves them."""
+        return self._replace(
+            tokens=self.tokens[:end],
+            logprobs=self.logprobs[:end],
+            versions=self.versions[:end],
+            mask=self.mask[:end],
+            finish="cut",
+            candidates=self.candidates and self.candidates.before(end),
+        )
 
     def text(self, prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
         """Decode the part of it that rewards see. It has come to its end."""
@@ -104,8 +115,16 @@ class Episode(NamedTuple):
         )
 
 
-MakeCuts: TypeAlias = Callable[[Callable[[Completion], Episode], Ints], Cuts | None]
-"""Says where a turn is to be cut: see `handing.Handing.cuts`."""
+class Cutter(Protocol):
+    """Hands an episode's segments over as it is played: see `handing.Handing`."""
+
+    def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
+        """Say where the engine is to cut the turn that comes."""
+        ...
+
+    def wait(self, episode: Episode) -> None:
+        """Note that a turn has ended: `episode` so far waits for the environment's answer."""
+        ...
 
 
 class Player:
@@ -122,30 +141,32 @@ class Player:
         """Count the steps of environments that held the event loop, by file and line."""
         return dict(self._stalls.counts) if self._stalls else {}
 
-    async def play(self, prompt: Prompt, sampling: Sampling, make_cuts: MakeCuts | None = None) -> Episode:
-        """Play one episode; its turns are cut as `make_cuts` says. Raises one of `FAILURES`."""
+    async def play(self, prompt: Prompt, sampling: Sampling, cutter: Cutter | None = None) -> Episode:
+        """Play one episode, whose segments `cutter` hands over. Raises one of `FAILURES`."""
         if self._environment is None or self._make is None or self._stalls is None:
             tokens = self.tokenizer.encode(prompt)
             so_far = partial(_one_turn, tokens)
-            cuts = make_cuts(so_far, tokens[:0]) if make_cuts else None
+            cuts = cutter.cuts(so_far, tokens[:0]) if cutter else None
             return so_far(await self._engine.generate(tokens, sampling, cuts))
         async with environments.opened(self._make, self._stalls) as world:
-            return await self._converse(prompt, sampling, self._environment, world, make_cuts)
+            return await self._converse(prompt, sampling, self._environment, world, cutter)
 
     async def _converse(
-        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: World, make_cuts: MakeCuts | None
+        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: World, cutter: Cutter | None
     ) -> Episode:
         opening = _opening(prompt, await world.begin(prompt))
         columns = Columns(self.tokenizer.encode(opening))
         for turn in range(1, limits.max_turns + 1):
             room = limits.max_tokens - columns.length
-            cuts = make_cuts(columns.cut, columns.versions()) if make_cuts else None
+            cuts = cutter.cuts(columns.cut, columns.versions()) if cutter else None
             completion = await self._engine.generate(
                 columns.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room)), cuts
             )
             columns.add_turn(completion, self.tokenizer.decode(completion.tokens))
             if completion.finish == "length":
                 return columns.episode("length", Done())
+            if cutter:
+                cutter.wait(columns.episode("cut", Done()))
             answer = await world.step(columns.turns[-1])
             columns.rewards.append(answer.reward)
             if isinstance(answer, Done):

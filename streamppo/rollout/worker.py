@@ -23,6 +23,7 @@ from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, Teacher
 from streamppo.process import phase
 from streamppo.queue.source import BEAT_S
 from streamppo.rollout import build, teacher
+from streamppo.rollout.cuts import cut_for
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.follower import Follower, pull
 from streamppo.rollout.handing import Handing
@@ -119,6 +120,8 @@ class Worker:
         self._limit = limits.load(config.rollout.limit, self._sampling.max_tokens)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
         self._free = asyncio.Semaphore(0)
+        self._sharing = config.rollout.actors
+        self._under_way: set[Handing] = set()
         self._finished: list[Trajectory | Failure] = []
         self._delivery_due = asyncio.Event()
         self._trajectories = 0
@@ -135,16 +138,26 @@ class Worker:
             group.create_task(self._beat())
             group.create_task(self._follower.run())
             group.create_task(self._deliver())
+            if self._config.queue.segments:
+                group.create_task(self._tell_cuts())
             await self._issue(group)
 
     async def _beat(self) -> None:
         """Tell the queue without end that this actor lives: one that is full calls it for nothing else in a swap."""
         while True:
-            await self._queue.beat.remote(self._name)
+            sampling = await self._queue.beat.remote(self._name)
             if self._config.queue.segments:
+                # Actors that have been added share the batches; those that are not there yet will.
+                self._sharing = max(sampling, self._config.rollout.actors)
                 # A queue that begins anew must hear up to which version they were cut.
                 self._delivery_due.set()
             await asyncio.sleep(BEAT_S)
+
+    async def _tell_cuts(self) -> None:
+        """Deliver after every swap: the learner may wait to hear that nothing was due, or that it was cut."""
+        while True:
+            await self._follower.reach(self.version + 1)
+            self._delivery_due.set()
 
     # --- the life of a trajectory ----------------------------------------------------------------------------
 
@@ -177,11 +190,13 @@ class Worker:
     async def _sample(self, ticket: Ticket) -> None:
         """Take one trajectory from its ticket to the next delivery."""
         episode: Episode | None = None
-        handing = Handing(ticket, self._name, self._config, self._hand_over)
+        handing = Handing(ticket, self._name, self._config, self._hand_over, sharing=self._sharing)
+        self._under_way.add(handing)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
             sampling = self._sampling._replace(max_tokens=self._limit(prompt, ticket.identity))
-            episode = await self._player.play(prompt, sampling, handing.cuts)
+            episode = await self._player.play(prompt, sampling, handing)
+            handing.wait(episode)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
             last = episode.trajectory(handing.identity, self._name, reward, teacher_logprobs, prefix=handing.prefix)
             self._hand_over(last)
@@ -191,6 +206,7 @@ class Worker:
             sampled = int(episode.mask[handing.prefix :].sum()) if episode else 0
             failure = Failure(identity=handing.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
             self._hand_over(failure)
+        self._under_way.remove(handing)
         self._free.release()
 
     def _hand_over(self, result: Trajectory | Failure) -> None:
@@ -220,11 +236,17 @@ class Worker:
             self._delivery_due.clear()
             with phase("deliver"):
                 # All segments that were cut for this version are among the results, or were before.
-                version, results, self._finished = self._engine.version, self._finished, []
+                version = self._cut_waiting()
+                results, self._finished = self._finished, []
                 trajectories = tuple(result for result in results if isinstance(result, Trajectory))
                 failures = tuple(result for result in results if isinstance(result, Failure))
                 delivery = encode(trajectories), encode(failures)
             await self._queue.deliver.remote(self._name, version, *delivery)
+
+    def _cut_waiting(self) -> int:
+        """Cut what is due of the completions that wait; returns the version for which all is cut."""
+        kept = [handing.cut_waiting(self.version) for handing in self._under_way]
+        return cut_for(self.version, (one for one in kept if one is not None), self._config.queue.flow_lag)
 
     # --- evaluation and counters -----------------------------------------------------------------------------
 

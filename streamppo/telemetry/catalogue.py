@@ -109,6 +109,8 @@ SOMETIMES = {
     "reference_kl": "nats per response, k3 estimate of KL(learner || first model), by weight; with [algorithm.kl]",
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "entropy_weight": "weight of the entropy bonus in this update; with [algorithm.entropy_control]",
+    "admitted_lag": "versions, the lag that is admitted after this update; with an adaptive queue.max_lag",
+    "lr_share": "share of the policy's learning rate that is left to this update; with an adaptive queue.max_lag",
     "singled_out": "share of the trained tokens that algorithm.exploration treats otherwise",
     "teacher_kl": "nats per token, k3 estimate of KL(proximal || teacher), by weight; with [algorithm.teacher]",
     "positive_nll": "nats per token of right answers, -mean log-prob by the learner; with algorithm.positive_nll",
@@ -121,7 +123,7 @@ SOMETIMES = {
     "reward_": "mean of one scorer or of one component of a reward, over the trajectories that have it",
     "filtered_": "share of sampled tokens that one of algorithm.filters leaves out; `_responses`: share of responses",
     "rejected_": "share of sampled tokens that one rule of the correction drops; `_responses`: share of responses",
-    "ess_lag_": "effective sample size of the tokens of one bucket of lags: 0, 1, 2, 3-4, 5-8, 9+",
+    "ess_lag_": "effective sample size of the tokens of one bucket of lags: 0, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, 65+",
     "behavior_kl_lag_": "nats per token, k3 estimate of KL(behavior || learner) of one bucket of lags",
 }
 """In those to which they apply; a name that ends in _ is followed by the bucket or the name."""

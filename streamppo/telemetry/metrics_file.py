@@ -157,52 +157,69 @@ class Content(NamedTuple):
     damage: list[str]
 
 
+class Tail:
+    """The lines of the run in `folder` behind the first `end` bytes of its file, read as they are written, each once.
+
+    It begins anew, with `times_begun` one higher, when another file has taken its place, or one that is shorter than
+    what was read. `written_s` is when it was last written to, in seconds since 1970; 0 without a file.
+    """
+
+    def __init__(self, folder: Path, end: int = 0) -> None:
+        self.path, self.end = folder / METRICS, end
+        self.times_begun, self.written_s = 0, 0.0
+        self._file: tuple[int, int] | None = None
+
+    def read(self, most_bytes: int = -1) -> list[bytes]:
+        """Read the next lines that are whole, about so many bytes of them; by default all."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            self.written_s = 0.0
+            return []
+        with file:
+            found = os.fstat(file.fileno())
+            self._recognize((found.st_dev, found.st_ino), found.st_size)
+            self.written_s = found.st_mtime
+            file.seek(self.end)
+            whole = [text for text in file.readlines(most_bytes) if text.endswith(b"\n")]
+        self.end += sum(map(len, whole))
+        return whole
+
+    def _recognize(self, file: tuple[int, int], size: int) -> None:
+        if self._file not in (None, file) or size < self.end:
+            self.end = 0
+        elif self._file is not None:
+            return
+        self._file = file
+        self.times_begun += 1
+
+
 class Follower:
     """The lines of the run in `folder`, read as they are written, each once.
 
-    `content` has all of them so far, also when the file goes away. It begins anew, with `times_begun` one higher, when
-    another file has taken its place, or one that is shorter than what was read.
+    `content` has all of them so far, also when the file goes away; of another file it begins anew, as `Tail` does.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / METRICS
         self.content = Content([], [])
-        self.times_begun = 0
-        self._file: tuple[int, int] | None = None
-        self._end = self._count = 0
+        self.times_begun = self._count = 0
+        self._tail = Tail(folder)
 
     def read(self) -> list[Line]:
         """Read what was written since the last time; returns the lines of it that can be used."""
         new: list[Line] = []
-        for text in self._whole().splitlines():
+        texts = self._tail.read()
+        if self._tail.times_begun != self.times_begun:
+            self.times_begun, self._count, self.content = self._tail.times_begun, 0, Content([], [])
+        for text in texts:
             self._count += 1
             line = parse(text)
             if line is None:
-                self.content.damage.append(f"{self.path}: line {self._count} is damaged: it is left out")
+                self.content.damage.append(f"{self._tail.path}: line {self._count} is damaged: it is left out")
             else:
                 new.append(line)
         self.content.lines.extend(new)
         return new
-
-    def _whole(self) -> bytes:
-        """Read on, up to the last newline that there is."""
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            return b""
-        with file:
-            found = os.fstat(file.fileno())
-            if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:
-                self._begin((found.st_dev, found.st_ino))
-            file.seek(self._end)
-            whole = _to_newline(file.read())
-        self._end += len(whole)
-        return whole
-
-    def _begin(self, file: tuple[int, int]) -> None:
-        self._file, self._end, self._count = file, 0, 0
-        self.content = Content([], [])
-        self.times_begun += 1
 
 
 def read(folder: Path) -> list[Line]:

@@ -152,7 +152,7 @@ def _few_effective(seen: Evidence) -> str | None:
 
 
 def _too_old(seen: Evidence) -> str | None:
-    share, bound = seen.share("tokens_too_old", "tokens"), seen.config.queue.max_lag
+    share, bound = seen.share("tokens_too_old", "tokens"), seen.config.queue.bound
     if share > TOO_OLD:
         return f"{share:.0%} of the tokens are beyond queue.max_lag ({bound}) and stay out of the loss"
     dropped = ((seen.summary and seen.summary["dropped"]) or {}).get("too_old", 0)

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import ray
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 
 from streamppo.process import phase
@@ -58,14 +59,15 @@ class Pusher:
             return Buckets(like, self._bucket_bytes)
         return self._sets.pop(0)
 
-    def push(self, version: int, filled: Buckets, values: bytes = b"") -> float:
+    def push(self, version: int, filled: Buckets, values: bytes = b"", admitted_lag: int | None = None) -> float:
         """Start pushing what is in `filled`. Returns the milliseconds of the push before.
 
-        `values`, the critic's of the batch that made the version, go along. Raises the error of the push before.
+        `values`, the critic's of the batch that made the version, go along, and the lag to be admitted with it. Raises
+        the error of the push before.
         """
         before = self.last.result()
         self._sets.append(filled)
-        self.last = self._thread.submit(self._carry, version, filled, values)
+        self.last = self._thread.submit(self._carry, version, filled, values, admitted_lag)
         return before.ms
 
     def again(self) -> None:
@@ -74,9 +76,9 @@ class Pusher:
             self._thread.submit(lambda: self._carried and self._publish(*self._carried))
 
     @phase("publish")
-    def _carry(self, version: int, filled: Buckets, values: bytes) -> Pushed:
+    def _carry(self, version: int, filled: Buckets, values: bytes, admitted_lag: int | None) -> Pushed:
         start = time.perf_counter()
-        push = filled.push(version, self._base)
+        push = structs.replace(filled.push(version, self._base), admitted_lag=admitted_lag)
         self._carried = encode(push), [ray.put(array) for array in filled.arrays], values
         self._publish(*self._carried)
         self._base = version

@@ -427,7 +427,14 @@ REFERENCE = {
     "following": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2", "algorithm.kl.follow_share=0.5")
 }
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
-SEGMENTS = {"segments": ("queue.segments={max_tokens = 2}", "queue.too_old=mask")}
+STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
+QUEUES = {
+    "segments": ("queue.segments={max_tokens = 2}", "queue.too_old=mask"),
+    "detached": ("queue.segments={max_tokens = 2, prefix = 'detached'}", "queue.too_old=mask", "learner.minibatches=2"),
+    "windowed": ("queue.too_old=windowed", "queue.max_lag=4"),
+    "mean": ("queue.admission=mean", "queue.too_old=keep"),
+    "adaptive": STEERED,
+}
 ALWAYS = ("grpo", "vtrace", "segments")
 """Those that are tried in every run of the tests; the others are slow."""
 
@@ -436,7 +443,7 @@ ALWAYS = ("grpo", "vtrace", "segments")
     "overrides",
     [
         pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
-        for name, overrides in {**ESTIMATORS, **PROXIMAL, **REFERENCE, **SAMPLING, **SEGMENTS, **SHIPPED}.items()
+        for name, overrides in {**ESTIMATORS, **PROXIMAL, **REFERENCE, **SAMPLING, **QUEUES, **SHIPPED}.items()
     ],
 )
 def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:
@@ -451,6 +458,19 @@ def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, ov
     assert [kill.kind for kill in trial.kills] == ["driver"]
     assert (trial.lost, trial.twice, trial.consumed) == (0, 0, 8 * 32)
     assert trial.replayed, "the weights are not those that the archive gives"
+    if overrides == STEERED:
+        assert len(decisions(tmp_path / "chaos")) > 1, "nothing was steered"
+
+
+def decisions(run: Path) -> set[tuple[float, float]]:
+    """The admitted lags and the shares of the learning rate of a run, which its replay has made again."""
+    report = json.loads((run / "replays" / "1.json").read_text())
+    found: list[set[tuple[float, float]]] = []
+    for one in report["updates"]:
+        parts = one["recorded"], one["replayed"]
+        found.append({(part["admitted_lag"], part["lr_share"]) for part in parts})
+    assert all(len(both) == 1 for both in found), "the replay decided otherwise"
+    return set.union(*found)
 
 
 # --- what people look at -------------------------------------------------------------------------------------

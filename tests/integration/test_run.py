@@ -83,11 +83,13 @@ def gone(folder: Path, within_s: float = 60.0) -> bool:
 
 def wait_for_updates(folder: Path, count: int) -> None:
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        if len(updates(folder)) >= count:
-            return
+    while len(updates(folder)) < count:
+        if time.monotonic() > deadline:
+            pytest.fail(f"no {count} updates within four minutes")
         time.sleep(0.2)
-    pytest.fail(f"no {count} updates within four minutes")
+        if not family(folder):
+            ends = [json.loads(file.read_text())["outcome"] for file in folder.glob("*/summary.json")]
+            pytest.fail(f"the run has ended before {count} updates: {ends}")
 
 
 def updates(folder: Path, name: str = "math") -> list[dict[str, Any]]:

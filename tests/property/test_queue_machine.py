@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from streamppo.config.queue import Queue
 from streamppo.errors import QueueError
 from streamppo.queue import report, snapshot
 from streamppo.queue.records import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
@@ -54,12 +55,19 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(
         max_lag=st.integers(0, 3),
         whole_groups=st.booleans(),
-        too_old=st.sampled_from(["mask", "drop", "wait"]),
+        too_old=st.sampled_from(["mask", "drop", "wait", "windowed", "keep"]),
         max_attempts=st.integers(1, 3),
     )
     def begin(self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int) -> None:
         self.max_lag, self.whole_groups, self.too_old = max_lag, whole_groups, too_old
         self.max_attempts = max_attempts
+        self.config = Queue(
+            batch_size=4,
+            max_lag=max_lag,
+            too_old=too_old,
+            samples_per_prompt=2,
+            admission="mean" if too_old == "keep" else "engine",
+        )
         self.queue = QueueRules(self._settings(), QueueState())
         self.disk = Disk()
         self.lives = dict.fromkeys(ACTORS, 0)
@@ -107,10 +115,12 @@ class QueueMachine(RuleBasedStateMachine):
             batch_size=4,
             samples_per_prompt=2,
             max_lag=self.max_lag,
+            flow_lag=self.config.flow_lag,
             whole_groups=self.whole_groups,
             too_old=self.too_old,
             max_attempts=self.max_attempts,
             max_failure_rate=1.0,
+            hard=self.too_old != "keep",
         )
 
     def _report(self) -> QueueReport:
@@ -219,9 +229,11 @@ class QueueMachine(RuleBasedStateMachine):
             return False
         self.leases[version] = batch
         assert (batch.version, len(batch.trajectories)) == (version, 4)
-        assert batch.min_version == version - self.max_lag
+        assert batch.min_version == (0 if self.too_old == "keep" else version - self.max_lag)
         numbers = [t.identity.prompt * 2 + t.identity.sample for t in batch.trajectories]
         assert numbers == sorted(numbers), "not in order of age"
+        if self.too_old == "windowed":
+            self._check_window(numbers)
         for done in batch.trajectories:
             slot = (done.identity.prompt, done.identity.sample)
             assert slot not in self.consumed, "leased twice"
@@ -234,6 +246,15 @@ class QueueMachine(RuleBasedStateMachine):
         if self.whole_groups:
             assert all(n % 2 == 0 and numbers[i + 1] == n + 1 for i, n in enumerate(numbers) if i % 2 == 0)
         return True
+
+    def _check_window(self, numbers: list[int]) -> None:
+        """Everything that was passed by a window or more was taken before, or abandoned."""
+        size = 2 if self.whole_groups else 1
+        room = self.max_lag - self.config.flow_lag
+        held = [slot.number for slot in self.queue.state.slots.values()]
+        assert min(held, default=numbers[-1]) // size + room * (4 // size) + 1 > numbers[-1] // size, (
+            "behind the window"
+        )
 
     @precondition(lambda self: self.queue.state.version in self.leases)
     @rule()
@@ -278,7 +299,13 @@ class QueueMachine(RuleBasedStateMachine):
         """Memory: whatever waits or flies fits into max_lag + 1 batches of the newest engine, and one prefetch."""
         counted = self._report()
         newest = max(self.engines.values())
+        newest = self.queue.state.version if self.too_old == "keep" else newest
         assert counted.issued - counted.dropped["abandoned"] <= (newest + self.max_lag + 1) * 4
+
+    @invariant()
+    def what_is_taken_in_order_is_never_too_old(self) -> None:
+        if self.too_old in ("wait", "windowed", "keep"):
+            assert self._report().dropped["too_old"] == self._report().masked_tokens == 0
 
     @invariant()
     def nothing_is_lost(self) -> None:

@@ -7,9 +7,11 @@ keeps the next batch from coming.
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import trajectory
 from msgspec import structs
@@ -18,8 +20,9 @@ from streamppo.config.queue import Queue, Segments
 from streamppo.queue import report, snapshot
 from streamppo.queue.records import Lease, Saved, SavedSlot
 from streamppo.queue.rules import QueueRules
+from streamppo.queue.slot import SlotState
 from streamppo.queue.state import QueueState, Settings
-from streamppo.rollout.cuts import due
+from streamppo.rollout.cuts import cut_for, due, kept_from
 from streamppo.types import Batch, Failure, Identity, Trajectory, decode, encode, flags, ints
 
 BATCH = 4
@@ -35,22 +38,28 @@ class Running:
     versions: list[int] = field(default_factory=list[int])
     handed: int = 0
 
-    def hand_over(self, actor: str, finish: str) -> Trajectory:
-        """The next segment; its tokens are numbered, so that their order can be told."""
-        tokens = list(range(self.handed + 1, len(self.versions) + 1))
-        made = trajectory(tokens, versions=tuple(self.versions[self.handed :]))
+    @property
+    def oldest(self) -> int:
+        """The version of the first token that was not handed over."""
+        return self.versions[self.handed]
+
+    def hand_over(self, actor: str, finish: str, *, keep: int = 0) -> Trajectory:
+        """The next segment, but for `keep` tokens; tokens are numbered, so that their order can be told."""
+        end = len(self.versions) - keep
+        made = trajectory(list(range(self.handed + 1, end + 1)), versions=tuple(self.versions[self.handed : end]))
         segment = structs.replace(made, identity=self.identity, actor=actor, finish=finish, prefix=self.handed)
-        self.handed = len(self.versions)
+        self.handed = end
         self.identity = structs.replace(self.identity, segment=self.identity.segment + 1)
         return segment
 
 
 class Actor:
-    """An engine by the protocol of `Cuts`, and what waits for its next delivery."""
+    """An engine by the protocol of `Cuts`, completions that wait for their reward, and what is to be delivered next."""
 
-    def __init__(self, name: str, version: int) -> None:
-        self.name, self.version = name, version
+    def __init__(self, name: str, version: int, queue: Queue) -> None:
+        self.name, self.version, self.queue = name, version, queue
         self.running: list[Running] = []
+        self.unscored: list[Running] = []
         self.pending: list[Trajectory | Failure] = []
         self.calls = itertools.count()
 
@@ -58,37 +67,50 @@ class Actor:
         """A token for every running completion."""
         for one in self.running:
             one.versions.append(self.version)
-            if len(one.versions) == one.length:
-                self.pending.append(one.hand_over(self.name, "stop"))
+        self.unscored += [one for one in self.running if len(one.versions) == one.length]
         self.running = [one for one in self.running if len(one.versions) < one.length]
+
+    def score(self, count: int) -> None:
+        """Rewards come for the first `count` that wait for one."""
+        scored, self.unscored = self.unscored[:count], self.unscored[count:]
+        self.pending += [one.hand_over(self.name, "stop") for one in scored]
 
     def cut_by_length(self, most: int) -> None:
         self.pending += [
             one.hand_over(self.name, "cut") for one in self.running if most and len(one.versions) - one.handed >= most
         ]
 
-    def swap(self, version: int, age: int) -> None:
+    def swap(self, version: int) -> None:
         waiting = [one for one in self.running if len(one.versions) > one.handed]
-        ages = [version - one.versions[one.handed] for one in waiting]
-        self.pending += [waiting[place].hand_over(self.name, "cut") for place in due(ages, age, BATCH / 2)]
+        ages = [version - one.oldest for one in waiting]
+        self.pending += [
+            waiting[place].hand_over(self.name, "cut") for place in due(ages, self.queue.cut_age, BATCH / 2)
+        ]
         self.version = version
 
+    def cut_unscored(self) -> int:
+        """Cut those that are due, but for tokens of the newest version; returns the version for which all is cut."""
+        for one in self.unscored:
+            keep = kept_from(np.array(one.versions))
+            if keep > one.handed and self.version - one.oldest >= self.queue.cut_age:
+                self.pending.append(one.hand_over(self.name, "cut", keep=len(one.versions) - keep))
+        return cut_for(self.version, [one.oldest for one in self.unscored], self.queue.flow_lag)
+
     def fail(self, one: Running) -> None:
-        self.running.remove(one)
+        (self.running if one in self.running else self.unscored).remove(one)
         self.pending.append(Failure(identity=one.identity, actor=self.name, stage="reward", reason="no"))
 
 
 class World:
     """The queue, two actors, and a learner."""
 
-    def __init__(self, seed: int, max_lag: int, max_tokens: int) -> None:
+    def __init__(self, seed: int, max_lag: int, max_tokens: int, *, slow_rewards: bool = False) -> None:
         self.draw = random.Random(seed)
         segments = Segments(max_tokens=max_tokens)
-        queue = Queue(batch_size=BATCH, max_lag=max_lag, too_old="mask", segments=segments)
-        self.cut_age = queue.cut_age
-        self.settings = Settings(
-            "t", BATCH, 1, max_lag, False, "mask", 50, 1.0, segments=segments, flow_lag=queue.flow_lag
-        )
+        self.queue = Queue(batch_size=BATCH, max_lag=max_lag, too_old="mask", segments=segments)
+        lags = max_lag, self.queue.flow_lag
+        self.settings = Settings("t", BATCH, 1, *lags, False, "mask", 50, 1.0, segments=segments)
+        self.slow_rewards = slow_rewards
         self.rules = QueueRules(self.settings, QueueState())
         self.max_tokens = max_tokens
         self.names = itertools.count()
@@ -100,27 +122,26 @@ class World:
         self.failed: set[tuple[int, int, int]] = set()
 
     def new_actor(self) -> Actor:
-        return Actor(f"actor-{next(self.names)}", self.rules.state.version)
+        return Actor(f"actor-{next(self.names)}", self.rules.state.version, self.queue)
 
     def issue(self, actor: Actor) -> None:
-        room = ROOM - len(actor.running)
+        room = ROOM - len(actor.running) - len(actor.unscored)
         for ticket in self.rules.issue(actor.name, actor.version, room, next(actor.calls)) if room else ():
             length = int(self.draw.paretovariate(0.8))
             actor.running.append(Running(ticket.identity, min(60, length)))
 
     def deliver(self, actor: Actor) -> None:
+        cut_for = actor.cut_unscored()
         pending, actor.pending = actor.pending, []
         self.rules.put_all([one for one in pending if isinstance(one, Trajectory)])
         for one in pending:
             if isinstance(one, Failure):
                 self.failed.add((one.identity.prompt, one.identity.sample, one.identity.attempt))
                 self.rules.fail(one)
-        self.rules.cut_for(actor.name, actor.version)
+        self.rules.cut_for(actor.name, cut_for)
 
     def lose(self, actor: Actor) -> None:
-        for one in actor.running:
-            self.failed.add((one.identity.prompt, one.identity.sample, one.identity.attempt))
-        for one in actor.pending:
+        for one in (*actor.running, *actor.unscored, *actor.pending):
             self.failed.add((one.identity.prompt, one.identity.sample, one.identity.attempt))
         self.rules.lost(actor.name)
         self.actors = [one for one in self.actors if one is not actor] + [self.new_actor()]
@@ -158,12 +179,14 @@ class World:
     def anything(self) -> None:
         actor = self.draw.choice(self.actors)
         event = self.draw.choices(
-            ["issue", "sample", "cut", "swap", "deliver", "fail", "lose", "take", "publish", "crash"],
-            [6, 12, 4, 4, 6, 0.5, 0.2, 6, 3, 0.5],
+            ["issue", "sample", "cut", "swap", "deliver", "fail", "lose", "take", "publish", "crash", "score"],
+            [6, 12, 4, 4, 6, 0.5, 0.2, 6, 3, 0.5, 4 if self.slow_rewards else 0],
         )[0]
+        if not self.slow_rewards:
+            actor.score(ROOM)
         if event == "fail":
-            if actor.running:
-                actor.fail(self.draw.choice(actor.running))
+            if under_way := [*actor.running, *actor.unscored]:
+                actor.fail(self.draw.choice(under_way))
         elif event in ("issue", "deliver", "lose"):
             getattr(self, event)(actor)
         elif event == "sample":
@@ -171,16 +194,22 @@ class World:
         elif event == "cut":
             actor.cut_by_length(self.max_tokens)
         elif event == "swap":
-            actor.swap(self.rules.state.version, self.cut_age)
+            actor.swap(self.rules.state.version)
+        elif event == "score":
+            actor.score(self.draw.randint(1, ROOM))
         else:
             getattr(self, event)()
+        slots = self.rules.state.slots.values()
+        assert self.rules.state.issued == Counter(one.actor for one in slots if one.state is SlotState.ISSUED), event
 
     def in_turn(self) -> None:
         """Everybody does one thing."""
         for actor in self.actors:
             self.issue(actor)
             actor.sample()
-            actor.swap(self.rules.state.version, self.cut_age)
+            actor.swap(self.rules.state.version)
+            if not self.slow_rewards or self.draw.random() < 0.3:
+                actor.score(ROOM)
             self.deliver(actor)
         self.take()
         self.publish()
@@ -194,15 +223,28 @@ def test_no_token_grows_too_old_and_each_is_trained_on_once_whatever_the_order(m
         assert counted.masked_tokens == 0 and counted.dropped["too_old"] == 0, f"seed {seed}: tokens grew too old"
 
 
+@pytest.mark.parametrize("max_lag", [1, 2, 5])
+def test_the_learner_waits_for_rewards_before_tokens_grow_too_old(max_lag: int) -> None:
+    masked = given_up = consumed = 0
+    for seed in range(25):
+        world = in_any_order(seed, max_lag, 0, slow_rewards=True)
+        counted = report.report(world.rules.state)
+        masked, given_up = masked + counted.masked_tokens, given_up + counted.dropped["too_old"]
+        consumed += counted.consumed
+    # Rewards that come all at once may bring more than a batch has room for.
+    bound = 0 if max_lag < 3 else consumed / 500
+    assert masked + given_up <= bound, f"{masked} tokens masked, {given_up} of {consumed} segments too old"
+
+
 @pytest.mark.parametrize("max_lag", [1, 4])
 def test_segments_by_length_are_whole_too_and_those_that_grow_too_old_are_counted(max_lag: int) -> None:
     for seed in range(12):
         in_any_order(seed, max_lag, 3)
 
 
-def in_any_order(seed: int, max_lag: int, max_tokens: int) -> World:
+def in_any_order(seed: int, max_lag: int, max_tokens: int, *, slow_rewards: bool = False) -> World:
     """Events in an order that is drawn, and then in turn: batches must come again, and segments be whole."""
-    world = World(seed, max_lag, max_tokens)
+    world = World(seed, max_lag, max_tokens, slow_rewards=slow_rewards)
     for _ in range(500):
         world.anything()
     tokens = dict(report.report(world.rules.state).tokens)

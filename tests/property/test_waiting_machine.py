@@ -31,6 +31,7 @@ class WaitingMachine(RuleBasedStateMachine):
             batch_size=3,
             samples_per_prompt=1,
             max_lag=max_lag,
+            flow_lag=max_lag,
             whole_groups=False,
             too_old=too_old,  # pyright: ignore[reportArgumentType]
             max_attempts=2,

@@ -115,6 +115,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     temperature, kl = config.rollout.temperature, config.algorithm.kl
     torch.manual_seed(9)
     policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model)
+    policy.set_context(config.queue.prefix)
     reference = model.load(config.model, folder, temperature, mesh, offload=kl.offload) if kl.on else None
     taught_by = config.algorithm.teacher
     teacher = model.load(config.model, taught_by.model, temperature, mesh) if taught_by.model else None

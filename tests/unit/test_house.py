@@ -180,6 +180,6 @@ def test_the_constraints_pin_what_the_project_asks_for() -> None:
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines}
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["gym"]]
+    wanted = [*project["dependencies"], *extras["test"], *extras["gym"], *extras["docs"]]
     names = {requirement.split(">=")[0].split("[")[0].lower() for requirement in wanted} - {"streamppo"}
     assert names <= pinned, names - pinned

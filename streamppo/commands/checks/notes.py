@@ -13,6 +13,7 @@ def notes(config: Config, task: Task | None) -> Findings:
     """Look for numbers that do not go together. `task` is None where it cannot be built."""
     learner, rollout = config.learner, config.rollout
     yield from _age(config)
+    yield from _bound(config)
     yield from _loss(config)
     yield from _out_of_the_loss(config)
     for name, updates in (("learner", learner), ("algorithm.critic", config.algorithm.critic)):
@@ -35,7 +36,7 @@ def notes(config: Config, task: Task | None) -> Findings:
 
 def _age(config: Config) -> Findings:
     """Data that are older than the learner, and a correction that does not make up for it."""
-    algorithm, max_lag = config.algorithm, config.queue.max_lag
+    algorithm, max_lag = config.algorithm, config.queue.bound
     steps = config.learner.epochs * config.learner.minibatches
     if isinstance(algorithm.correction, NoCorrection) and algorithm.proximal != "behavior" and max_lag:
         if steps > 1:
@@ -52,6 +53,15 @@ def _age(config: Config) -> Findings:
         yield _note(
             f"algorithm.correction.cap ({algorithm.correction.cap:g}) is below 1: fresh tokens lose weight too, as by "
             "a smaller learning rate"
+        )
+
+
+def _bound(config: Config) -> Findings:
+    """A bound on lag that is none for a single token."""
+    if config.queue.admission == "mean":
+        yield _note(
+            f"queue.admission is 'mean': queue.max_lag ({config.queue.bound}) bounds the mean age of completions, "
+            "and no token's: a slow completion is trained on at any age"
         )
 
 

@@ -5,11 +5,12 @@
     waits for    requests and weights; between a death and the next start, for SGLang
     unblocks     the callers of `generate` and `update_weights`
 
-    swap     check names and shapes -> swap (life.py)
+    swap     check names and shapes -> swap (life.py) -> hand over the segments that are due (stream.py)
     death    begin the next life with the version that was served -> send again every request that was in flight
 
 A swap that fails after the check ends the life of SGLang, so that no doubt is left about its weights: the next life
-begins with the version before. No completion is handed over while it is uncertain which weights sampled it.
+begins with the version before. Nothing is handed over while it is uncertain which weights sampled it. A completion of
+which a segment was handed over fails with the life: its rest cannot be sampled again.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -28,7 +30,8 @@ from streamppo.rollout.fit import Architecture, check_fit, check_prompt
 from streamppo.rollout.sglang import life as lives
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.life import Life, Setup
-from streamppo.rollout.sglang.link import HEALTH_S
+from streamppo.rollout.sglang.link import HEALTH_S, Link
+from streamppo.rollout.sglang.stream import INTERVAL, Streams
 from streamppo.types import Ints
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 DEATHS = 3
 """A prompt over which SGLang has died this often is not sent again."""
 T = TypeVar("T")
+Fields: TypeAlias = Mapping[str, object]
+"""The fields of a request."""
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +84,8 @@ class SGLangEngine:
         max_total_tokens: int,
     ) -> None:
         self._setup, self._life, self._architecture = setup, life, architecture
-        self._version, self._tensors = version, tensors
+        self._version = self._held = version
+        self._tensors = tensors
         self._eos_ids, self._longest = sorted(eos_ids), max_total_tokens - 1
         self._capacity = asyncio.Semaphore(life.link.capacity)
         self._run = uuid.uuid4().hex[:8]
@@ -87,6 +93,7 @@ class SGLangEngine:
         self._serving, self._certain = asyncio.Event(), asyncio.Event()
         self._serving.set()
         self._certain.set()
+        self._streams = Streams(self._certain)
         self._cancel_calls: set[Callable[[], bool]] = set()
         self._tokens = self._swaps = self._in_flight = self._requests = self._restarts = 0
         self._busy_s = self._swap_s = 0.0
@@ -95,7 +102,7 @@ class SGLangEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights that the next token will be sampled with."""
+        """See `Engine.version`: `held` becomes it when the segments that are due at it were handed over."""
         return self._version
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
@@ -104,7 +111,7 @@ class SGLangEngine:
         async with self._capacity:
             self._count(+1)
             try:
-                return await self._sample_in_spite_of_deaths(prompt, sampling)
+                return await self._sample_in_spite_of_deaths(prompt, sampling, cuts)
             finally:
                 self._count(-1)
 
@@ -117,16 +124,18 @@ class SGLangEngine:
             begin = time.perf_counter()
             self._certain.clear()
             try:
-                await self._until_death(self._life.swap(version, saved))
+                await self._until_death(self._life.swap(version, saved, self._streams.loaded))
             except Died as died:
                 raise WeightsError(f"SGLang died while it took version {version} ({died})") from None
             except (ValueError, WeightsError) as refused:
                 self._end_life(f"it refused version {version}")
                 raise WeightsError(f"version {version}: {refused}") from refused
-            self._version, self._tensors = version, saved
+            self._held, self._tensors = version, saved
             self._certain.set()
             self._swaps += 1
             self._swap_s += time.perf_counter() - begin
+            await self._streams.cut(version)
+            self._version = version
 
     def usage(self) -> Usage:
         """See `Engine.usage`."""
@@ -154,10 +163,10 @@ class SGLangEngine:
             if not life.end.done() and (why := await life.link.death()):
                 self._end_life(why)
             if life.end.done():
-                log.info("SGLang ended: %s; starting it again with version %d", life.end.result(), self._version)
+                log.info("SGLang ended: %s; starting it again with version %d", life.end.result(), self._held)
                 await life.link.stop()
                 self._restarts += 1
-                self._life = await lives.begin(self._setup, self._restarts, self._version, self._tensors)
+                self._life = await lives.begin(self._setup, self._restarts, self._held, self._tensors)
                 self._serving.set()
                 self._certain.set()
 
@@ -184,7 +193,7 @@ class SGLangEngine:
         raise Died(end.result())
 
     async def _until_serving(self) -> None:
-        """Wait until SGLang runs and is certain to hold `version`. Raises the error of a start that failed."""
+        """Wait until SGLang runs and is certain of its weights. Raises the error of a start that failed."""
         if self._serving.is_set() and self._certain.is_set():
             return
         ready = asyncio.ensure_future(self._ready())
@@ -201,16 +210,16 @@ class SGLangEngine:
 
     # --- requests --------------------------------------------------------------------------------------------
 
-    async def _sample_in_spite_of_deaths(self, prompt: Ints, sampling: Sampling) -> Completion:
+    async def _sample_in_spite_of_deaths(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         for _ in range(DEATHS):
             await self._until_serving()
             with suppress(Died):
-                return await self._sample(prompt, sampling)
+                return await self._sample(prompt, sampling, cuts)
         raise ModelError(f"SGLang died {DEATHS} times over one prompt of {len(prompt)} tokens")
 
-    async def _sample(self, prompt: Ints, sampling: Sampling) -> Completion:
+    async def _sample(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         self._requests += 1
-        link, rid, version = self._life.link, f"{self._run}-{self._requests}", self._version
+        link, rid = self._life.link, f"{self._run}-{self._requests}"
         fields = wire.request(
             prompt,
             sampling,
@@ -218,20 +227,37 @@ class SGLangEngine:
             eos_ids=self._eos_ids,
             rid=rid,
             # Prefixes of an older version are not found under the key of this one.
-            key=f"{self._run}-{version}",
+            key=f"{self._run}-{self._held}",
+            interval=INTERVAL if cuts else 0,
         )
+        sample = partial(self._in_segments, cuts) if cuts else self._at_once
         try:
-            answer = await self._until_death(link.call("generate", **fields))
+            completion = await sample(link, fields, candidates=sampling.cuts)
         except asyncio.CancelledError:
             with suppress(ConnectionError):
                 await link.abort(rid)
             raise
         except ValueError as refused:
             raise ModelError(f"SGLang refuses a prompt of {len(prompt)} tokens: {refused}") from refused
-        await self._until_death(self._certain.wait())
-        completion = wire.completion(answer, version, cuts=sampling.cuts, kv=self._setup.kv)
         self._tokens += len(completion.tokens)
         return completion
+
+    async def _at_once(self, link: Link, fields: Fields, *, candidates: bool) -> Completion:
+        version = self._held
+        answer = await self._until_death(link.call("generate", **fields))
+        await self._until_death(self._certain.wait())
+        return wire.completion(answer, version, cuts=candidates, kv=self._setup.kv)
+
+    async def _in_segments(self, cuts: Cuts, link: Link, fields: Fields, *, candidates: bool) -> Completion:
+        with self._streams.open(cuts, self._held, candidates=candidates) as stream:
+            try:
+                await self._until_death(stream.read(link.stream(**fields)))
+                await self._until_death(self._certain.wait())
+            except Died as died:
+                if stream.handed:
+                    raise ModelError(f"SGLang died behind a segment that was handed over: {died}") from died
+                raise
+        return stream.completion(self._setup.kv)
 
     def _count(self, change: int) -> None:
         """Count requests in flight by `change`, and the time during which there are any."""

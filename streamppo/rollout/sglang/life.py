@@ -5,7 +5,7 @@ swap     pause -> load -> continue -> see that every tensor has arrived
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from streamppo.rollout.sglang.push import Carrier, Connect
 class Setup(NamedTuple):
     """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions.
 
-    With `cuts`, completions are sampled with top-p or top-k.
+    With `cuts`, completions are sampled with top-p or top-k; with `segments`, they hand over parts of them.
     """
 
     start: Start
@@ -30,6 +30,7 @@ class Setup(NamedTuple):
     vocabulary: int
     start_s: float
     cuts: bool = False
+    segments: bool = False
 
 
 class Life:
@@ -42,10 +43,17 @@ class Life:
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._kv: Literal["keep", "recompute"] = kv
 
-    async def swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Load `tensors` as `version`. Raises `ValueError` or `WeightsError` if SGLang does not take them."""
+    async def swap(
+        self, version: int, tensors: Mapping[str, Tensor], loaded: Callable[[int], None] = lambda version: None
+    ) -> None:
+        """Load `tensors` as `version`; call `loaded` with it before SGLang goes on.
+
+        Raises `ValueError` or `WeightsError` if SGLang does not take them.
+        """
         await self.attestation.before()
         await _load(self.link, self.carrier, self._kv, version, tensors)
+        loaded(version)
+        await self.link.call("continue_generation")
         await self.attestation.check(tensors)
 
 
@@ -60,6 +68,8 @@ async def begin(setup: Setup, number: int, version: int, tensors: Mapping[str, T
         undo.push_async_callback(link.stop)
         if setup.cuts:
             wire.check_candidates(link.version)
+        if setup.segments:
+            wire.check_streams(link.version)
         try:
             async with asyncio.timeout(setup.start_s):
                 life = await _in_life(link, _fill(setup, link, version, tensors))
@@ -80,6 +90,7 @@ async def _fill(setup: Setup, link: Link, version: int, tensors: Mapping[str, Te
     attestation = await attest.begin(link, tensors, setup.vocabulary)
     await attestation.before()
     await _load(link, carrier, setup.kv, version, tensors)
+    await link.call("continue_generation")
     await attestation.check(tensors)
     return Life(link, carrier, attestation, setup.kv)
 
@@ -100,7 +111,7 @@ async def _in_life(link: Link, work: Coroutine[object, object, Life]) -> Life:
 async def _load(
     link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Pause, load, continue. Running completions keep their cache or, retracted, compute it again."""
+    """Pause and load. Running completions keep their cache or, retracted, will compute it again."""
     await link.call("pause_generation", mode="in_place" if kv == "keep" else "retract")
     has_sessions = True
     try:
@@ -110,4 +121,3 @@ async def _load(
     await carrier.carry(version, tensors, flush=kv == "recompute" and link.version >= wire.FLUSHES_PAUSED)
     if has_sessions:
         await link.call("end_weight_update")
-    await link.call("continue_generation")

@@ -3,7 +3,7 @@
 Both answer the same calls. A call is the name of an endpoint of SGLang's HTTP server and the fields of its request.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
 HEALTH_S = 0.5
@@ -36,6 +36,10 @@ class Link(Protocol):
         Raises `ValueError` if SGLang refuses the request, `NotImplementedError` if it has no such endpoint, and
         `ConnectionError` if it is gone. A call to a dead SGLang may also never return.
         """
+        ...
+
+    def stream(self, **fields: object) -> AsyncGenerator[Answer]:
+        """Call `generate` and give its answers as they come; errors are those of `call`. To be closed at the end."""
         ...
 
     async def abort(self, rid: str) -> None:

@@ -10,7 +10,7 @@ import inspect
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import BinaryIO, NamedTuple, Protocol
@@ -63,7 +63,7 @@ class TokenizerManager(Protocol):
         ...
 
     def generate_request(self, request: object, http: None) -> AsyncIterator[Answer]:
-        """Sample a completion; the answer is the only item."""
+        """Sample a completion; without `stream`, the answer is the only item."""
         ...
 
 
@@ -90,6 +90,20 @@ class OwnEngine:
         """See `Link.call`."""
         return await self._thread.run(self._call(name, fields))
 
+    async def stream(self, **fields: object) -> AsyncGenerator[Answer]:
+        """See `Link.stream`."""
+        loop = asyncio.get_running_loop()
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        give = partial(loop.call_soon_threadsafe, answers.put_nowait)
+        work = asyncio.ensure_future(self._thread.run(self._stream(fields, give)))
+        work.add_done_callback(lambda done: answers.put_nowait(None))
+        try:
+            while (answer := await answers.get()) is not None:
+                yield answer
+            await work
+        finally:
+            work.cancel()
+
     async def abort(self, rid: str) -> None:
         """See `Link.abort`."""
         self._thread.call_soon(partial(self._engine.tokenizer_manager.abort_request, rid=rid))
@@ -112,6 +126,13 @@ class OwnEngine:
         self._engine.tokenizer_manager._subprocess_watchdog.stop()
         await self._thread.end()
         self._output.close()
+
+    async def _stream(self, fields: Mapping[str, object], give: Callable[[Answer], object]) -> None:
+        """Call `generate` and give every answer as it comes. Runs in SGLang's thread."""
+        from sglang.srt.managers import io_struct
+
+        async for answer in self._engine.tokenizer_manager.generate_request(io_struct.GenerateReqInput(**fields), None):
+            give(answer)
 
     async def _call(self, name: str, fields: Mapping[str, object]) -> Answer:
         """Make a call. Runs in SGLang's thread."""

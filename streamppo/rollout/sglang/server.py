@@ -4,11 +4,12 @@ import asyncio
 import ipaddress
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, suppress
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
 from streamppo.config.engine import SGLangEngine
 from streamppo.errors import ModelError
@@ -45,6 +46,19 @@ class Server:
             raise ValueError(str(told.get("message") or told.get("error") or f"status {answer.status_code}"))
         return told.get("ranks") if name == "weights_checker" else content
 
+    async def stream(self, **fields: object) -> AsyncGenerator[Answer]:
+        """See `Link.stream`. Its answers are server-sent events."""
+        if self._client.is_closed:
+            raise ConnectionError(f"the connection to {self._url} is closed")
+        try:
+            async with self._client.stream("POST", "/generate", json=fields) as response:
+                if response.is_error:
+                    raise ValueError(f"status {response.status_code}: {(await response.aread())[:400].decode()}")
+                async for answer in _events(response):
+                    yield answer
+        except httpx.TransportError as error:
+            raise ConnectionError(f"{type(error).__name__} at {self._url}") from error
+
     async def abort(self, rid: str) -> None:
         """See `Link.abort`."""
         await self.call("abort_request", rid=rid)
@@ -60,6 +74,16 @@ class Server:
     async def stop(self) -> None:
         """Close the connections; a server that others started runs on."""
         await self._client.aclose()
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
+    """Read the events of a stream. Raises `ValueError` for one that is a refusal."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            answer = msgspec.json.decode(line.removeprefix("data: "))
+            if "error" in answer:
+                raise ValueError(str(answer["error"].get("message")))
+            yield answer
 
 
 async def connect(chosen: SGLangEngine, key: str, slots: int, life: int) -> Server:

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,17 @@ NAMES_GRAPHS = (0, 5, 21)
 """The first version known to have a bound of its own on the graphs of decode steps."""
 NAMES_CANDIDATES = (0, 5, 21)
 """The first version known to return the tokens that top-p and top-k left."""
+
+STREAMS = (0, 5, 21)
+"""The first version whose streams are known: tokens at an interval that the request names, without those before."""
+
+
+class Drawn(NamedTuple):
+    """Consecutive tokens of a completion with their log-probs, and with their candidates if top-p or top-k are on."""
+
+    tokens: Ints
+    logprobs: Floats
+    candidates: Candidates | None
 
 
 def installed() -> tuple[int, ...]:
@@ -69,6 +80,8 @@ def arguments(
         "log_level": "error",
         # Otherwise an engine without requests takes a whole core.
         "sleep_on_idle": True,
+        # Otherwise every message of a stream repeats the tokens before.
+        **({"incremental_streaming_output": True} if version >= STREAMS else {}),
     }
     if rollout.gpus:
         chosen = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
@@ -113,12 +126,17 @@ def environment(config: Config, *, local: bool) -> dict[str, str]:
 
 
 def request(
-    prompt: Ints, sampling: Sampling, *, room: int, eos_ids: Sequence[int], rid: str, key: str
+    prompt: Ints, sampling: Sampling, *, room: int, eos_ids: Sequence[int], rid: str, key: str, interval: int = 0
 ) -> dict[str, object]:
-    """Write the fields of a `generate` call. Prompts of one `key` share a cache of prefixes."""
+    """Write the fields of a `generate` call. Prompts of one `key` share a cache of prefixes.
+
+    With `interval`, so many tokens are sent at a time, and the first at once.
+    """
     candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.cuts else {}
+    stream: dict[str, object] = {"stream": True} if interval else {}
     return {
         **candidates,
+        **stream,
         "rid": rid,
         "input_ids": prompt.tolist(),
         "return_logprob": True,
@@ -130,6 +148,7 @@ def request(
             "top_k": sampling.top_k or -1,
             "stop_token_ids": list(eos_ids),
             "skip_special_tokens": False,
+            **({"stream_interval": interval} if interval else {}),
         },
     }
 
@@ -148,40 +167,71 @@ def completion(
     of them: a lag is never understated. Raises `ModelError` if the answer is no completion.
     """
     meta = answer["meta_info"]
+    return whole(drawn(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv)
+
+
+def drawn(meta: Mapping[str, Answer], count: int, *, candidates: bool) -> Drawn:
+    """Read the last `count` tokens in an answer's `meta`. Raises `ModelError` if it lacks something of them."""
+    entries = (meta.get("output_token_logprobs") or ())[-count:] if count else ()
+    if len(entries) != count:
+        raise ModelError(f"SGLang gave {len(entries)} log-probs for {count} tokens")
+    logprobs = np.array([entry[0] for entry in entries], np.float32)
+    among = None
+    if candidates:
+        logprobs, among = _among_candidates(meta, count)
+    if not np.isfinite(logprobs).all():
+        raise ModelError("the log-probs are not finite: the weights have diverged")
+    return Drawn(np.array([entry[1] for entry in entries], np.int32), logprobs, among)
+
+
+def joined(parts: Sequence[Drawn]) -> Drawn:
+    """Lay consecutive parts end to end."""
+    tokens, logprobs, candidates = zip(*parts, strict=True)
+    among = [one for one in candidates if one is not None]
+    return Drawn(np.concatenate(tokens), np.concatenate(logprobs), Candidates.joined(among) if among else None)
+
+
+def whole(got: Drawn, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep", "recompute"]) -> Completion:
+    """Make a completion of all its tokens and the `meta` of its last answer. The rest is as for `completion`."""
     reason = meta.get("finish_reason") or {}
     finish = reason.get("type")
     if finish not in ("stop", "length"):
         raise ModelError(f"SGLang gave up a completion: {reason.get('message') or finish}")
-    drawn = meta.get("output_token_logprobs") or ()
-    if not drawn:
+    count = len(got.tokens)
+    if not count:
         raise ModelError("SGLang gave a completion without tokens")
-    logprobs = np.array([entry[0] for entry in drawn], np.float32)
-    candidates = None
-    if cuts:
-        logprobs, candidates = _among_candidates(meta, len(drawn))
-    if not np.isfinite(logprobs).all():
-        raise ModelError("the log-probs are not finite: the weights have diverged")
     spans = meta.get("weight_versions")
-    known = None if spans is None else versions(spans, len(drawn))
+    known = None if spans is None else versions(spans, count)
     if known is not None and kv == "keep":
         known = one_later(known, oldest)
     return Completion(
-        tokens=np.array([entry[1] for entry in drawn], np.int32),
-        logprobs=logprobs,
-        versions=np.full(len(drawn), oldest, np.int32) if known is None else known,
+        tokens=got.tokens,
+        logprobs=got.logprobs,
+        versions=np.full(count, oldest, np.int32) if known is None else known,
         finish=finish,
         versions_known=spans is not None,
-        candidates=candidates,
+        candidates=got.candidates,
     )
 
 
 def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, Candidates]:
-    """Read the log-probs of `count` tokens among their candidates, and these."""
+    """Read the log-probs of the last `count` tokens among their candidates, and these."""
     sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
-    if not sets or not logprobs or not len(sets) == len(logprobs) == count:
+    last = slice(-count, None) if count else slice(0)
+    sets, logprobs = (sets or ())[last], (logprobs or ())[last]
+    if not len(sets) == len(logprobs) == count:
         raise ModelError("SGLang does not name the tokens that top-p and top-k left for each token of a completion")
-    tokens = np.concatenate([np.sort(np.array(one, np.int32)) for one in sets])
-    return np.array(logprobs, np.float32), Candidates(tokens, np.array([len(one) for one in sets], np.int32))
+    return np.array(logprobs, np.float32), Candidates(
+        np.concatenate([np.zeros(0, np.int32), *(np.sort(np.array(one, np.int32)) for one in sets)]),
+        np.array([len(one) for one in sets], np.int32),
+    )
+
+
+def check_streams(version: tuple[int, ...]) -> None:
+    """Refuse an SGLang whose streams are not known. Raises `ModelError`."""
+    if version < STREAMS:
+        wanted = ".".join(map(str, STREAMS))
+        raise ModelError(f"queue.segments need SGLang {wanted} or newer, and it is {'.'.join(map(str, version))}")
 
 
 def check_candidates(version: tuple[int, ...]) -> None:

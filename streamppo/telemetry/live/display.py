@@ -73,7 +73,7 @@ def display(config: Config, folder: Path) -> Display:
 def state_of(config: Config, folder: Path) -> State:
     """Make the state of a run of which nothing is known yet."""
     queue = config.queue
-    return State(config.name, str(folder), config.updates, queue.max_lag, queue.batch_size)
+    return State(config.name, str(folder), config.updates, queue.bound, queue.batch_size)
 
 
 class PlainLines:

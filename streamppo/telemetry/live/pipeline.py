@@ -10,7 +10,7 @@ LABEL = 10
 WAITS = 0.1
 """Share of its time from which a stage is said to wait."""
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
-"""Lags that are shown together, as in the names of the metrics."""
+"""Lags that are shown together: those of the metrics, the greatest of which fit no line."""
 TALL_BAR = 24
 """Cells of the longest bar of the lag histogram, in rows of its own."""
 

@@ -1,11 +1,9 @@
 """metrics.jsonl as it grows: the lines that came since the last look."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
-from streamppo.telemetry import metrics_file
-from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.metrics_file import Line, Tail, parse
 
 MOST_BYTES = 2**20
 """Bytes that one look reads, about, so that a long file is never in memory as a whole."""
@@ -19,24 +17,17 @@ class Look(NamedTuple):
 
 
 class Follower:
-    """The lines of the run in `folder` behind the first `sent` bytes of its file."""
+    """The lines of the run in `folder` behind the first `sent` bytes of its file; no more of them are kept."""
 
     def __init__(self, folder: Path, sent: int = 0) -> None:
-        self._path = folder / metrics_file.METRICS
-        self._inode = 0
-        self.sent = sent
+        self._tail = Tail(folder, sent)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the file that were read."""
+        return self._tail.end
 
     def look(self) -> Look:
         """Read the next lines that are whole; damaged ones are left out. A file that was replaced begins anew."""
-        try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if self._inode not in (0, status.st_ino) or status.st_size < self.sent:
-                    self.sent = 0
-                self._inode = status.st_ino
-                file.seek(self.sent)
-                whole = [text for text in file.readlines(MOST_BYTES) if text.endswith(b"\n")]
-        except FileNotFoundError:
-            return Look([], 0.0)
-        self.sent += sum(len(text) for text in whole)
-        return Look([line for text in whole if (line := metrics_file.parse(text))], status.st_mtime)
+        texts = self._tail.read(MOST_BYTES)
+        return Look([line for text in texts if (line := parse(text))], self._tail.written_s)

@@ -1,7 +1,7 @@
 """Lines of metrics.jsonl as points: numbers by their names in the catalogue, at a version."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from streamppo.telemetry.metrics_file import EngineLine, Line, numbers
 
@@ -35,10 +35,9 @@ class Points:
     def _values(self, line: Line) -> tuple[int, dict[str, float]]:
         if "update" in line:
             self.version = line["update"]
-            return self.version, {name: value for name, value in numbers(line).items() if name != "update"}
+            return self.version, _without("update", numbers(line))
         if "remade" in line:
-            known: Mapping[str, object] = {**line}
-            return line["remade"], {name: n for name, n in known.items() if name != "remade" and _is_number(n)}
+            return line["remade"], _without("remade", numbers(line))
         if "evaluation" in line:
             right = {} if line["accuracy"] is None else {"evaluation_accuracy": line["accuracy"]}
             return line["evaluation"], {**right, "evaluation_failed": line["failed"]}
@@ -52,8 +51,8 @@ class Points:
         return self.version, _of_pipeline(line)
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float)
+def _without(kind: str, found: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if name != kind}
 
 
 def _of_pipeline(line: Line) -> dict[str, float]:

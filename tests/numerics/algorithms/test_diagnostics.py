@@ -26,7 +26,7 @@ def lag_rows(mask: Mask) -> list[list[float]]:
 
 
 def slow_bucket(lag: float) -> str:
-    return {0: "0", 1: "1", 2: "2", 3: "3-4", 4: "3-4"}.get(int(lag), "5-8" if lag <= 8 else "9+")
+    return {0: "0", 1: "1", 2: "2", 3: "3-4", 4: "3-4"}.get(int(lag), "5-8" if lag <= 8 else "9-16")
 
 
 def slow_divergence(tokens: list[tuple[float, float]], log_sequences: list[float]) -> Divergence:
@@ -78,11 +78,13 @@ def test_every_number_equals_its_definition_overall_and_by_lag() -> None:
     assert 0 < got.overall.fraction_high < 1
 
 
-def test_the_lag_buckets_are_0_1_2_3to4_5to8_and_9_or_more() -> None:
-    lag = torch.arange(12)[None]
-    zero = torch.zeros(1, 12)
+def test_the_lag_buckets_are_0_1_and_2_then_each_twice_as_wide_up_to_65_or_more() -> None:
+    lag = torch.arange(70)[None]
+    zero = torch.zeros(1, 70)
     got = off_policy(zero - 1, zero - 1, zero == 0, lag)
-    assert {name: d.tokens for name, d in got.by_lag.items()} == dict(zip(LAG_BUCKETS, (1, 1, 1, 2, 4, 3), strict=True))
+    assert {name: d.tokens for name, d in got.by_lag.items()} == dict(
+        zip(LAG_BUCKETS, (1, 1, 1, 2, 4, 8, 16, 32, 5), strict=True)
+    )
 
 
 def test_numerics_look_at_lag_zero_alone_so_that_drift_does_not_hide_a_broken_engine() -> None:

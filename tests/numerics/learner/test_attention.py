@@ -1,15 +1,13 @@
 """Rows end to end, as flash-attn reads them: every row is scored as if it were alone."""
 
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import fake_flash
 import learner_case as case
 import pytest
 import torch
+from fake_flash import Call
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import modeling_flash_attention_utils
 
 from streamppo.config.sections import FLASH
 from streamppo.errors import ConfigError, ModelError
@@ -22,47 +20,9 @@ TWO, THREE, FOUR = FLASH
 BF16 = "model.dtype=bfloat16"
 
 
-class Call(NamedTuple):
-    """What one layer asked flash-attn for."""
-
-    bounds: list[int]
-    longest: int
-    causal: bool
-    tokens: int
-
-
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """flash-attn 2 as transformers finds it, in plain torch: the package itself cannot be had without CUDA."""
-    calls: list[Call] = []
-
-    def varlen(
-        q: Any,
-        k: Any,
-        v: Any,
-        cu_seqlens_q: Any,
-        cu_seqlens_k: Any,
-        *,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        causal: bool,
-        deterministic: bool,
-    ) -> torch.Tensor:
-        assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
-        assert max_seqlen_q == max_seqlen_k and isinstance(max_seqlen_q, int)
-        bounds = cu_seqlens_q.tolist()
-        calls.append(Call(bounds, max_seqlen_q, causal, len(q)))
-        rows = [[x[None, start:end].transpose(1, 2) for x in (q, k, v)] for start, end in pairwise(bounds)]
-        attend: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
-        done = [attend(*row, is_causal=causal, scale=softmax_scale, enable_gqa=True) for row in rows]
-        return torch.cat([row.transpose(1, 2)[0] for row in done])
-
-    flash_utils: Any = modeling_flash_attention_utils
-    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *a, **k: (None, varlen, None, None, None))
-    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
-    monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True)
-    return calls
+    return fake_flash.install(monkeypatch)
 
 
 def policy(folder: Path, implementation: str, layout: attention.Layout) -> Policy:
@@ -104,7 +64,7 @@ def test_flash_attention_gets_the_bounds_of_every_row_and_no_padding(folder: Pat
     widths = (rows.start_B + rows.length_B).tolist()
     bounds = [sum(widths[:row]) for row in range(len(widths) + 1)]
     assert len(flash) == 2
-    assert set(map(str, flash)) == {str(Call(bounds, max(widths), True, sum(widths)))}
+    assert set(map(str, flash)) == {str(Call(bounds, bounds, max(widths), max(widths), True))}
 
 
 def test_gradients_are_those_of_padded_rows(folder: Path, flash: list[Call]) -> None:
@@ -134,7 +94,7 @@ def test_an_update_with_flash_attention_fills_its_micro_batches_with_tokens_alon
     rows = pad(case.batch())
     widths_B, every = rows.start_B + rows.length_B, torch.arange(case.BATCH)
     (plan,), (wasteful,) = (micro_batches(every, widths_B, 40, 1, padded=padded) for padded in (False, True))
-    passes = [call.tokens for call in flash[::2]]
+    passes = [call.queries[-1] for call in flash[::2]]
     assert passes == 3 * [int(widths_B[piece].sum()) for piece in plan]
     assert max(passes) <= 40 and len(plan) < len(wasteful)
     for name in ("policy_loss", "value_loss", "entropy", "grad_norm"):

@@ -70,6 +70,10 @@ NOTES = {
         "algorithm.correction.kind=off",
         "algorithm.kl.loss_beta=0.1",
     ],
+    "queue.admission is 'mean': queue.max_lag (2) bounds the mean age of completions, and no token's": [
+        "queue.admission=mean",
+        "queue.too_old=keep",
+    ],
     "algorithm.correction.cap (0.5) is below 1": ["algorithm.correction.cap=0.5"],
     "algorithm.policy_loss 'gspo' is about current / proximal, which is 1 where an update is one step": [
         "algorithm.policy_loss.kind=gspo",

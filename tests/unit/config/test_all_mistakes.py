@@ -48,7 +48,7 @@ TOLD = """
 13: task.first: must be a list of 2: a whole number of at least 0 and a whole number of at least 0, not [10]
 17: reward.timeout: unknown field 'timeout': did you mean 'timeout_s'?
 18: reward.weight: must be a number, not "heavy"
-22: queue.max_lag: must be a whole number of at least 0, not true
+22: queue.max_lag: must be a whole number of at least 0 or a table, not true
 26: algorithm.advantage.kind: unknown kind "grppo": kinds are gae, vtrace, sequence, grpo, dr_grpo, rloo, maxrl, \
 gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, function
 27: algorithm.correction: band must rise: 3.0 is not below 2.0

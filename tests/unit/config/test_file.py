@@ -27,6 +27,8 @@ TWO_SERVERS = "rollout.engine.urls=['http://localhost:1', 'http://localhost:2']"
 SERVER = ("rollout.engine.kind=sglang", "rollout.engine.urls=['http://localhost:1']")
 LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
 SEGMENTS = "queue.segments={}"
+DETACHED = "queue.segments={prefix='detached'}"
+ADAPTIVE = "queue.max_lag={kind='adaptive', at_most=8}"
 BEHAVIOR = ("algorithm.proximal=behavior", "algorithm.correction.kind=off")
 REJECT = "algorithm.correction={kind='truncate', reject=["
 
@@ -221,14 +223,23 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([*BEHAVIOR, "algorithm.policy_loss.kind=reinforce"], "'reinforce' has no ratio"),
         ([*BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(2\) that counts the age of the data"),
         ([SEGMENTS, "queue.max_lag=0"], "segments need max_lag of at least 1"),
+        (["queue.admission=mean"], "takes both, admission = 'mean' and too_old = 'keep'"),
+        (["queue.too_old=keep"], "takes both, admission = 'mean' and too_old = 'keep'"),
+        ([ADAPTIVE, "queue.admission=mean", "queue.too_old=keep"], "no bound on age that could be steered"),
+        ([ADAPTIVE, SEGMENTS], "segments are cut by a max_lag that stays as it is"),
+        ([ADAPTIVE, *BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(8\) that counts the age of the data"),
+        (["queue.max_lag={kind='adaptive'}"], "missing required field `at_most`"),
+        (["queue.max_lag={kind='adaptive', at_most=8, ess=1}"], "must be a number above 0 and below 1, not 1"),
+        ([SEGMENTS, "queue.too_old=windowed"], "too_old = 'windowed' is about whole completions"),
         ([SEGMENTS, "queue.too_old=drop"], "too_old = 'drop' is about whole completions"),
         (["queue.segments={just_in_time = false}"], "nothing would ever be cut"),
+        ([DETACHED, "model.attention=eager"], "'detached' is not possible with model.attention = 'eager'"),
+        ([DETACHED, "model.compile=true"], "'detached' is not possible with model.compile = True"),
         ([SEGMENTS, RLOO], "algorithm.advantage = 'rloo' has none: choose gae or vtrace"),
         ([SEGMENTS, "algorithm.advantage.kind=sequence"], "algorithm.advantage = 'sequence' has none"),
         ([SEGMENTS, "algorithm.advantage={kind='gae', adaptive_alpha=0.05}"], "asks for a completion's length"),
         ([SEGMENTS, "algorithm.positive_nll=0.1"], "queue.segments do not know theirs"),
         ([SEGMENTS, "algorithm.teacher.url=http://localhost:1"], "queue.segments are parts"),
-        ([SEGMENTS, "rollout.engine.kind=sglang"], "cut by the embedded engine alone so far"),
     ],
 )
 def test_choices_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
@@ -240,6 +251,8 @@ def test_choices_that_contradict_each_other_are_refused(overrides: list[str], me
     "overrides",
     [
         [*BEHAVIOR],
+        [ADAPTIVE],
+        [ADAPTIVE, *BEHAVIOR, "queue.too_old=windowed"],
         [*BEHAVIOR, "algorithm.advantage.kind=vtrace", "algorithm.kl.reward_beta=0.1"],
         [*BEHAVIOR, "algorithm.target_kl=0.01", "queue.max_lag=0"],
         [*LOGLINEAR, RLOO],

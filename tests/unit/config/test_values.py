@@ -30,7 +30,9 @@ def test_a_name_that_no_folder_has_is_refused_in_a_line_that_can_be_read(name: s
 
 
 def test_the_values_that_a_field_takes_are_listed() -> None:
-    with pytest.raises(ConfigError, match=r'too_old: must be "drop", "mask" or "wait", not "discard"'):
+    with pytest.raises(
+        ConfigError, match=r'too_old: must be "drop", "keep", "mask", "wait" or "windowed", not "discard"'
+    ):
         configfile.load(MATH, ["queue.too_old=discard"])
 
 

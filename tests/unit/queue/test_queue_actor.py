@@ -43,9 +43,16 @@ def as_it_is(encoded: np.ndarray) -> Any:
     return encoded.tobytes()
 
 
-def push(version: int, checksum: str = "") -> bytes:
-    checksums = (checksum or f"checksum {version}",)
-    return encode(Push(version=version, base_version=None, tensors=(), bucket_bytes=(1,), checksums=checksums))
+def push(version: int, checksum: str = "", admitted_lag: int | None = None) -> bytes:
+    made = Push(
+        version=version,
+        base_version=None,
+        tensors=(),
+        bucket_bytes=(1,),
+        checksums=(checksum or f"checksum {version}",),
+        admitted_lag=admitted_lag,
+    )
+    return encode(made)
 
 
 def done(ticket: Ticket, version: int = 0) -> Trajectory:
@@ -99,6 +106,25 @@ def test_whatever_was_acknowledged_is_there_after_a_kill(actor_of: Callable[...,
         assert decode(await second.issue("a", 0, 9, 0), tuple[Ticket, ...])[0].identity == made[5].identity
         await deliver(second, [*made])
         assert (counted(second).ready, counted(second).duplicates) == (2, 5)
+
+    asyncio.run(main())
+
+
+def test_the_lag_that_came_with_a_version_is_admitted_also_after_a_kill(actor_of: Callable[..., QueueActor]) -> None:
+    async def main() -> None:
+        options = ("queue.max_lag={kind='adaptive', at_most=8}",)
+        first = actor_of(*options)
+        await made_version_0(first)
+        await deliver(first, await sample(first, 0, 4))
+        await first.take(0)
+        await first.publish(push(1, admitted_lag=3), [], b"", 0)
+        second = actor_of(*options)
+        await second.begin(1)
+        await sample(second, 1, 4 * 4, version=1)
+        assert not second._queue.has_ticket(1)
+        # A learner that makes the version again tells what it told; the queue listens to new versions alone.
+        await second.publish(push(1, admitted_lag=5), [], b"", 1)
+        assert not second._queue.has_ticket(1)
 
     asyncio.run(main())
 
@@ -629,6 +655,19 @@ def test_an_actor_that_calls_or_gives_a_sign_of_life_is_not_silent(
         await actor.beat("c")
         clock.now = 61.0
         assert await actor.silent(["a", "b", "c", "new"], 60.0) == ["b"]
+
+    asyncio.run(main())
+
+
+def test_a_sign_of_life_is_answered_by_the_number_of_actors_that_sample(actor_of: Callable[..., QueueActor]) -> None:
+    async def main() -> None:
+        actor = actor_of()
+        assert await actor.beat("a") == 0
+        await actor.issue("a", 0, 1, 0)
+        await actor.issue("b", 0, 1, 0)
+        assert await actor.beat("a") == 2
+        await actor.lost("b")
+        assert await actor.beat("a") == 1
 
     asyncio.run(main())
 

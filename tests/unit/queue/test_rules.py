@@ -11,10 +11,10 @@ from streamppo.config.correction import Resample
 from streamppo.config.queue import Segments
 from streamppo.errors import JournalError, QueueError, TooManyFailures
 from streamppo.queue import report, snapshot
-from streamppo.queue.records import Changes, Saved
+from streamppo.queue.records import Changes, Counters, Saved
 from streamppo.queue.rules import QueueRules
 from streamppo.queue.state import QueueState, Settings
-from streamppo.types import Failure, QueueReport, Ticket, Trajectory, ints
+from streamppo.types import Failure, QueueReport, Ticket, Trajectory, decode, encode, ints
 
 CALLS = itertools.count()
 """Every request of its own."""
@@ -31,7 +31,9 @@ def settings(**changes: object) -> Settings:
         "max_attempts": 2,
         "max_failure_rate": 1.0,
     }
-    return Settings(**{**chosen, **changes})  # pyright: ignore[reportArgumentType]
+    chosen |= changes
+    chosen.setdefault("flow_lag", chosen["max_lag"])
+    return Settings(**chosen)  # pyright: ignore[reportArgumentType]
 
 
 def queue(**changes: object) -> QueueRules:
@@ -354,6 +356,45 @@ def test_wait_holds_the_flow_until_the_oldest_are_there() -> None:
     batch = rules.take(0)
     assert batch is not None
     assert [t.identity for t in batch.trajectories] == [t.identity for t in tickets[:4]]
+
+
+# --- a lag that is steered -----------------------------------------------------------------------------------
+
+
+def steered() -> QueueRules:
+    return queue(max_lag=4, first_lag=1)
+
+
+def take_and_publish(rules: QueueRules, admitted_lag: int) -> None:
+    version = rules.state.version
+    for ticket in rules.issue("a", version, 4, next(CALLS)):
+        rules.put(done(ticket, (version,)))
+    batch = rules.take(version)
+    assert batch is not None and batch.min_version == version - 4, "the hard bound stays"
+    rules.publish(version + 1, admitted_lag)
+
+
+def test_the_lag_that_the_learner_tells_is_admitted_and_never_more_than_the_bound() -> None:
+    for told, admitted in ((0, 0), (3, 3), (9, 4)):
+        rules = steered()
+        take_and_publish(rules, told)
+        assert len(rules.issue("b", 1, 100, next(CALLS))) == (admitted + 1) * 4
+    assert len(steered().issue("b", 0, 100, next(CALLS))) == 2 * 4, "before anything is told"
+
+
+def test_a_queue_that_died_admits_the_lag_that_it_was_told_of() -> None:
+    rules = steered()
+    take_and_publish(rules, 3)
+    counters = decode(encode(drain(rules).counters), Counters)
+    again = rebuilt_from(Saved(counters, (), ()), max_lag=4, first_lag=1)
+    assert len(again.issue("b", 1, 100, next(CALLS))) == 4 * 4
+
+
+def test_a_version_that_is_published_again_changes_no_lag() -> None:
+    rules = steered()
+    take_and_publish(rules, 3)
+    rules.publish(1, 0)
+    assert rules.state.admitted_lag == 3
 
 
 # --- versions ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ SETTINGS = Settings(
     batch_size=2,
     samples_per_prompt=1,
     max_lag=1,
+    flow_lag=1,
     whole_groups=False,
     too_old="drop",
     max_attempts=3,

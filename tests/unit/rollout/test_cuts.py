@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.rollout.cuts import due
+from streamppo.rollout.cuts import cut_for, due
 from streamppo.rollout.engine import Candidates, Completion
-from streamppo.rollout.episode import Columns
+from streamppo.rollout.episode import Columns, _one_turn
 from streamppo.rollout.handing import Handing
 from streamppo.tasks.environments import Done
 from streamppo.types import Identity, Reward, Ticket, Trajectory, floats
@@ -57,7 +57,7 @@ def test_segments_of_several_turns_put_together_are_the_whole_and_its_rewards(
     math_config: Callable[..., Config],
 ) -> None:
     handed: list[Trajectory] = []
-    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append)
+    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append, sharing=2)
     columns = Columns(np.array([1, 2, 3], np.int32))
     first = handing.cuts(columns.cut, columns.versions())
     assert first and (first.max_tokens, first.max_age, first.share, first.oldest) == (2, 2, 16.0, None)
@@ -87,7 +87,43 @@ def test_segments_of_several_turns_put_together_are_the_whole_and_its_rewards(
     assert floats(whole.token_rewards).sum() == 7.0
 
 
+def test_an_environment_is_waited_for_with_the_tokens_of_the_newest_version_alone(
+    math_config: Callable[..., Config],
+) -> None:
+    handed: list[Trajectory] = []
+    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append, sharing=2)
+    assert handing.cut_waiting(9) is None, "nothing waits"
+    columns = Columns(np.array([1, 2, 3], np.int32))
+    columns.add_turn(completion(6, "stop"), "abcdef")
+    handing.wait(columns.episode("cut", Done()))
+    # max_lag 4 aims at a lag of 3, and cuts at 2. The versions are 0, 0, 1, 1, 2, 2.
+    assert (handing.cut_waiting(1), len(handed)) == (0, 0), "not due yet"
+    assert (handing.cut_waiting(2), len(handed)) == (2, 1)
+    assert (handing.cut_waiting(9), len(handed)) == (2, 1), "no version beside the newest is left"
+    columns.add_observation(np.array([7], np.int32))
+    cuts = handing.cuts(columns.cut, columns.versions())
+    assert cuts and cuts.oldest == 2 and handing.cut_waiting(9) is None, "the policy has its turn"
+    columns.add_turn(completion(3, "stop"), "abc")
+    episode = columns.episode("stop", Done())
+    whole = episode.trajectory(TICKET.identity, "a", Reward(score=1.0))
+    last = episode.trajectory(handing.identity, "a", Reward(score=1.0), prefix=handing.prefix)
+    for name in ("tokens", "logprobs", "versions", "mask", "candidates", "candidate_counts"):
+        assert b"".join(getattr(one, name) for one in (*handed, last)) == getattr(whole, name), name
+    assert [(one.finish, one.prefix, one.identity.segment) for one in (*handed, last)] == [
+        ("cut", 0, 0),
+        ("stop", 4, 1),
+    ]
+
+
+def test_an_engine_is_behind_the_oldest_that_it_keeps() -> None:
+    assert cut_for(9, [], 3) == 9
+    assert cut_for(9, [9, 8, 7], 3) == 9
+    assert cut_for(9, [9, 5, 7], 3) == 7
+
+
 def test_without_segments_nothing_is_cut(math_config: Callable[..., Config]) -> None:
-    handing = Handing(TICKET, "a", math_config(), list[Trajectory]().append)
+    handing = Handing(TICKET, "a", math_config(), list[Trajectory]().append, sharing=2)
     assert handing.cuts(lambda sampled: pytest.fail("cut"), np.zeros(0, np.int32)) is None
+    handing.wait(_one_turn(np.zeros(1, np.int32), completion(4)))
+    assert handing.cut_waiting(99) is None
     assert (handing.identity, handing.prefix) == (TICKET.identity, 0)

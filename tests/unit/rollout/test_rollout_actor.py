@@ -121,7 +121,7 @@ class Player:
 
     tokenizer = SimpleNamespace(decode=lambda tokens: "2")
 
-    async def play(self, prompt: Prompt, sampling: Any, make_cuts: Any = None) -> Episode:
+    async def play(self, prompt: Prompt, sampling: Any, cutter: Any = None) -> Episode:
         if prompt.text in FAULTS and prompt.text != "no score":
             raise FAULTS[prompt.text][0]
         one = np.ones(1, np.int32)
@@ -150,8 +150,9 @@ class Tickets:
         self.beats: list[float] = []
         self.beat = Remote(self._beat)
 
-    async def _beat(self, actor: str) -> None:
+    async def _beat(self, actor: str) -> int:
         self.beats.append(asyncio.get_running_loop().time())
+        return 4
 
     async def _issue(self, actor: str, version: int, room: int, call: int) -> bytes:
         self.asked.append((room, call))
@@ -222,9 +223,9 @@ def test_every_trajectory_has_its_own_limit_and_greedy_answers_that_of_none(math
     limits: list[int] = []
 
     class Noting(Player):
-        async def play(self, prompt: Prompt, sampling: Any, make_cuts: Any = None) -> Episode:
+        async def play(self, prompt: Prompt, sampling: Any, cutter: Any = None) -> Episode:
             limits.append(sampling.max_tokens)
-            return await super().play(prompt, sampling, make_cuts)
+            return await super().play(prompt, sampling, cutter)
 
     async def story() -> None:
         name = f"{Path(__file__).parents[2] / 'support' / 'own_limit.py'}:by_prompt"
@@ -343,15 +344,91 @@ def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Cal
     assert max(gaps) < config.watchdog.heartbeat_s
 
 
+# --- segments --------------------------------------------------------------------------------------------------
+
+
+class Aged(Player):
+    """Says 2 in five tokens of three versions."""
+
+    shares: list[float]
+
+    async def play(self, prompt: Prompt, sampling: Any, cutter: Any = None) -> Episode:
+        self.shares = [cutter.cuts(None, np.zeros(0, np.int32)).share]
+        tokens = np.arange(1, 6, dtype=np.int32)
+        versions = np.array([5, 5, 6, 6, 7], np.int32)
+        return Episode(tokens[:1], tokens, np.zeros(5, np.float32), versions, np.ones(5, np.bool_), "stop", (4,))
+
+
+class SlowRewards(Rewards):
+    """A reward that comes once it is allowed to."""
+
+    def __init__(self) -> None:
+        self.allowed = asyncio.Event()
+
+    async def score(self, prompt: Prompt, text: ScoredText) -> Reward:
+        await self.allowed.wait()
+        return await super().score(prompt, text)
+
+
+class Heard(Tickets):
+    """Notes the versions for which all was cut."""
+
+    cut_for: list[int]
+
+    async def _deliver(self, actor: str, version: int, trajectories: bytes, failures: bytes) -> None:
+        await super()._deliver(actor, version, trajectories, failures)
+        self.cut_for.append(version)
+
+
+def test_a_completion_that_waits_for_its_reward_hands_over_what_is_due_and_the_queue_hears_what_it_keeps(
+    math_config: Callable[..., Config],
+) -> None:
+    async def story() -> Heard:
+        config = math_config("queue.segments={}", "queue.max_lag=4")
+        worker, _ = working(config, "1+1=")
+        queue: Any = Heard(1)
+        queue.cut_for = []
+        rewards: Any = SlowRewards()
+        player: Any = Aged()
+        worker._queue, worker._player, worker._rewards = queue, player, rewards
+        running = asyncio.create_task(worker.run())
+        await asyncio.sleep(1.0)
+        follower = worker._follower
+        for version in (8, 9, 10):
+            cast(Any, follower.engine).version = version
+            async with follower._swapped:
+                follower._swapped.notify_all()
+            # Sooner than the next sign of life, which would bring a delivery too.
+            await asyncio.sleep(3 * GATHER_S)
+        assert not running.done() and len(queue.trajectories) == 1
+        assert player.shares == [config.queue.batch_size / 4], "four actors sample, and one was configured"
+        rewards.allowed.set()
+        await asyncio.sleep(1.0)
+        running.cancel()
+        return queue
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        queue = runner.run(story())
+    first, last = queue.trajectories
+    assert [(one.finish, one.prefix, one.num_tokens, one.identity.segment) for one in queue.trajectories] == [
+        ("cut", 0, 4, 0),
+        ("stop", 4, 1, 1),
+    ]
+    assert (first.reward, last.reward) == (0.0, 1.0)
+    # What is kept is of version 7, and is younger than the flow's lag of 3 up to a cut for version 9.
+    assert list(dict.fromkeys(queue.cut_for)) == [7, 8, 9, 10], "each swap is told of, once"
+    assert queue.cut_for.index(10) > queue.cut_for.index(9) + 1, "10 is told of when nothing is kept any more"
+
+
 # --- calls to the queue ----------------------------------------------------------------------------------------
 
 
 class Staggered(Player):
     """Says 2 to prompt n after n milliseconds."""
 
-    async def play(self, prompt: Prompt, sampling: Any, make_cuts: Any = None) -> Episode:
+    async def play(self, prompt: Prompt, sampling: Any, cutter: Any = None) -> Episode:
         await asyncio.sleep(int(prompt.text) / 1000)
-        return await super().play(prompt, sampling, make_cuts)
+        return await super().play(prompt, sampling, cutter)
 
 
 class Timed(Tickets):

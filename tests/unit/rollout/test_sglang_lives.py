@@ -1,106 +1,20 @@
 """The lives and deaths of SGLang as our side of it sees them, with an SGLang that is a dozen lines."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config
+from fake_sglang import CONFIG, Fake, opened, pushed, run
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.fit import Architecture
-from streamppo.rollout.sglang.engine import SGLangEngine, start
+from streamppo.rollout.sglang.engine import start
 from streamppo.rollout.sglang.life import Setup
 
 pytest_plugins = ["rollout_log"]
-CONFIG = Qwen2Config(
-    vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
-)
 PROMPT = np.array([3, 4], np.int32)
-
-
-class Fake:
-    """An SGLang, the link to it and the carrier of its weights in one.
-
-    `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts.
-    """
-
-    version, ranks = (0, 5, 21), 1
-
-    def __init__(self, capacity: int = 4) -> None:
-        self.capacity = capacity
-        self.lives: list[int] = []
-        self.aborted: list[str] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.look = asyncio.Event()
-        self.look.set()
-        self.dead = ""
-        self.swallows = self.deadly = self.barren = False
-        self.running = self.most = self.stopped = 0
-        self.loaded, self.norm = -1, 0.0
-
-    async def start(self, life: int) -> "Fake":
-        if self.barren:
-            raise ModelError("SGLang cannot start: no luck")
-        self.lives.append(life)
-        self.dead, self.loaded = "", -1
-        return self
-
-    async def connect(self, link: Any) -> "Fake":
-        return self
-
-    async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
-        if not self.swallows:
-            self.loaded, self.norm = version, float(tensors["model.norm.weight"][0])
-
-    async def call(self, name: str, /, **fields: Any) -> Any:
-        if name in ("weights_checker", "get_weights_by_name", "begin_weight_update"):
-            raise NotImplementedError(name)
-        if name != "generate":
-            return None
-        if "rid" not in fields:
-            await self.look.wait()
-            return {"meta_info": {"input_token_logprobs": [(None, 1, None), (self.norm, 2, None)]}}
-        if self.deadly:
-            raise ConnectionError("it fell over")
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            await self.gate.wait()
-            await asyncio.sleep(0)
-        finally:
-            self.running -= 1
-        spans = [{"version": str(self.loaded), "start": 0, "end": 1}]
-        finish = {"type": "length"}
-        return {
-            "meta_info": {"finish_reason": finish, "output_token_logprobs": [(-1.0, 7, None)], "weight_versions": spans}
-        }
-
-    async def abort(self, rid: str) -> None:
-        self.aborted.append(rid)
-
-    async def death(self) -> str:
-        return self.dead
-
-    async def stop(self) -> None:
-        self.stopped += 1
-
-
-def pushed(norm: float) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, norm) for name, shape in Architecture(CONFIG).shapes.items()}
-
-
-async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None) -> SGLangEngine:
-    setup = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)
-    return await start(setup, CONFIG, version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=32)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30))
 
 
 def test_what_was_in_flight_at_a_death_is_sampled_again_by_the_version_that_was_served(log_lines: list[str]) -> None:

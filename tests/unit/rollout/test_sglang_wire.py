@@ -71,6 +71,27 @@ def test_a_request_holds_token_ids_and_how_to_sample() -> None:
     assert knobs["stop_token_ids"] == [1, 2]
 
 
+def test_tokens_come_at_an_interval_only_where_a_completion_hands_over_segments(math_config: Any) -> None:
+    fields = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[], rid="r", key="k")
+    assert "stream" not in fields and "stream_interval" not in fields["sampling_params"]
+    fields = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[], rid="r", key="k", interval=8)
+    assert (fields["stream"], fields["sampling_params"]["stream_interval"]) == (True, 8)
+    assert arguments(math_config("rollout.engine.kind=sglang"))["incremental_streaming_output"] is True
+    assert "incremental_streaming_output" not in arguments(math_config("rollout.engine.kind=sglang"), (0, 5, 20))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_last_tokens_of_an_answer_are_read_and_too_few_are_refused(count: int) -> None:
+    meta = answer(3, output_token_sampling_mask=[[10], [11], [12, 5]], output_token_sampling_logprobs=[-1, -2, -3])
+    got = wire.drawn(meta["meta_info"], count, candidates=True)
+    assert got.tokens.tolist() == [10, 11, 12][3 - count :]
+    assert got.logprobs.tolist() == [-1.0, -2.0, -3.0][3 - count :]
+    assert got.candidates is not None
+    assert got.candidates.tokens.tolist() == [10, 11, 5, 12][{0: 4, 1: 2, 3: 0}[count] :]
+    with pytest.raises(ModelError, match="3 log-probs for 4 tokens"):
+        wire.drawn(meta["meta_info"], 4, candidates=False)
+
+
 def test_candidates_are_asked_for_only_where_top_p_or_top_k_cut() -> None:
     def asked(sampling: Sampling) -> object:
         return wire.request(PROMPT, sampling, room=5, eos_ids=[], rid="r", key="k").get("return_sampling_mask")

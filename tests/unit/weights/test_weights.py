@@ -220,6 +220,19 @@ def test_a_ledger_that_has_forgotten_gets_the_last_version_once_more(store: list
 
 
 @pytest.mark.usefixtures("store")
+def test_the_lag_that_is_admitted_travels_with_its_version_and_is_no_part_of_the_weights() -> None:
+    published: list[Push] = []
+    pusher = transport.Pusher(lambda described, *_: published.append(decode(described, Push)), 1 << 20)
+    for version, lag in enumerate((3, None)):
+        filled = pusher.buckets({"w": torch.zeros(3)})
+        filled.tensors["w"].zero_()
+        pusher.push(version, filled, admitted_lag=lag)
+    pusher.last.result()
+    assert [push.admitted_lag for push in published] == [3, None]
+    assert published[0].digest == published[1].digest
+
+
+@pytest.mark.usefixtures("store")
 def test_a_push_that_failed_is_told_to_the_next_one() -> None:
     def publish(described: bytes, refs: list[Any], values: bytes) -> None:
         raise WeightsError("the ledger refused")

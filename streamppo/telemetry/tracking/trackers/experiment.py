@@ -14,7 +14,7 @@ MOST_METRICS, MOST_PARAMS = 1000, 100
 LONGEST = 500
 """Characters of a parameter that every server takes."""
 REFUSED = re.compile(r"[^\w\-. :/]")
-"""Characters that no name may have, such as the + of `ess_lag_9+`."""
+"""Characters that no name may have, such as the + of `ess_lag_65+`."""
 
 
 class MLflow:

@@ -1,0 +1,58 @@
+"""flash-attn 2 as transformers finds it, in plain torch: the package itself cannot be had without CUDA."""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import modeling_flash_attention_utils
+
+
+class Call(NamedTuple):
+    """What one layer asked flash-attn for: where the queries and the keys of each row begin, and the longest."""
+
+    queries: list[int]
+    keys: list[int]
+    longest_query: int
+    longest_key: int
+    causal: bool
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Let transformers find it; return the list that its calls are added to."""
+    calls: list[Call] = []
+
+    def varlen(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        deterministic: bool,
+    ) -> torch.Tensor:
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert isinstance(max_seqlen_q, int) and isinstance(max_seqlen_k, int)
+        queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        assert queries[-1] == len(q) and keys[-1] == len(k) == len(v)
+        calls.append(Call(queries, keys, max_seqlen_q, max_seqlen_k, causal))
+        rows = zip(pairwise(queries), pairwise(keys), strict=True)
+        return torch.cat([_row(q[slice(*own)], k[slice(*seen)], v[slice(*seen)], softmax_scale) for own, seen in rows])
+
+    flash_utils: Any = modeling_flash_attention_utils
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *a, **k: (None, varlen, None, None, None))
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True)
+    return calls
+
+
+def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of one row [tokens, heads, width], aligned at the end as flash-attn has it since 2.1."""
+    sees = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    turned = [x[None].transpose(1, 2) for x in (q, k, v)]
+    made = torch.nn.functional.scaled_dot_product_attention(*turned, attn_mask=sees, scale=scale, enable_gqa=True)
+    return made.transpose(1, 2)[0]

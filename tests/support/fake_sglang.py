@@ -1,0 +1,254 @@
+"""An SGLang of a few lines, as our side of it sees it: it lives, dies, takes weights, and streams completions."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import Qwen2Config
+
+from streamppo.errors import ModelError
+from streamppo.rollout.fit import Architecture
+from streamppo.rollout.sglang.engine import SGLangEngine, start
+from streamppo.rollout.sglang.life import Setup
+
+CONFIG = Qwen2Config(
+    vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+)
+
+
+class Fake:
+    """An SGLang, the link to it and the carrier of its weights in one.
+
+    `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts.
+    """
+
+    version, ranks = (0, 5, 21), 1
+
+    def __init__(self, capacity: int = 4) -> None:
+        self.capacity = capacity
+        self.lives: list[int] = []
+        self.aborted: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.look = asyncio.Event()
+        self.look.set()
+        self.dead = ""
+        self.swallows = self.deadly = self.barren = False
+        self.running = self.most = self.stopped = 0
+        self.loaded, self.norm = -1, 0.0
+
+    async def start(self, life: int) -> "Fake":
+        if self.barren:
+            raise ModelError("SGLang cannot start: no luck")
+        self.lives.append(life)
+        self.dead, self.loaded = "", -1
+        return self
+
+    async def connect(self, link: Any) -> "Fake":
+        return self
+
+    async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+        if not self.swallows:
+            self.loaded, self.norm = version, float(tensors["model.norm.weight"][0])
+
+    async def call(self, name: str, /, **fields: Any) -> Any:
+        if name in ("weights_checker", "get_weights_by_name", "begin_weight_update"):
+            raise NotImplementedError(name)
+        if name != "generate":
+            return None
+        if "rid" not in fields:
+            await self.look.wait()
+            return {"meta_info": {"input_token_logprobs": [(None, 1, None), (self.norm, 2, None)]}}
+        if self.deadly:
+            raise ConnectionError("it fell over")
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await self.gate.wait()
+            await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+        spans = [{"version": str(self.loaded), "start": 0, "end": 1}]
+        finish = {"type": "length"}
+        return {
+            "meta_info": {"finish_reason": finish, "output_token_logprobs": [(-1.0, 7, None)], "weight_versions": spans}
+        }
+
+    def stream(self, **fields: object) -> AsyncGenerator[Any]:
+        raise NotImplementedError
+
+    async def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+
+    async def death(self) -> str:
+        return self.dead
+
+    async def stop(self) -> None:
+        self.stopped += 1
+
+
+@dataclass
+class Running:
+    """A completion that is streamed: its tokens' true versions, and how many of them SGLang has counted and sent."""
+
+    name: int
+    limit: int
+    interval: int
+    candidates: bool
+    truth: list[int] = field(default_factory=list)
+    counted: int = 0
+    sent: int = 0
+    changes: list[tuple[str, int]] = field(default_factory=list)
+    answers: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue)
+
+
+class Streaming(Fake):
+    """Steps all completions that are streamed, one token each, as often as a test tells it to and it is not paused.
+
+    As in SGLang with overlap scheduling, the token of the step before is counted, and may be sent, when the next step
+    has begun: a pause leaves one uncounted, which SGLang takes for the next version's. With `repeats`, each message has
+    all tokens so far, as those of a server without incremental output have.
+    """
+
+    def __init__(self, capacity: int = 64, *, repeats: bool = False) -> None:
+        super().__init__(capacity)
+        self.repeats = repeats
+        self.requests: list[Running] = []
+        self.all: list[Running] = []
+        self.steps = 0
+        self.paused = False
+        self.break_off = False
+        self.finish: dict[str, str] = {"type": "length"}
+
+    async def start(self, life: int) -> Fake:
+        self.paused, self.requests = False, []
+        self._stepping = asyncio.create_task(self._step_always())
+        return await super().start(life)
+
+    async def call(self, name: str, /, **fields: Any) -> Any:
+        if name == "pause_generation":
+            self.paused = True
+            if fields["mode"] == "retract":
+                for one in list(self.requests):
+                    self._count(one)
+        if name == "continue_generation":
+            self.paused = False
+        return await super().call(name, **fields)
+
+    async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+        before = self.loaded
+        await asyncio.sleep(0.001)
+        await super().carry(version, tensors, flush=flush)
+        for one in self.requests:
+            if one.counted:
+                one.changes.append((str(before), one.counted))
+
+    async def stream(self, **fields: Any) -> AsyncGenerator[Any]:
+        knobs = fields["sampling_params"]
+        candidates = fields.get("return_sampling_mask", False)
+        one = Running(len(self.all), knobs["max_new_tokens"], knobs["stream_interval"], candidates)
+        self.requests.append(one)
+        self.all.append(one)
+        try:
+            while (answer := await one.answers.get()) is not None:
+                yield answer
+        finally:
+            self.requests = [other for other in self.requests if other is not one]
+
+    async def stop(self) -> None:
+        self._stepping.cancel()
+        await super().stop()
+
+    async def step(self, count: int) -> None:
+        """Make `count` steps, and let their tokens arrive."""
+        self.steps = count
+        while self.steps:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def took(self, version: int) -> None:
+        """Wait until it goes on with `version`."""
+        while self.paused or self.loaded != version:
+            await asyncio.sleep(0.001)
+
+    async def ended(self, work: "asyncio.Future[Any]") -> Any:
+        """Make steps until `work` is done."""
+        while not work.done():
+            await self.step(1)
+        return await work
+
+    async def _step_always(self) -> None:
+        while True:
+            await asyncio.sleep(0 if self.steps and not self.paused else 0.001)
+            if self.steps and not self.paused and not self.dead:
+                self.steps -= 1
+                for one in list(self.requests):
+                    if len(one.truth) < one.limit:
+                        one.truth.append(self.loaded)
+                    self._count(one, under_way=len(one.truth) < one.limit)
+
+    def _count(self, one: Running, *, under_way: bool = False) -> None:
+        """Count all tokens, but for that of the step under way, and send them at the interval and at the end."""
+        one.counted = len(one.truth) - under_way
+        at_end = one.counted == one.limit
+        if one.counted > one.sent and (at_end or one.interval == 1 or one.counted % one.interval == 1):
+            one.answers.put_nowait(self._answer(one, at_end=at_end))
+            one.sent = one.counted
+            if at_end or self.break_off:
+                one.answers.put_nowait(None)
+                self.requests = [other for other in self.requests if other is not one]
+
+    def _answer(self, one: Running, *, at_end: bool) -> Mapping[str, Any]:
+        places = range(0 if self.repeats else one.sent, one.counted)
+        meta: dict[str, Any] = {
+            "completion_tokens": one.counted,
+            "finish_reason": self.finish if at_end else None,
+            "output_token_logprobs": [(logprob(n), token(one.name, n), None) for n in places],
+        }
+        if one.candidates:
+            meta["output_token_sampling_mask"] = [candidates(one.name, n) for n in places]
+            meta["output_token_sampling_logprobs"] = [2 * logprob(n) for n in places]
+        if at_end:
+            ends = [*one.changes, (str(self.loaded), one.counted)]
+            begins = [0, *(end for _, end in ends)]
+            meta["weight_versions"] = [
+                {"version": version, "start": begin, "end": end}
+                for (version, end), begin in zip(ends, begins, strict=False)
+                if end > begin
+            ]
+        return {"meta_info": meta}
+
+
+def token(name: int, place: int) -> int:
+    """The token at `place` in the completion of the request with this number: no other is the same."""
+    return 1000 * name + place
+
+
+def logprob(place: int) -> float:
+    """Its log-prob, exact in float32."""
+    return -(place + 1) / 64
+
+
+def candidates(name: int, place: int) -> list[int]:
+    """The tokens that it was drawn from, 1 to 3."""
+    return [token(name, place) + more for more in range(place % 3 + 1)]
+
+
+def pushed(norm: float) -> dict[str, torch.Tensor]:
+    """Weights whose norm layers are all `norm`."""
+    return {name: torch.full(shape, norm) for name, shape in Architecture(CONFIG).shapes.items()}
+
+
+async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None, **setup: Any) -> SGLangEngine:
+    """An engine on `fake`, which holds version 5."""
+    given = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)._replace(**setup)
+    longest = 32 if not isinstance(fake, Streaming) else 4096
+    return await start(given, CONFIG, version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=longest)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine."""
+    asyncio.run(asyncio.wait_for(work, 30))

@@ -1,0 +1,80 @@
+"""The adaptive lag in the learner: begun, carried on, bounded, and the same on every rank."""
+
+from pathlib import Path
+
+import learner_case as case
+import torch
+import torch.distributed as dist
+
+from streamppo.algorithms.lag import Lag
+from streamppo.learner import optimizer, steering
+from streamppo.learner.batch import pad
+from streamppo.learner.fetch import lag_histogram
+
+ADAPTIVE = "queue.max_lag={kind='adaptive', at_most=4, ess=0.5}"
+
+
+def test_it_begins_with_lag_one_goes_on_from_a_checkpoint_and_is_never_above_a_new_bound() -> None:
+    config = case.config_of(ADAPTIVE)
+    assert steering.go_on(config, None) == Lag(1)
+    assert steering.go_on(config, Lag(3, 0.5, 2)) == Lag(3, 0.5, 2)
+    assert steering.go_on(case.config_of("queue.max_lag={kind='adaptive', at_most=2}"), Lag(3, 0.5, 2)) == Lag(
+        2, 0.5, 2
+    )
+    assert steering.go_on(case.config_of("queue.max_lag=4"), Lag(3)) is None
+
+
+def test_with_a_window_the_lag_is_at_most_the_one_that_leaves_room_for_it() -> None:
+    config = case.config_of("queue.max_lag={kind='adaptive', at_most=8}", "queue.too_old=windowed")
+    assert (config.queue.flow_lag, config.queue.bound) == (5, 8)
+    found = {f"ess_lag_{name}": 1.0 for name in ("0", "5-8")}
+    assert steering.steered(config, Lag(4), 9, found, {0: 5, 4: 5}).admitted == 5
+    assert steering.steered(config, Lag(5), 9, found, {0: 5, 5: 5}).admitted == 5
+
+
+def test_a_policy_that_stands_still_says_nothing_about_lag() -> None:
+    config = case.config_of(ADAPTIVE, "algorithm.critic.warmup_updates=5")
+    for version, admitted in ((4, 1), (5, 2)):
+        assert steering.steered(config, Lag(1), version, {"ess_lag_1": 1.0}, {1: 9}).admitted == admitted
+
+
+def test_the_critic_keeps_its_learning_rate() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(()))], "lr": rate} for rate in (1.0, 2.0)]
+    adamw = torch.optim.AdamW(groups)
+    optimizer.lower_policy(adamw, 0.25)
+    assert [group["lr"] for group in adamw.param_groups] == [0.25, 2.0]
+
+
+CHOICES = {
+    "gae": (),
+    "grpo": ("algorithm.advantage.kind=grpo",),
+    "vtrace": ("algorithm.advantage.kind=vtrace",),
+    "behavior": ("algorithm.proximal=behavior", "algorithm.correction={kind='off'}", "algorithm.advantage.kind=rloo"),
+    "loglinear": ("algorithm.proximal=loglinear", "learner.minibatches=2", "algorithm.advantage.kind=rloo"),
+}
+
+
+def decisions(ranks: int, folder: Path) -> torch.Tensor:
+    """[ranks, choices, updates, 2] lags and shares of the learning rate, as each rank decides them."""
+    found: list[list[list[float]]] = []
+    for overrides in CHOICES.values():
+        config = case.config_of(ADAPTIVE, *overrides)
+        updater, lag = case.updater(config, folder), Lag(4)
+        found.append([])
+        for version in (4, 5, 6):
+            batch = pad(case.batch(version=version, min_version=version - 4, seed=version))
+            metrics = updater.metrics(updater.update(batch))
+            lag = steering.steered(config, lag, version, metrics, lag_histogram(batch))
+            found[-1].append([lag.admitted, lag.lr_share])
+    mine = torch.tensor(found)
+    everyones = [torch.zeros_like(mine) for _ in range(ranks)]
+    dist.all_gather(everyones, mine)
+    return torch.stack(everyones)
+
+
+def test_one_rank_and_two_decide_alike_under_every_estimator_and_proximal_policy(tmp_path: Path) -> None:
+    case.save_model(tmp_path)
+    alone, both = (case.by_ranks(decisions, ranks, tmp_path, tmp_path) for ranks in (1, 2))
+    assert torch.equal(both[0], both[1])
+    assert torch.equal(alone[0], both[0])
+    assert (alone[0, :, -1, 0] < 4).all(), "the data of the case are far off"
