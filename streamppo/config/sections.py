@@ -222,6 +222,8 @@ class Watchdog(Section, frozen=True):
 
     stall_s: Seconds = 300.0
     """With no update and no evaluation for so long the run stops and says why; while engines start, start_s longer."""
+    load_s: Seconds = 900.0
+    """While the learner makes or loads its model, stall_s is so much longer."""
     shutdown_s: Seconds | None = None
     """A run that is asked to stop writes a last checkpoint, unless that takes longer; by default 6 s, and 10 s a GB."""
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0

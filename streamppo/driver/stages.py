@@ -225,10 +225,15 @@ class Stages:
         self._check_scale()
         self._reports.check(self.crew.at_work())
         self._record.tick(doing)
+        self.calls.check_stall(self.config.watchdog.stall_s + self._starts_within(), doing, self._explain_stall)
+
+    def _starts_within(self) -> float:
+        """Seconds that what is starting now may take beyond those of a stall."""
+        if not self._loaded_ranks:
+            return self.config.watchdog.load_s
         # Engines that start have a limit and an error of their own.
         starting = self.crew.generating and not self.crew.at_work()
-        stall_s = self.config.watchdog.stall_s + (self.config.rollout.engine.start_s if starting else 0.0)
-        self.calls.check_stall(stall_s, doing, self._explain_stall)
+        return self.config.rollout.engine.start_s if starting else 0.0
 
     def _explain_stall(self) -> str:
         try:

@@ -11,7 +11,16 @@ stand on. So it keeps its tokens of the newest version, and the queue waits for 
 
 from collections.abc import Iterable, Sequence
 
+from streamppo.rollout.engine import Cuts
 from streamppo.types import Ints
+
+
+def due_before_swap(version: int, running: Sequence[tuple[Cuts, int]]) -> list[int]:
+    """The places in `running` of those to be cut before a swap to `version`; each with its segment's oldest version."""
+    if not running:
+        return []
+    one, _ = running[0]
+    return due([version - oldest for _, oldest in running], one.max_age, one.share)
 
 
 def due(ages: Sequence[int], max_age: int, share: float) -> list[int]:

@@ -64,6 +64,10 @@ class Completion(NamedTuple):
     candidates: Candidates | None = None
 
 
+NEVER = 2**62
+"""More tokens than any completion has."""
+
+
 class Cuts(NamedTuple):
     """One completion is cut after `max_tokens` tokens (0: never), and by its age (`max_age` = 0: never; see cuts.py).
 
@@ -77,6 +81,14 @@ class Cuts(NamedTuple):
     max_age: int = 0
     share: float = 0.0
     oldest: int | None = None
+
+    def next_by_length(self, handed: int) -> int:
+        """The number of tokens at which the segment behind `handed` of them is long enough to be cut."""
+        return handed + self.max_tokens if self.max_tokens else NEVER
+
+    def oldest_behind(self, handed: int, version: int) -> int:
+        """The version of the oldest token behind `handed` of this call; the first of those is of `version`."""
+        return version if handed or self.oldest is None else self.oldest
 
 
 class Usage(NamedTuple):

@@ -248,12 +248,13 @@ class Columns:
         """Join the candidates of all turns; an observation was drawn from nothing, and nothing is left out of it."""
         if all(found is None for found in self._candidates):
             return None
-        counts = [
-            np.zeros(len(part[0]), np.int32) if found is None else found.counts
-            for part, found in zip(self._parts, self._candidates, strict=True)
-        ]
-        tokens = [found.tokens for found in self._candidates if found is not None]
-        return Candidates(np.concatenate(tokens), np.concatenate(counts))
+        none = np.zeros(0, np.int32)
+        return Candidates.joined(
+            [
+                found or Candidates(none, np.zeros(len(part[0]), np.int32))
+                for part, found in zip(self._parts, self._candidates, strict=True)
+            ]
+        )
 
 
 def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:

@@ -195,7 +195,7 @@ class Worker:
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
             sampling = self._sampling._replace(max_tokens=self._limit(prompt, ticket.identity))
-            episode = await self._player.play(prompt, sampling, handing)
+            episode = await self._player.play(prompt, sampling, handing if self._config.queue.segments else None)
             handing.wait(episode)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
             last = episode.trajectory(handing.identity, self._name, reward, teacher_logprobs, prefix=handing.prefix)
@@ -245,6 +245,8 @@ class Worker:
 
     def _cut_waiting(self) -> int:
         """Cut what is due of the completions that wait; returns the version for which all is cut."""
+        if self._config.queue.segments is None:
+            return self.version
         kept = [handing.cut_waiting(self.version) for handing in self._under_way]
         return cut_for(self.version, (one for one in kept if one is not None), self._config.queue.flow_lag)
 

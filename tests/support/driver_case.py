@@ -109,7 +109,7 @@ class Recorded:
 
 
 class Case:
-    """`Stages` on `FakeRay`, whose rollout actors have all loaded."""
+    """`Stages` on `FakeRay`, whose rollout actors have all loaded; `with_model`, the learner has too."""
 
     def __init__(self, config: Config, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.ray = FakeRay(patch)
@@ -132,6 +132,17 @@ class Case:
         """Every rollout actor that starts has loaded."""
         for ref in self.watched(".start("):
             self.answer(ref, 0)
+
+    def with_model(self) -> "Case":
+        """A new group of ranks has loaded its model."""
+        group = self.stages.ranks[0].name if self.stages._ranks_are_new else "learner-0.1"
+        model = self.folder / "model"
+        self.ray.values |= {
+            f"{group}.make_model({model})": None,
+            f"{group}.setup({group}.rendezvous(), {model}, None)": 0,
+        }
+        self.stages.start_learner(None)
+        return self
 
     def answer(self, ref: str, value: Any) -> None:
         self.ray.values[ref] = value

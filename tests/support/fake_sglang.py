@@ -162,12 +162,12 @@ class Streaming(Fake):
         await super().stop()
 
     async def step(self, count: int) -> None:
-        """Make `count` steps, and let their tokens arrive."""
+        """Let what was asked for arrive, make `count` steps, and let their tokens arrive."""
+        await _settled()
         self.steps = count
         while self.steps:
             await asyncio.sleep(0)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await _settled()
 
     async def took(self, version: int) -> None:
         """Wait until it goes on with `version`."""
@@ -220,6 +220,11 @@ class Streaming(Fake):
                 if end > begin
             ]
         return {"meta_info": meta}
+
+
+async def _settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def token(name: int, place: int) -> int:

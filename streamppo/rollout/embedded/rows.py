@@ -18,13 +18,11 @@ from streamppo.rollout.embedded import spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.embedded.spans import Span
-from streamppo.rollout.engine import Candidates, Completion, Cuts, Sampling
+from streamppo.rollout.engine import NEVER, Candidates, Completion, Cuts, Sampling
 from streamppo.types import Ints
 
 REORDER = 1.2
 """Long rows are brought to the front where attention looks at so many times the places that it would look at then."""
-NEVER = 2**62
-"""More tokens than any completion has."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k that leave the model's distribution as it is."""
 
@@ -49,7 +47,7 @@ class Request:
 
     def next_cut(self) -> int:
         """The number of tokens at which the next segment is due."""
-        return self.handed + self.cuts.max_tokens if self.cuts and self.cuts.max_tokens else NEVER
+        return self.cuts.next_by_length(self.handed) if self.cuts else NEVER
 
     def resolve(self) -> None:
         """Hand over the completion, unless the request was cancelled."""
@@ -122,16 +120,12 @@ class Rows:
     def cut_before(self, version: int) -> None:
         """Cut the running completions that are due before a swap to `version`."""
         by_age = [
-            (row, request)
+            (row, request.cuts, request.handed)
             for row, request in enumerate(self.requests)
             if request.cuts and request.cuts.max_age and self._length[row] > request.handed
         ]
-        if not by_age:
-            return
-        ages = [version - self._oldest(row, request) for row, request in by_age]
-        _, one = by_age[0]
-        assert one.cuts
-        for place in cuts.due(ages, one.cuts.max_age, one.cuts.share):
+        running = [(one, one.oldest_behind(handed, int(self._versions[row, handed]))) for row, one, handed in by_age]
+        for place in cuts.due_before_swap(version, running):
             self._cut_row(by_age[place][0])
 
     def hand_over(self) -> None:
@@ -239,12 +233,6 @@ class Rows:
             self._cut.append(request)
         request.segment, request.handed = self._so_far(row, "cut"), int(self._length[row])
         self._next_cut[row] = request.next_cut()
-
-    def _oldest(self, row: int, request: Request) -> int:
-        """The version of the oldest token that was not handed over."""
-        if not request.handed and request.cuts and request.cuts.oldest is not None:
-            return request.cuts.oldest
-        return int(self._versions[row, request.handed])
 
     def _so_far(self, row: int, finish: Literal["stop", "length", "cut"]) -> Completion:
         request, length = self.requests[row], int(self._length[row])

@@ -28,8 +28,6 @@ from streamppo.types import Ints
 
 INTERVAL = 8
 """Tokens that SGLang sends at a time: each message costs CPU, and a swap waits for so many steps where a cut is due."""
-NEVER = 2**62
-"""More tokens than any completion has."""
 
 
 class Stream:
@@ -63,9 +61,7 @@ class Stream:
         """The version of the oldest token that was not handed over; None if none has arrived, or all have."""
         if self.length == self.handed or self._last is not None:
             return None
-        if not self.handed and self.cuts.oldest is not None:
-            return self.cuts.oldest
-        return int(self._versions()[self.handed])
+        return self.cuts.oldest_behind(self.handed, int(self._versions()[self.handed]))
 
     def cut_before_swap(self) -> "asyncio.Future[None]":
         """Cut behind the tokens that older weights can have sampled, once they have arrived; done when it is."""
@@ -106,9 +102,8 @@ class Stream:
         self.cut_what_is_due()
 
     def _next_cut(self) -> int:
-        """The number of tokens at which the next segment ends, `NEVER` if nothing ends it."""
-        begin, most = self._begins[-1][0], self.cuts.max_tokens
-        by_length = self.handed + most if most else NEVER
+        """The number of tokens at which the next segment ends; beyond all tokens if nothing ends it."""
+        begin, by_length = self._begins[-1][0], self.cuts.next_by_length(self.handed)
         return min(by_length, begin) if self._due and self.handed < begin else by_length
 
     def _cut(self, at: int) -> None:
@@ -159,12 +154,9 @@ class Streams:
     async def cut(self, version: int) -> None:
         """Cut what is due at `version`, which SGLang certainly holds; return when all of it was handed over."""
         found = [(stream, stream.oldest()) for stream in self._open if stream.cuts.max_age]
-        by_age = [(stream, version - oldest) for stream, oldest in found if oldest is not None]
-        waited: list[asyncio.Future[None]] = []
-        if by_age:
-            one = by_age[0][0].cuts
-            due = rules.due([age for _, age in by_age], one.max_age, one.share)
-            waited = [by_age[place][0].cut_before_swap() for place in due]
+        by_age = [(stream, oldest) for stream, oldest in found if oldest is not None]
+        due = rules.due_before_swap(version, [(stream.cuts, oldest) for stream, oldest in by_age])
+        waited = [by_age[place][0].cut_before_swap() for place in due]
         for stream in list(self._open):
             stream.cut_what_is_due()
         if waited:

@@ -59,7 +59,7 @@ def test_the_part_of_an_actor_that_dies_is_asked_of_one_that_is_at_work(driver_c
 
 
 def test_held_out_prompts_that_are_answered_are_progress(driver_case: Make) -> None:
-    run = driver_case(2, "evaluation.prompts=3")
+    run = driver_case(2, "evaluation.prompts=3").with_model()
     done = ask(run, 5)
     assert run.watched("evaluate") == [f"rollout-{who}.evaluate({part}, 3, 5)" for part, who in enumerate((0, 1, 0))]
     run.ray.now += 200

@@ -19,18 +19,6 @@ def after(run: Case, seconds: float) -> list[str]:
     return run.watched("silent")
 
 
-def loaded(run: Case) -> Case:
-    """The run, with a new group of ranks that has loaded its model."""
-    group = run.stages.ranks[0].name if run.stages._ranks_are_new else "learner-0.1"
-    model = run.folder / "model"
-    run.ray.values |= {
-        f"{group}.make_model({model})": None,
-        f"{group}.setup({group}.rendezvous(), {model}, None)": 0,
-    }
-    run.stages.start_learner(None)
-    return run
-
-
 def test_silent_actors_are_replaced_and_the_queue_is_asked_four_times_within_the_limit(driver_case: Make) -> None:
     run = driver_case(2, "watchdog.heartbeat_s=40")
     assert after(run, 9) == []
@@ -44,23 +32,23 @@ def test_a_rank_that_is_silent_is_a_lost_learner_from_the_moment_it_has_loaded(d
     run = driver_case(2, "watchdog.heartbeat_s=40")
     assert after(run, 10) == [ASKED]
     run.answer(ASKED, [])
-    loaded(run)
+    run.with_model()
     assert after(run, 10) == [WITH_RANK]
     with pytest.raises(LearnerLost, match=r"^learner-0: silent for more than 40 s$"):
         run.answer(WITH_RANK, [id_of("learner-0.0")])
 
 
 def test_ranks_that_are_gone_and_ranks_that_load_are_not_asked_about(driver_case: Make) -> None:
-    run = loaded(driver_case(2, "watchdog.heartbeat_s=40"))
+    run = driver_case(2, "watchdog.heartbeat_s=40").with_model()
     run.ray.now += 10
-    loaded(run)
+    run.with_model()
     assert run.watched("silent") == [ASKED]
 
 
 def test_actors_and_ranks_that_were_replaced_already_are_nobodys_loss(driver_case: Make) -> None:
-    run = loaded(driver_case(2, "watchdog.heartbeat_s=40"))
+    run = driver_case(2, "watchdog.heartbeat_s=40").with_model()
     assert after(run, 10) == [WITH_RANK]
-    loaded(run)
+    run.with_model()
     run.crew.replace(id_of("rollout-1"), "it was killed")
     run.answer(WITH_RANK, ["rollout-1", id_of("learner-0.0")])
     assert run.names() == ["rollout-0", "rollout-2"]
@@ -68,7 +56,7 @@ def test_actors_and_ranks_that_were_replaced_already_are_nobodys_loss(driver_cas
 
 
 def test_the_silence_of_a_queue_that_was_stopped_itself_is_that_of_nobody(driver_case: Make) -> None:
-    run = loaded(driver_case(2, "watchdog.heartbeat_s=40"))
+    run = driver_case(2, "watchdog.heartbeat_s=40").with_model()
     assert after(run, 10) == [WITH_RANK]
     run.ray.now += 60
     run.answer(WITH_RANK, ["rollout-0", "rollout-1", id_of("learner-0.0")])

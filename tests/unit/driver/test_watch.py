@@ -105,14 +105,14 @@ def test_a_stall_is_counted_from_the_last_answer_that_was_waited_for(calls: Any,
 
 
 def test_an_engine_may_take_as_long_to_start_as_its_configuration_says(driver_case: Callable[..., Case]) -> None:
-    run = driver_case(2, "rollout.engine={kind='sglang', start_s=500}")
+    run = driver_case(2, "rollout.engine={kind='sglang', start_s=500}").with_model()
     for seat in run.crew.seats:
         seat.at_work = False
     run.ray.now += 700
     run.tick("update 1")
     run.crew.generating = False
     with pytest.raises(RunError, match="progressed for 300 s"):
-        run.tick("loading the model")
+        run.tick("update 1")
     run.crew.generating = True
     run.ray.now += 200
     with pytest.raises(RunError, match=r"progressed for 800 s.*have not started: rollout-0, rollout-1"):
@@ -123,3 +123,16 @@ def test_an_engine_may_take_as_long_to_start_as_its_configuration_says(driver_ca
     run.ray.now += 400
     with pytest.raises(RunError, match=r"progressed for 300 s.*the queue gives no answer.*not started: rollout-1$"):
         run.tick("update 1")
+
+
+def test_a_model_may_take_as_long_to_load_as_the_configuration_says(driver_case: Callable[..., Case]) -> None:
+    run = driver_case(2, "watchdog.stall_s=20", "watchdog.load_s=500").with_model()
+    run.ray.now += 30
+    with pytest.raises(RunError, match="progressed for 20 s"):
+        run.tick("update 1")
+    run.stages._loaded_ranks = {}
+    run.ray.now += 480
+    run.tick("loading the model")
+    run.ray.now += 10
+    with pytest.raises(RunError, match="progressed for 520 s"):
+        run.tick("loading the model")
