@@ -147,8 +147,11 @@ def _held_out_falls(seen: Evidence) -> str | None:
 
 
 def _few_effective(seen: Evidence) -> str | None:
-    ess = seen.mean("ess")
-    return f"ess {ess:.2f}: so few of the tokens count" if ess is not None and ess < FEW_EFFECTIVE else None
+    values = sorted(seen.series("ess"))
+    # A few such updates are enough to lose a policy, and the mean of all hides them.
+    if not values or (quartile := values[len(values) // 4]) >= FEW_EFFECTIVE:
+        return None
+    return f"ess at most {quartile:.2f} in a quarter of the updates: so few of the tokens count"
 
 
 def _too_old(seen: Evidence) -> str | None:
@@ -274,7 +277,7 @@ RULES = (
     ),
     Rule(
         "ESS collapse",
-        f"effective sample size below {FEW_EFFECTIVE:g} of the tokens",
+        f"effective sample size below {FEW_EFFECTIVE:g} of the tokens in a quarter of the updates",
         "lower queue.max_lag or learner.lr, use a correction that truncates or rejects",
         _few_effective,
     ),

@@ -10,7 +10,7 @@ NASTY = "x = [red]1[/red]\n\x1b[2J\x07\u202e # 答え: 42 " + "日本語" * 200
 
 def empty() -> State:
     """A run that has just begun."""
-    return State("math", "/home/someone/runs/math", updates=100, max_lag=2, batch_size=512)
+    return State("math", "/home/someone/runs/math", updates=100, lag_bound="2", batch_size=512)
 
 
 def update(version: int, wall_s: float) -> UpdateLine:

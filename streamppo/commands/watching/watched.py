@@ -63,7 +63,7 @@ class WatchedRun:
     def _begin(self) -> None:
         """Forget the lines: there is another file."""
         config, name = self.config, self.view.name
-        self._state = state_of(config, self._folder) if config else State(name, str(self._folder), 0, 0, 0)
+        self._state = state_of(config, self._folder) if config else State(name, str(self._folder), 0, "", 0)
         self._diagnosis = Diagnosis(config) if config else None
 
     def _read(self) -> None:
@@ -114,4 +114,4 @@ class WatchedReplay:
 
     def shown(self) -> Shown:
         """The replay."""
-        return Shown(self._view, State(self._view.name, "", 0, 0, 0), "replayed")
+        return Shown(self._view, State(self._view.name, "", 0, "", 0), "replayed")

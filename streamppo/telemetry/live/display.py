@@ -73,7 +73,8 @@ def display(config: Config, folder: Path) -> Display:
 def state_of(config: Config, folder: Path) -> State:
     """Make the state of a run of which nothing is known yet."""
     queue = config.queue
-    return State(config.name, str(folder), config.updates, queue.bound, queue.batch_size)
+    lag_bound = f"{queue.bound}{' in the mean' if queue.admission == 'mean' else ''}"
+    return State(config.name, str(folder), config.updates, lag_bound, queue.batch_size)
 
 
 class PlainLines:

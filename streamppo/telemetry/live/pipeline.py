@@ -75,7 +75,7 @@ def _lags(state: State, width: int) -> list[Text]:
     cells = (width - LABEL) // len(shares) - 8
     for name, share in shares.items():
         row.append(f"{name} ", "dim").append(bar(share, max(1, min(cells, 12))), "cyan").append(f" {share:.0%}  ")
-    return [row.append(f"of {state.max_lag}", "dim")]
+    return [row.append(f"of {state.lag_bound}", "dim")]
 
 
 def _tall_lags(state: State, width: int) -> list[Text]:
@@ -87,7 +87,7 @@ def _tall_lags(state: State, width: int) -> list[Text]:
     for place, (name, share) in enumerate(shares.items()):
         drawn = bar(share / longest, cells)
         rows.append(labelled("" if place else "lag", (f"{name:<4}", "dim"), (f"{drawn} ", "cyan"), f"{share:.0%}"))
-    rows[-1].append(f"  of at most {state.max_lag}", "dim")
+    rows[-1].append(f"  of at most {state.lag_bound}", "dim")
     return rows
 
 

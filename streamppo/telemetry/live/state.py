@@ -36,14 +36,14 @@ class Engine(NamedTuple):
 class State:
     """The state of one run.
 
-    `line` is the newest update in one line, `doing` the driver's reason to wait, `stopping` true after a signal.
-    `memory` is in use and there, in GiB.
+    `lag_bound` says what a lag is at most, `line` is the newest update in one line, `doing` the driver's reason to
+    wait, `stopping` true after a signal. `memory` is in use and there, in GiB.
     """
 
     name: str
     folder: str
     updates: int
-    max_lag: int
+    lag_bound: str
     batch_size: int
     version: int = 0
     wall_s: float = 0.0

@@ -31,7 +31,7 @@ def test_a_finding_is_told_with_its_advice(run: Path, capsys: pytest.CaptureFixt
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**line, "ess": 0.1} if "update" in line else line) + "\n" for line in lines))
     assert cli.main(["summary", str(run)]) == 0
-    assert "ESS collapse (update 24): ess 0.10" in capsys.readouterr().out
+    assert "ESS collapse (update 24): ess at most 0.10" in capsys.readouterr().out
 
 
 def test_programs_get_json_of_a_run_without_a_summary_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

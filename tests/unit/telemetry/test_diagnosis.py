@@ -90,7 +90,11 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "value loss diverges": (after(value_loss=0.5), None, "value loss 0.5, and 0.1 at its lowest"),
     "explained variance": (after(explained_variance=-0.4), None, "explained variance -0.40"),
     "reward rises while held-out falls": ([*FALLING, evaluation(40, 0.4)], None, "0.400 after 0.600, while the reward"),
-    "ESS collapse": (after(ess=0.1), None, "ess 0.10"),
+    "ESS collapse": (
+        [*updates(2 * WINDOW), *updates(6, 2 * WINDOW + 1, ess=0.1), *updates(WINDOW - 6, 2 * WINDOW + 7)],
+        None,
+        "ess at most 0.10 in a quarter",
+    ),
     "lag at its bound": (after(tokens_too_old=12.0), None, "12% of the tokens are beyond queue.max_lag (2)"),
     "engine and learner differ": (after(mismatch=0.2), None, "mismatch 0.2 nats"),
     "length drifts": (after(length=31.0), None, "31.0 tokens a completion, 10.0 in the first 20"),

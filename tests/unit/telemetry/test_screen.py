@@ -211,3 +211,17 @@ def test_without_a_terminal_a_line_is_logged_now_and_then_and_at_the_end(
     plain.close()
     assert caplog.messages == ["update 11", "update 22", "update 30"]
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "bound"),
+    [
+        (("queue.max_lag=3",), "3"),
+        (("queue.max_lag={kind='adaptive', at_most=9, ess=0.5}",), "9"),
+        (("queue.max_lag=3", "queue.admission='mean'", "queue.too_old='keep'"), "3 in the mean"),
+    ],
+)
+def test_the_view_says_whether_each_lag_is_bounded_or_the_mean(
+    math_config: Callable[..., Config], settings: tuple[str, ...], bound: str
+) -> None:
+    assert displays.state_of(math_config(*settings), Path()).lag_bound == bound
