@@ -275,6 +275,18 @@ class Push(Crossing, frozen=True):
         return checksum(repr((places, self.checksums)).encode())
 
 
+class Learned(Crossing, frozen=True):
+    """The learner's numbers of each token of a batch, as the update begins: float32 without padding, or empty.
+
+    `values` are the critic's; `proximal_logprobs` are under the learner's own policy, where a pass before the first
+    step gives them; `advantages` are those of the loss, whitened if it wants them so.
+    """
+
+    values: bytes = b""
+    proximal_logprobs: bytes = b""
+    advantages: bytes = b""
+
+
 class QueueReport(Crossing, frozen=True):
     """The queue's counters since the run began, and what it holds at this moment.
 

@@ -1,7 +1,7 @@
 """Show people the batch of an update, the trajectories that could not be trained on, and the end of each attempt at a
 prompt."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from streamppo.queue.records import Made, SavedSlot
 from streamppo.queue.slot import SlotState
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, floats, ints
+
+LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
+"""The learner's numbers of each token, and their names here: its log-probs stand below those of sampling."""
 
 
 def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
@@ -31,10 +34,10 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
         f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
     )
-    ends = columns["offsets"][1:].tolist()
-    for trajectory, end in zip(batch.trajectories[:count], ends, strict=False):
-        values = floats(columns["values"][end - trajectory.num_tokens : end].tobytes()) if "values" in columns else None
-        echo("\n".join(_lines(batch, trajectory, values, tokenizer)))
+    learned = archive.learned(columns)
+    for row, trajectory in enumerate(batch.trajectories[:count]):
+        numbers = {name: column[row] for name, column in learned.items()}
+        echo("\n".join(_lines(batch, trajectory, numbers, tokenizer)))
     return 0
 
 
@@ -123,7 +126,7 @@ def _segment(identity: Identity) -> str:
     return f" segment {identity.segment}"
 
 
-def _lines(batch: Batch, trajectory: Trajectory, values: Floats | None, tokenizer: Tokenizer) -> Iterator[str]:
+def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], tokenizer: Tokenizer) -> Iterator[str]:
     versions = ints(trajectory.versions)
     components = "".join(f", {name} {value:g}" for name, value in trajectory.components.items())
     end = f"{trajectory.finish}, {trajectory.num_tokens} tokens"
@@ -134,8 +137,8 @@ def _lines(batch: Batch, trajectory: Trajectory, values: Floats | None, tokenize
     yield f"  completion  {tokenizer.decode(ints(trajectory.tokens))!r}"
     yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"
     yield f"  log-probs   {_numbers(floats(trajectory.logprobs))}"
-    if values is not None:
-        yield f"  values      {_numbers(values)}"
+    for name, column in learned.items():
+        yield f"  {LEARNED[name]:<12}{_numbers(column)}"
     if trajectory.token_rewards:
         yield f"  rewards     {_numbers(floats(trajectory.token_rewards))}"
     if trajectory.teacher_logprobs:

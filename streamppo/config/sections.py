@@ -198,6 +198,8 @@ class Archive(Section, frozen=True):
 
     keep: Count = 0
     """Updates whose batches stay at least, besides those after the oldest checkpoint; 0 keeps all of them."""
+    numbers: bool = True
+    """The learner's log-prob and the advantage of each token lie beside it, for `watch` and `inspect`: 8 bytes each."""
 
 
 LONGEST_NAME = 200

@@ -96,10 +96,10 @@ class Learner:
             run = self.config.algorithm.critic.pretrain
             log.info("the critic has learned from %d batches of %s: %s", len(explained), run, shares)
 
-    def push(self, values: bytes = b"") -> float:
+    def push(self, learned: bytes = b"") -> float:
         """Publish the present version beside training: a snapshot of every rank's shards, carried by rank 0.
 
-        `values` are the critic's of the batch that made it. Returns the milliseconds that the push before took.
+        `learned` is the encoded `Learned` of its batch. Returns the milliseconds that the push before took.
         """
         dtype = self.config.model.dtype
         if dist.get_rank():
@@ -107,7 +107,7 @@ class Learner:
             return 0.0
         buckets = self.pusher.buckets(policy.pushed(self.policy, dtype))
         policy.snapshot(self.policy, buckets.tensors, dtype)
-        return self.pusher.push(self.version, buckets, values, self.lag.admitted if self.lag else None)
+        return self.pusher.push(self.version, buckets, learned, self.lag.admitted if self.lag else None)
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`; it is written beside training."""

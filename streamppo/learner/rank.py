@@ -107,10 +107,10 @@ class Rank:
         left = learner.follow_schedule(fetched.lags)
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
-        metrics, values = updater.metrics(updated), updater.values(updated)
+        metrics, learned = updater.metrics(updated), encode(updater.learned(updated))
         metrics |= left | learner.steer(metrics, fetched.lags) | learner.speed(updated, metrics)
         learner.version += 1
-        push_ms = learner.push(values)
+        push_ms = learner.push(learned)
         metrics |= {
             "wait_s": wait_s,
             "fetch_s": fetched.fetch_s,
@@ -149,8 +149,8 @@ class Rank:
         assert self._built is not None, "setup comes first"
         return self._built
 
-    def _publish(self, push: bytes, refs: "list[BucketRef]", values: bytes) -> None:
-        ray.get(self._queue.publish.remote(push, refs, values, self._epoch))
+    def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> None:
+        ray.get(self._queue.publish.remote(push, refs, learned, self._epoch))
 
     def _beat(self) -> None:
         """Tell the queue without end that this process lives, beside all work; a collective that hangs is not told."""

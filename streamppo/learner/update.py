@@ -42,6 +42,7 @@ from streamppo.learner.policy import Part, Policy, Scored, nothing, release
 from streamppo.learner.reference import follow
 from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, of_server
 from streamppo.process import phase
+from streamppo.types import Learned
 
 log = logging.getLogger(__name__)
 
@@ -184,11 +185,15 @@ class Updater:
         self._move_reference(batch.version)
         return made
 
-    def values(self, updated: Updated) -> bytes:
-        """The float32 values that the critic gave the batch before the update, without padding; nothing without one."""
-        if not self.config.algorithm.has_critic:
-            return b""
-        return unpadded(updated.targets.scored.values_BT, updated.batch.length_B)
+    def learned(self, updated: Updated) -> Learned:
+        """The numbers of each token that were known before the first step, as far as they are to be kept."""
+        targets, length_B, wanted = updated.targets, updated.batch.length_B, self.config.archive.numbers
+        part = self.objective.scored if wanted else None
+        return Learned(
+            values=unpadded(targets.scored.values_BT, length_B) if self.config.algorithm.has_critic else b"",
+            proximal_logprobs=unpadded(targets.scored.logprobs_BT, length_B) if part in ("policy", "both") else b"",
+            advantages=unpadded(targets.estimate.advantages, length_B) if wanted else b"",
+        )
 
     def pretrain(self, batch: PaddedBatch) -> float:
         """Teach the critic alone the returns of `batch`, which may be another run's.

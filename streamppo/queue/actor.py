@@ -5,7 +5,7 @@
     waits for    nothing but the disk; its callers wait here, each for what it asked for (waiting.py)
 
     nothing is acknowledged before it is in the journal: callers that come while one transaction runs share the next
-    no version is published before the batch that made it is in the archive, with the critic's values of it
+    no version is published before the batch that made it is in the archive, with the learner's numbers of it
 
 Queue and ledger share a process, so that a version becomes known, ends the lease of the batch that made it and lets
 engines pull it in one step. A new process fences out the one before it and rebuilds the queue from the journal; the
@@ -41,7 +41,7 @@ from streamppo.queue.rules import QueueRules
 from streamppo.queue.source import ArchivedRuns
 from streamppo.queue.state import QueueState, Settings, settings_of
 from streamppo.queue.waiting import BatchWaiters, TicketLine, VersionWaiters
-from streamppo.types import Batch, Failure, Push, Trajectory, decode, encode
+from streamppo.types import Batch, Failure, Learned, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -233,18 +233,18 @@ class QueueActor(ArchivedRuns):
         return None if read is None else await self._handout.tokens(version, rows, read)
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> None:
         """Publish a version: archive and consume its batch, free its slots, and let engines pull its weights.
 
-        `values` are the critic's, of every token of the batch (float32); empty without one. A version that was
-        published before must have the same weights again where `learner.exact` says so, and keeps its first digest
-        elsewhere. Raises `Diverged` if it has others, and `QueueError` for a learner that was given up for dead.
+        `learned` is the encoded `Learned` of its batch; empty without a batch. A version that was published before must
+        have the same weights again where `learner.exact` says so, and keeps its first digest elsewhere. Raises
+        `Diverged` if it has others, and `QueueError` for a learner that was given up for dead.
         """
         described = decode(push, Push)
         version, self._learner = described.version, max(learner, self._learner)
         if learner < self._learner:
             raise QueueError(f"version {version} comes from learner {learner}, which was given up for dead")
-        archived = await self._archive_of(version - 1, values) if version and version not in self._made else None
+        archived = await self._archive_of(version - 1, learned) if version and version not in self._made else None
         # The same call, made twice, may have waited beside this one.
         known = self._made.get(version)
         if known is None:
@@ -303,10 +303,11 @@ class QueueActor(ArchivedRuns):
                 raise
             self._written = upto
 
-    def _archive_of(self, version: int, values: bytes) -> asyncio.Task[Archived]:
+    def _archive_of(self, version: int, learned: bytes) -> asyncio.Task[Archived]:
         """The task that writes a leased batch, begun once."""
         if version not in self._archiving:
-            writing = asyncio.to_thread(self._archive.write, self._queue.leased(version), values)
+            numbers = decode(learned, Learned) if learned else Learned()
+            writing = asyncio.to_thread(self._archive.write, self._queue.leased(version), numbers)
             self._archiving[version] = asyncio.create_task(writing)
         return self._archiving[version]
 

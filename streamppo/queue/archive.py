@@ -10,9 +10,10 @@ prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on singl
 left of it, and `candidate_counts` says how many each token of a completion has (0: the whole vocabulary), both flat,
 with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server. If rewards have components a
 table of them [B, components], NaN if a trajectory has none of a name. If rewards are explained, `explanations` is their
-text in UTF-8, flat, with offsets of its own. If there is a critic, `values` has for each token
-the critic's expectation before it was sampled, as the update began. A file is complete when it has its name; it counts
-once the journal holds its SHA-256.
+text in UTF-8, flat, with offsets of its own. The learner's numbers of each token, as the update began, lie beside it:
+`values`, the critic's expectation before it was sampled, if there is a critic; `proximal_logprobs`, its log-prob by the
+learner's own policy, if a pass gave it; `advantages`. A file is complete when it has its name; it counts once the
+journal holds its SHA-256.
 
 With segments, `segment` is a trajectory's number in its completion, and `prefix` says how many of the last tokens of
 its prompt are of the segments before it.
@@ -42,7 +43,7 @@ from streamppo.process import phase
 from streamppo.queue import zarr_zip
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
-from streamppo.types import Batch, Identity, Trajectory, flags, floats, ints
+from streamppo.types import Batch, Floats, Identity, Learned, Trajectory, flags, floats, ints
 
 if TYPE_CHECKING:
     import pyarrow
@@ -51,6 +52,8 @@ Column: TypeAlias = NDArray[np.generic]
 FINISH = ("stop", "length", "cut")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
+LEARNED = Learned.__struct_fields__
+"""Columns that the learner adds to them."""
 RAGGED = {"token_rewards": floats, "candidates": ints, "candidate_counts": ints, "teacher_logprobs": floats}
 """Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
 
@@ -87,15 +90,15 @@ class Archive:
         return sorted(self.checksums)
 
     @phase("archive")
-    def write(self, batch: Batch, values: bytes = b"") -> Archived:
+    def write(self, batch: Batch, learned: Learned | None = None) -> Archived:
         """Make `batch` durable, but for its name, which `settle` gives it; returns the journal's record of the file.
 
-        `values` are one float32 for each token of its completions, or empty. Raises `JournalError` if the disk refuses.
+        `learned` has one number for each token of its completions. Raises `JournalError` if the disk refuses.
         """
         aside = self._aside(batch.version)
         with durable.naming(self.path(batch.version), JournalError):
             durable.folder(self.folder)
-            _write(aside, batch, values)
+            _write(aside, batch, learned or Learned())
             durable.flush(aside)
             sha256 = durable.sha256(aside)
         prompts = [trajectory.identity.prompt for trajectory in batch.trajectories]
@@ -147,7 +150,7 @@ class Archive:
         columns, attributes = self._read(version)
         explanations = _explanations(columns)
         at, prompt_at = columns.pop("offsets"), columns.pop("prompt_offsets")
-        names = [name for name in (*FLAT, "values") if name in columns]
+        names = [name for name in (*FLAT, *LEARNED) if name in columns]
         flat = {name: pyarrow.ListArray.from_arrays(at.astype(np.int32), columns.pop(name)) for name in names}
         flat["prompt_tokens"] = pyarrow.ListArray.from_arrays(prompt_at.astype(np.int32), columns.pop("prompt_tokens"))
         for name in [name for name in RAGGED if name in columns]:
@@ -199,12 +202,18 @@ def open(run: Path) -> Archive:
     return Archive(run / "archive", checksums(versions))
 
 
+def learned(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
+    """The learner's numbers that are kept, by their names: for every completion, one for each of its tokens."""
+    ends = columns["offsets"][1:-1].tolist()
+    return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
+
+
 def checksums(versions: Iterable[Made]) -> dict[int, str]:
     """The SHA-256 of each archived batch, by the batch's version."""
     return {made.version - 1: made.archived.sha256 for made in versions if made.archived}
 
 
-def _write(path: Path, batch: Batch, values: bytes) -> None:
+def _write(path: Path, batch: Batch, learned: Learned) -> None:
     trajectories = batch.trajectories
     words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
     known = {name: sorted(set(column)) for name, column in words.items()}
@@ -229,9 +238,10 @@ def _write(path: Path, batch: Batch, values: bytes) -> None:
     if any(one.finish == "cut" or one.identity.segment for one in trajectories):
         columns["segment"] = np.array([one.identity.segment for one in trajectories])
         columns["prefix"] = np.array([one.prefix for one in trajectories])
-    if values:
-        columns["values"] = floats(values)
-        assert len(columns["values"]) == len(columns["tokens"]), "one value for each token"
+    for name in LEARNED:
+        if found := getattr(learned, name):
+            columns[name] = floats(found)
+            assert len(columns[name]) == len(columns["tokens"]), "one number for each token"
     if any(texts := [one.explanation.encode() for one in trajectories]):
         columns["explanations"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
         columns["explanations_offsets"] = _offsets([len(text) for text in texts])

@@ -48,8 +48,8 @@ class BatchSource(Protocol):
         ...
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
-        """Receive a new version: its `Push`, references to its buckets, and the critic's values of its batch.
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> None:
+        """Receive a new version: its `Push`, references to its buckets, and the encoded `Learned` of its batch.
 
         `learner` counts the groups of ranks that the run has had.
         """
@@ -123,7 +123,7 @@ class ArchiveSource(ArchivedRuns):
         return await self._handout.tokens(version, rows, lambda: self._archive.batch(version))
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", values: bytes, learner: int) -> None:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> None:
         """Keep the digest of a version; its weights go nowhere."""
         described = decode(push, Push)
         self._digests[described.version] = described.digest

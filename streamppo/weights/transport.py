@@ -40,7 +40,7 @@ class Pusher:
     """Checksums and publishes versions in a thread of its own, in their order.
 
     At most one push is under way: `push` waits for the one before, so memory holds two versions at most. Nobody
-    waits for an engine. `last` is the newest push. `publish` gets the encoded `Push`, its buckets and the values.
+    waits for an engine. `last` is the newest push. `publish` gets the encoded `Push`, its buckets and `learned`.
     """
 
     def __init__(self, publish: Callable[[bytes, list[BucketRef], bytes], None], bucket_bytes: int) -> None:
@@ -59,15 +59,15 @@ class Pusher:
             return Buckets(like, self._bucket_bytes)
         return self._sets.pop(0)
 
-    def push(self, version: int, filled: Buckets, values: bytes = b"", admitted_lag: int | None = None) -> float:
+    def push(self, version: int, filled: Buckets, learned: bytes = b"", admitted_lag: int | None = None) -> float:
         """Start pushing what is in `filled`. Returns the milliseconds of the push before.
 
-        `values`, the critic's of the batch that made the version, go along, and the lag to be admitted with it. Raises
+        `learned`, of the batch that made the version, goes along, and the lag to be admitted with it. Raises
         the error of the push before.
         """
         before = self.last.result()
         self._sets.append(filled)
-        self.last = self._thread.submit(self._carry, version, filled, values, admitted_lag)
+        self.last = self._thread.submit(self._carry, version, filled, learned, admitted_lag)
         return before.ms
 
     def again(self) -> None:
@@ -76,10 +76,10 @@ class Pusher:
             self._thread.submit(lambda: self._carried and self._publish(*self._carried))
 
     @phase("publish")
-    def _carry(self, version: int, filled: Buckets, values: bytes, admitted_lag: int | None) -> Pushed:
+    def _carry(self, version: int, filled: Buckets, learned: bytes, admitted_lag: int | None) -> Pushed:
         start = time.perf_counter()
         push = structs.replace(filled.push(version, self._base), admitted_lag=admitted_lag)
-        self._carried = encode(push), [ray.put(array) for array in filled.arrays], values
+        self._carried = encode(push), [ray.put(array) for array in filled.arrays], learned
         self._publish(*self._carried)
         self._base = version
         return Pushed(push.digest, (time.perf_counter() - start) * 1e3)

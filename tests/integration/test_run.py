@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from conftest import MATH, REPOSITORY, SUPPORT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamppo.queue import archive
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.catalogue import BESIDE, SOMETIMES, UPDATE
 
@@ -129,6 +131,10 @@ def test_a_short_run_learns_asynchronously_and_leaves_what_it_promises(tmp_path:
     for share in (found["learner_idle_share"], found["engines"]["idle_share"]):
         assert 0 <= share <= 1
     assert found["seed"] == 1
+    kept = archive.open(tmp_path / "math").columns(119)
+    assert np.isfinite(kept["advantages"]).all() and np.std(kept["advantages"]) > 0.1
+    # The learner is at most two versions ahead of the policy that sampled.
+    assert np.median(np.abs(kept["proximal_logprobs"] - kept["logprobs"])) < 0.2
     assert found["dropped"].keys() >= {"too_old", "abandoned"}
     assert found["versions"]["torch"]
     rows = updates(tmp_path)

@@ -1,10 +1,11 @@
 """The batches in a run's archive for the page: trajectories in short, and one with a row of numbers for each token.
 
-Only numbers that the archive keeps are shown, and differences of two of them; a column that a run has not is left out.
+Only numbers that the archive keeps are shown, and differences and ratios of two of them; a column that a run has not is
+left out.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypedDict
@@ -31,10 +32,13 @@ BEGINNING = 160
 """Characters of a completion in the list of a batch."""
 BARS = 12
 """Bars of the rewards of a batch at most."""
-MISSING = (
-    "Advantages, ratios and the learner's log-probs of single tokens are not kept: the learner needs them for the "
-    "length of an update, and writes down their means."
-)
+MISSING = "Advantages, ratios and the learner's log-probs of single tokens were not kept: archive.numbers was off."
+LEARNED = {
+    "values": ("value", "the critic's expectation before it, as the update began", "both"),
+    "proximal_logprobs": ("learner's log-prob", "nats, under the learner's policy as the update began", "less"),
+    "advantages": ("advantage", "the weight of its gradient: above 0 it is made more likely", "both"),
+}
+"""The learner's numbers, with their name, meaning and colour."""
 
 
 class Column(TypedDict):
@@ -131,12 +135,12 @@ class Trajectories:
 
     def open(self, update: int, row: int) -> Opened:
         """Trajectory number `row` of a batch. Raises `JournalError` if it is not kept, or the batch has no such row."""
-        found, values = self._batch(update - 1)
+        found, learned = self._batch(update - 1)
         if not 0 <= row < len(found.trajectories):
             raise JournalError(f"update {update} has no trajectory {row}: there are {len(found.trajectories)}")
         one = found.trajectories[row]
         tokens = ints(one.tokens)[:SHOWN_TOKENS]
-        columns = _columns(found, one, None if values is None else values[row])
+        columns = _columns(found, one, {name: column[row] for name, column in learned.items()})
         return {
             "update": update,
             "row": row,
@@ -150,17 +154,13 @@ class Trajectories:
             "sampled": flags(one.mask)[:SHOWN_TOKENS].tolist(),
             "columns": [{**column, "values": column["values"][:SHOWN_TOKENS]} for column in columns],
             "left_out": one.num_tokens - len(tokens),
-            "missing": MISSING,
+            "missing": "" if "advantages" in learned else MISSING,
         }
 
-    def _read(self, version: int) -> tuple[Batch, list[Floats] | None]:
-        """A batch, and the critic's values for each of its completions if there was a critic."""
+    def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
+        """A batch, and what is kept of the learner's numbers for each of its completions, by their names."""
         found = archive.open(self._folder)
-        columns, batch = found.columns(version), found.batch(version)
-        if "values" not in columns:
-            return batch, None
-        ends = columns["offsets"][1:-1].tolist()
-        return batch, [floats(part.tobytes()) for part in np.split(columns["values"], ends)]
+        return found.batch(version), archive.learned(found.columns(version))
 
 
 def _title(one: Trajectory) -> str:
@@ -205,7 +205,7 @@ def _bars(rewards: Sequence[float]) -> list[Bar]:
 # --- columns -------------------------------------------------------------------------------------------------
 
 
-def _columns(batch: Batch, one: Trajectory, values: Floats | None) -> list[Column]:
+def _columns(batch: Batch, one: Trajectory, learned: Mapping[str, Floats]) -> list[Column]:
     """The numbers of each token that are known of this trajectory."""
     mask, versions, logprobs = flags(one.mask), ints(one.versions), floats(one.logprobs)
     found = [
@@ -216,8 +216,15 @@ def _columns(batch: Batch, one: Trajectory, values: Floats | None) -> list[Colum
             "log-prob", "nats, under the policy that sampled it; deep where it was a surprise", "less", logprobs, mask
         ),
     ]
-    if values is not None:
-        found.append(_column("value", "the critic's expectation before it, as the update began", "both", values, mask))
+    for name, (title, text, kind) in LEARNED.items():
+        if name in learned:
+            found.append(_column(title, text, kind, learned[name], mask))
+    if "proximal_logprobs" in learned:
+        difference = learned["proximal_logprobs"] - logprobs
+        found.append(_column("log-ratio", "nats, learner's log-prob - log-prob", "both", difference, mask))
+        found.append(
+            _column("ratio", "learner's probability over that of sampling it", "more", np.exp(difference), mask)
+        )
     if one.token_rewards:
         found.append(
             _column("reward", "the part of the reward that stands on it", "both", floats(one.token_rewards), mask)

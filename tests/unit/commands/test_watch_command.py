@@ -25,7 +25,7 @@ from streamppo.queue import archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
 from streamppo.telemetry import metrics_file
-from streamppo.types import Batch, floats, ints
+from streamppo.types import Batch, Learned, floats, ints
 
 LOCAL = "http://127.0.0.1:8484"
 
@@ -173,26 +173,38 @@ def test_the_numbers_of_a_token_are_those_of_the_archive(run: Path) -> None:
     assert "Advantages" in found["missing"]
 
 
-def test_values_rewards_and_a_teachers_log_probs_stand_at_their_tokens(run: Path) -> None:
+def test_the_learners_numbers_rewards_and_a_teachers_log_probs_stand_at_their_tokens(run: Path) -> None:
     rows = (trajectory([3], versions=[24]), trajectory([4, 5, 6], versions=[23, 0, 24], mask=[True, False, True]))
-    columns = {"token_rewards": [0.25, 0.0, -1.0], "teacher_logprobs": [-0.5, 0.0, -2.0]}
-    more = {name: np.float32(column).tobytes() for name, column in columns.items()}
+    given = {"token_rewards": [0.25, 0.0, -1.0], "teacher_logprobs": [-0.5, 0.0, -2.0]}
+    more = {name: np.float32(column).tobytes() for name, column in given.items()}
     told = structs.replace(rows[1], explanation="<so-so>", **more)
     batch = Batch(version=24, min_version=24, trajectories=(rows[0], told))
     journal, made = Journal(run / "journal.sqlite"), archive.open(run)
     journal.fence()
-    archived = made.write(batch, np.float32([9, 1, 2, 3]).tobytes())
+    numbers = {
+        "values": [9, 1, 2, 3],
+        "proximal_logprobs": [9, -1, 9, -1 + np.log(2)],
+        "advantages": [9, 0.5, 9, -0.5],
+    }
+    learned = Learned(**{name: np.float32(column).tobytes() for name, column in numbers.items()})
+    archived = made.write(batch, learned)
     journal.write(Changes(COUNTERS), [Made(version=25, digest="", archived=archived)], made.settle)
     journal.close()
     (answer,) = get(app_of(run), "/batch/25/1")
     found = answer.json()
     assert (found["sampled"], found["explanation"]) == ([True, False, True], "<so-so>")
-    assert {column["name"]: column["values"] for column in found["columns"]} == {
+    assert found["missing"] == ""
+    columns = {column["name"]: column["values"] for column in found["columns"]}
+    assert columns.pop("learner's log-prob") == [-1, None, pytest.approx(-1 + np.log(2))]
+    assert columns.pop("log-ratio") == [0, None, pytest.approx(np.log(2))]
+    assert columns.pop("ratio") == [1, None, pytest.approx(2)]
+    assert columns == {
         "lag": [1, None, 0],
         "version": [23, None, 24],
         "young enough": [0, None, 1],
         "log-prob": [-1, None, -1],
         "value": [1, None, 3],
+        "advantage": [0.5, None, -0.5],
         "reward": [0.25, None, -1],
         "teacher's log-prob": [-0.5, None, -2],
         "difference": [0.5, None, -1],

@@ -18,7 +18,7 @@ from streamppo.queue import archive
 from streamppo.queue.archive import Archive
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Ended, Made
-from streamppo.types import Batch, Identity, ints
+from streamppo.types import Batch, Identity, Learned, ints
 
 
 def batch(version: int = 3) -> Batch:
@@ -85,15 +85,15 @@ def in_segments(version: int = 3) -> Batch:
     return Batch(version=version, min_version=version, trajectories=(begun, later, two))
 
 
-def written(made: Archive, one: Batch, values: bytes = b"") -> Made:
-    return Made(version=one.version + 1, digest="", archived=made.write(one, values))
+def written(made: Archive, one: Batch, learned: Learned | None = None) -> Made:
+    return Made(version=one.version + 1, digest="", archived=made.write(one, learned))
 
 
-def recorded(run: Path, *batches: Batch, values: Mapping[int, bytes] = MappingProxyType({})) -> Archive:
+def recorded(run: Path, *batches: Batch, learned: Mapping[int, Learned] = MappingProxyType({})) -> Archive:
     """Written and recorded as the queue does it."""
     journal, made = Journal(run / "journal.sqlite"), Archive(run / "archive", {})
     for one in batches:
-        journal.write(Changes(COUNTERS), [written(made, one, values.get(one.version, b""))], made.settle)
+        journal.write(Changes(COUNTERS), [written(made, one, learned.get(one.version))], made.settle)
     journal.close()
     return archive.open(run)
 
@@ -120,15 +120,22 @@ def test_the_very_batch_comes_back(tmp_path: Path) -> None:
     assert "explanation" not in found.table(3).column_names
 
 
-def test_what_the_critic_said_lies_beside_the_tokens(tmp_path: Path) -> None:
+def test_what_the_learner_found_lies_beside_the_tokens(tmp_path: Path) -> None:
     values = np.float32([0.5, -0.25, 1e-30, 3.0, 4.0, 5.0])
-    found = recorded(tmp_path, batch(3), batch(4), values={4: values.tobytes()})
-    assert found.batch(4).trajectories == batch(3).trajectories, "values are no part of what was trained on"
+    learned = Learned(values=values.tobytes(), advantages=(-values).tobytes())
+    found = recorded(tmp_path, batch(3), batch(4), learned={4: learned})
+    assert found.batch(4).trajectories == batch(3).trajectories, "these numbers are no part of what was trained on"
     assert found.columns(4)["values"].tobytes() == values.tobytes()
-    assert [row["values"] for row in found.table(4).to_pylist()] == [values[:3].tolist(), [3.0], [4.0, 5.0]]
-    assert "values" not in found.columns(3)
-    with pytest.raises(AssertionError, match="one value for each token"):
-        found.write(batch(5), values.tobytes()[4:])
+    rows = found.table(4).to_pylist()
+    assert [row["values"] for row in rows] == [values[:3].tolist(), [3.0], [4.0, 5.0]]
+    assert [row["advantages"] for row in rows] == [(-values[:3]).tolist(), [-3.0], [-4.0, -5.0]]
+    parts = archive.learned(found.columns(4))
+    assert list(parts) == ["values", "advantages"]
+    assert [part.tolist() for part in parts["advantages"]] == [row["advantages"] for row in rows]
+    assert not {"values", "advantages", "proximal_logprobs"} & found.columns(3).keys()
+    assert archive.learned(found.columns(3)) == {}
+    with pytest.raises(AssertionError, match="one number for each token"):
+        found.write(batch(5), Learned(advantages=values.tobytes()[4:]))
 
 
 def test_anybody_reads_it_with_plain_zarr(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from streamppo.queue.actor import QueueActor
 from streamppo.queue.defects import Limits, defect, limits_of
 from streamppo.queue.journal import Journal
 from streamppo.queue.source import ArchiveSource
-from streamppo.types import Batch, Failure, Push, QueueReport, Ticket, Trajectory, decode, encode
+from streamppo.types import Batch, Failure, Learned, Push, QueueReport, Ticket, Trajectory, decode, encode
 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
 
@@ -141,8 +141,9 @@ def test_a_version_waits_until_its_batch_is_in_the_archive(
         await deliver(actor, await sample(actor, 0, 4))
         batch = decode(await actor.take(0), Batch)
         values = np.arange(8, dtype=np.float32)
-        publishing = asyncio.create_task(actor.publish(push(1), [], values.tobytes(), 0))
-        again = asyncio.create_task(actor.publish(push(1), [], values.tobytes(), 0))
+        learned = encode(Learned(values=values.tobytes()))
+        publishing = asyncio.create_task(actor.publish(push(1), [], learned, 0))
+        again = asyncio.create_task(actor.publish(push(1), [], learned, 0))
         await asyncio.sleep(0.3)
         assert not publishing.done()
         assert actor._ledger.newest == 0
@@ -212,10 +213,10 @@ def test_a_queue_that_was_given_up_for_dead_and_still_writes_reaches_neither_jou
         zombie._broken = None
         assert await living.begin(0) == 0
         assert await living.take(0) == batch
-        await living.publish(push(1), [], np.ones(8, np.float32).tobytes(), 1)
-        for values in (np.zeros(8, np.float32).tobytes(), b""):
+        await living.publish(push(1), [], encode(Learned(values=np.ones(8, np.float32).tobytes())), 1)
+        for learned in (encode(Learned(values=np.zeros(8, np.float32).tobytes())), b""):
             with pytest.raises(JournalError, match="given up for dead"):
-                await zombie.publish(push(1), [], values, 0)
+                await zombie.publish(push(1), [], learned, 0)
             zombie._broken = None
         found = archive.open(tmp_path)
         assert found.batch(0) == decode(batch, Batch)
