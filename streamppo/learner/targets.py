@@ -15,9 +15,10 @@ from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.kl import kl_reward
 from streamppo.config.algorithm import Algorithm
 from streamppo.config.sections import Config
-from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.batch import PaddedBatch, unpadded
 from streamppo.learner.objective import Objective
 from streamppo.learner.policy import Scored
+from streamppo.types import Learned
 
 
 class Frozen(NamedTuple):
@@ -86,6 +87,17 @@ def find_targets(
     right_BT = in_right_answers(batch, config) & trained_BT if config.algorithm.positive_nll else None
     return Targets(
         scored, estimate, correction, trained_BT, frozen.reference_BT, chosen_BT, frozen.teacher_BT, right_BT
+    )
+
+
+def learned(objective: Objective, config: Config, batch: PaddedBatch, targets: Targets) -> Learned:
+    """The numbers of each token that are kept, as far as a pass before the first step has found them."""
+    scored, is_kept = targets.scored, config.archive.numbers
+    has_logprobs = is_kept and objective.scored in ("policy", "both")
+    return Learned(
+        values=unpadded(scored.values_BT, batch.length_B) if config.algorithm.has_critic else b"",
+        proximal_logprobs=unpadded(scored.logprobs_BT, batch.length_B) if has_logprobs else b"",
+        advantages=unpadded(targets.estimate.advantages, batch.length_B) if is_kept else b"",
     )
 
 

@@ -23,7 +23,7 @@ from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import attention
-from streamppo.learner.batch import PaddedBatch, unpadded
+from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.division import STAND_IN, Division
 from streamppo.learner.left_out import left_out_shares
 from streamppo.learner.loss import Loss, Share
@@ -40,7 +40,7 @@ from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
 from streamppo.learner.reference import follow
-from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, of_server
+from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, learned, of_server
 from streamppo.process import phase
 from streamppo.types import Learned
 
@@ -187,13 +187,7 @@ class Updater:
 
     def learned(self, updated: Updated) -> Learned:
         """The numbers of each token that were known before the first step, as far as they are to be kept."""
-        targets, length_B, wanted = updated.targets, updated.batch.length_B, self.config.archive.numbers
-        part = self.objective.scored if wanted else None
-        return Learned(
-            values=unpadded(targets.scored.values_BT, length_B) if self.config.algorithm.has_critic else b"",
-            proximal_logprobs=unpadded(targets.scored.logprobs_BT, length_B) if part in ("policy", "both") else b"",
-            advantages=unpadded(targets.estimate.advantages, length_B) if wanted else b"",
-        )
+        return learned(self.objective, self.config, updated.batch, updated.targets)
 
     def pretrain(self, batch: PaddedBatch) -> float:
         """Teach the critic alone the returns of `batch`, which may be another run's.
