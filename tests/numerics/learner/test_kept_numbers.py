@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import learner_case as case
+import numpy as np
 import pytest
 import torch
 
@@ -15,27 +16,35 @@ GROUPS = "algorithm.advantage.kind=rloo"
 STEPS = "learner.epochs=2"
 
 
-def kept(folder: Path, *overrides: str) -> tuple[Learned, dict[str, list[float]]]:
-    """The numbers that one update keeps, and those that it was made of."""
-    updater, batch = case.updater(case.config_of(*overrides), folder), pad(case.batch())
+@pytest.mark.parametrize(
+    ("choices", "has_logprobs"),
+    [([], True), (["learner.minibatches=3", STEPS], True), (["algorithm.critic.model=policy"], False)],
+    ids=["one step", "six steps", "a critic of its own"],
+)
+def test_it_is_what_policy_and_critic_say_of_each_token_before_the_first_step(
+    folder: Path, choices: list[str], has_logprobs: bool
+) -> None:
+    updater = case.updater(case.config_of(*choices, "learner.micro_batch_tokens=40"), folder)
+    padded = pad(case.batch())
+    with torch.no_grad():
+        before = updater.policy(padded, "both")
+    learned = updater.learned(updater.update(padded))
+    found = {"values": before.values_BT, "proximal_logprobs": before.logprobs_BT}
+    for name, column in found.items() if has_logprobs else [("values", before.values_BT)]:
+        rows = [column[row, :length] for row, length in enumerate(padded.length_B.tolist())]
+        np.testing.assert_allclose(floats(getattr(learned, name)), torch.cat(rows).numpy(), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        after = updater.policy(padded, "both")
+    assert (after.values_BT - before.values_BT).abs().max() > 1e-3
+
+
+def test_the_advantages_are_those_of_the_loss(folder: Path) -> None:
+    updater, batch = case.updater(case.config_of(STEPS), folder), pad(case.batch())
     updated = updater.update(batch)
-    targets = updated.targets
-    columns = {
-        "values": targets.scored.values_BT,
-        "proximal_logprobs": targets.scored.logprobs_BT,
-        "advantages": targets.estimate.advantages,
-    }
-    rows = [(row, int(length)) for row, length in enumerate(batch.length_B)]
-    made_of = {name: torch.cat([column[row, :n] for row, n in rows]).tolist() for name, column in columns.items()}
-    return updater.learned(updated), made_of
-
-
-def test_every_token_has_the_numbers_that_the_loss_was_made_of(folder: Path) -> None:
-    learned, made_of = kept(folder, STEPS)
-    for name, numbers in made_of.items():
-        assert floats(getattr(learned, name)).tolist() == numbers
-        assert any(numbers)
-    assert made_of["advantages"] != made_of["values"]
+    advantages = updated.targets.estimate.advantages
+    rows = [advantages[row, :length] for row, length in enumerate(batch.length_B.tolist())]
+    assert floats(updater.learned(updated).advantages).tolist() == torch.cat(rows).tolist()
+    assert torch.cat(rows).std() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -48,5 +57,6 @@ def test_every_token_has_the_numbers_that_the_loss_was_made_of(folder: Path) -> 
     ],
 )
 def test_what_no_pass_has_found_or_nobody_wants_is_empty(folder: Path, choices: list[str], known: set[str]) -> None:
-    learned, _ = kept(folder, *choices)
+    updater = case.updater(case.config_of(*choices), folder)
+    learned = updater.learned(updater.update(pad(case.batch())))
     assert {name for name in Learned.__struct_fields__ if getattr(learned, name)} == known

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import learner_case as case
-import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY
@@ -280,31 +279,6 @@ def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folde
             values_L = head_1D @ hidden_LD.T
             torch.testing.assert_close(scored.values_BT[row, :length], values_L[0, start - 1 : -1], rtol=0, atol=1e-5)
             torch.testing.assert_close(scored.bootstrap_B[row], values_L[0, -1], rtol=0, atol=1e-5)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "choices",
-    [[], ["learner.minibatches=3", "learner.epochs=2"], ["algorithm.critic.model=policy"]],
-    ids=["one step", "six steps", "a critic of its own"],
-)
-def test_an_update_tells_what_the_critic_said_before_it(folder: Path, choices: list[str]) -> None:
-    updater = case.updater(case.config_of(*choices, "learner.micro_batch_tokens=40"), folder)
-    padded = pad(case.batch())
-    with torch.no_grad():
-        before = updater.policy(padded, "both").values_BT
-    flat = np.frombuffer(updater.values(updater.update(padded)), np.float32)
-    rows = [before[row, :length] for row, length in enumerate(padded.length_B.tolist())]
-    np.testing.assert_allclose(flat, torch.cat(rows).numpy(), rtol=0, atol=1e-5)
-    with torch.no_grad():
-        after = updater.policy(padded, "both").values_BT
-    assert (after - before).abs().max() > 1e-3
-
-
-@pytest.mark.usefixtures("alone")
-def test_without_a_critic_an_update_tells_of_none(folder: Path) -> None:
-    updater = case.updater(case.config_of("algorithm.advantage.kind=rloo"), folder)
-    assert updater.values(updater.update(pad(case.batch()))) == b""
 
 
 LOGLINEAR = ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo"]
