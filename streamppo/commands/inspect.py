@@ -27,14 +27,13 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     if not versions:
         raise JournalError(f"{run}: no update was archived yet")
     version = versions[-1] if update is None else update - 1
-    batch, columns = found.batch(version), found.columns(version)
+    batch, learned = found.batch_and_learned(version)
     tokenizer = Tokenizer(model_path(config, run))
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     echo(
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
         f"{sum(rewards) / len(rewards):.4g}, tokens of versions below {batch.min_version} are too old"
     )
-    learned = archive.learned(columns)
     for row, trajectory in enumerate(batch.trajectories[:count]):
         numbers = {name: column[row] for name, column in learned.items()}
         echo("\n".join(_lines(batch, trajectory, numbers, tokenizer)))

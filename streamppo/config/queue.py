@@ -16,7 +16,6 @@ class Segments(Section, frozen=True):
     """A segment is handed over once it has so many tokens; 0 sets no bound."""
     just_in_time: bool = True
     """It is handed over before its oldest token is too old to be trained on."""
-
     prefix: Literal["attached", "detached"] = "attached"
     """The prompt and the segments before are computed with their gradient, or without: the backward pass is shorter."""
 

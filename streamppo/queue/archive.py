@@ -143,6 +143,11 @@ class Archive:
         columns, attributes = self._read(version)
         return _batch(columns, attributes)
 
+    def batch_and_learned(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
+        """The batch and its `learned` numbers, in one reading. Raises `JournalError` if it is missing or damaged."""
+        columns, attributes = self._read(version)
+        return _batch(columns, attributes), learned(columns)
+
     def table(self, version: int) -> "pyarrow.Table":
         """The batch as a pyarrow Table with one row for each trajectory; `.to_pandas()` makes it a frame."""
         import pyarrow

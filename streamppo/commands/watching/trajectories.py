@@ -159,8 +159,7 @@ class Trajectories:
 
     def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
         """A batch, and what is kept of the learner's numbers for each of its completions, by their names."""
-        found = archive.open(self._folder)
-        return found.batch(version), archive.learned(found.columns(version))
+        return archive.open(self._folder).batch_and_learned(version)
 
 
 def _title(one: Trajectory) -> str:
