@@ -75,7 +75,7 @@ def _stages(config: Config, folder: Path, device: str) -> Stages:
     tokenizer = Tokenizer(str(folder))
     engine = EmbeddedEngine(
         AutoConfig.from_pretrained(folder),
-        policy.whole(trained, config.model.dtype),
+        policy.gathered(trained, config.model.dtype),
         version=0,
         slots=config.rollout.slots,
         max_total_tokens=32,
@@ -103,7 +103,7 @@ async def _update(stages: Stages, version: int) -> tuple[tuple[float, float, flo
     batch = pad(Batch(version=version, min_version=version, trajectories=tuple(rows))).to(stages.updater.device)
     metrics = stages.updater.metrics(stages.updater.update(batch))
     learned = time.perf_counter()
-    await stages.engine.update_weights(version + 1, policy.whole(stages.updater.policy, config.model.dtype))
+    await stages.engine.update_weights(version + 1, policy.gathered(stages.updater.policy, config.model.dtype))
     return (sampled - begin, learned - sampled, time.perf_counter() - learned), metrics
 
 

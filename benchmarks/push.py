@@ -1,23 +1,31 @@
 """Seconds and bytes of every step of a push: from the learner's float32 weights to an engine that decodes with them.
 
-    python benchmarks/push.py --json push.json --plot push.png [--gigabytes 1.0] [--repeat 3] [--no-store]
+    python benchmarks/push.py --json push.json --plot push.png [--gigabytes 1.0] [--lr 1e-6 1e-4] [--no-store]
 
-A llama of that size in bf16. Everything happens in this process, one step after another, by the very functions that
-learner, pusher and embedded engine call: CPU seconds of all threads, and wall seconds. `swap` is the part during which
-the engine stands still. The first push asks the kernel for memory and is shown apart; the later ones use it again.
-With `--no-store` Ray is not started, and the steps `put` and `fetch` are left out. One rank: nothing is gathered.
+A llama of that size in bf16, whose float32 weights AdamW changes between two pushes at each of the learning rates, with
+random gradients; `whole` is a push without deltas. Everything happens in this process, one step after another, by the
+very functions that rank, pusher, follower and embedded engine call: CPU seconds of all threads, and wall seconds.
+
+    snapshot    float32 shards into buckets in bf16          put, fetch   the object store
+    describe    the hash of every shard; deltas              unpack       the replica: nothing, or deltas applied
+    copy        into the engine's spare memory; its hash     swap         the part in which the engine stands still
+
+The first push asks the kernel for memory and is shown apart; the later ones use it again. `memcpy` copies the same
+bytes from warm to warm memory, `torch.save` writes them to a folder. With `--no-store` Ray is not started. One rank.
 """
 
 import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 import torch
 import torch.distributed as dist
@@ -26,23 +34,34 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import plots
-from benchmarks.runs import machine
+from benchmarks.runs import Goal, machine, told
 from streamppo.learner import policy
 from streamppo.rollout.embedded.decoder import Decoder
-from streamppo.weights.buckets import Buckets, unflatten
+from streamppo.weights.buckets import Buckets
+from streamppo.weights.replica import Replica
 
 BUCKET_BYTES = 256 * 2**20
 LAYERS_OF_A_GIGABYTE = 26
 DTYPE = "bfloat16"
+WHOLE = "whole"
+PAUSED = "swap"
+GOALS = (
+    ("whole", "all", Goal("a whole push: CPU seconds a GB (12 for 15 GB)", most=0.8)),
+    ("whole", PAUSED, Goal("a whole push: seconds a GB in which the engine stands still", most=0.1)),
+    ("lr 1e-06", "all", Goal("at lr 1e-6: CPU seconds a GB (12 for 15 GB)", most=0.8)),
+    ("lr 1e-06", "sent", Goal("at lr 1e-6: bytes sent over all bytes", most=0.05)),
+)
+"""Set before anything was measured: the way, the step, the goal."""
 T = TypeVar("T")
 
 
 class Steps:
-    """The CPU and wall seconds of each step of one push."""
+    """The CPU and wall seconds of each step of one push; which shares of all bytes were `sent`, and had `changed`."""
 
     def __init__(self) -> None:
         self.cpu_s: dict[str, float] = {}
         self.wall_s: dict[str, float] = {}
+        self.sent = self.changed = 1.0
 
     def __call__(self, name: str, work: Callable[[], T]) -> T:
         cpu, wall = time.process_time(), time.perf_counter()
@@ -52,7 +71,7 @@ class Steps:
 
 
 class Way:
-    """A learner's weights, two sets of buckets, and an engine's model."""
+    """A learner's weights, two sets of buckets, a replica, and an engine's model."""
 
     def __init__(self, gigabytes: float, store: bool) -> None:
         layers = max(1, round(LAYERS_OF_A_GIGABYTE * gigabytes))
@@ -66,87 +85,152 @@ class Way:
             max_position_embeddings=512,
         )
         self.learner: Any = SimpleNamespace(lm=AutoModelForCausalLM.from_config(self.config, dtype=torch.float32))
-        like = policy.pushed(self.learner, DTYPE)
-        self.sets = [Buckets(like, BUCKET_BYTES) for _ in range(2)]
-        self.store = store
+        shards = policy.shards(self.learner, DTYPE)
+        self.sets = [Buckets(shards, BUCKET_BYTES) for _ in range(2)]
+        self.replica, self.store = Replica(), store
         self.decoder: Decoder | None = None
+        self.version = 0
+        self.bytes = sum(array.nbytes for array in self.sets[0].arrays)
 
-    def push(self, version: int) -> Steps:
+    def train(self, lr: float, steps: int) -> None:
+        """Let AdamW change the weights, with moments that have settled."""
+        parameters = list(self.learner.lm.parameters())
+        adamw = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), foreach=False, fused=True)
+        for _ in range(steps):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            adamw.step()
+        adamw.zero_grad(set_to_none=True)
+
+    def push(self, *, delta: bool) -> Steps:
         """Carry one version all the way."""
-        step, filled = Steps(), self.sets[version % 2]
-        step("cast", lambda: policy.snapshot(self.learner, filled.tensors, DTYPE))
-        push = step("hash", lambda: filled.push(version, None))
-        arrived = filled.arrays
+        step, (filled, before) = Steps(), (self.sets[self.version % 2], self.sets[1 - self.version % 2])
+        step("snapshot", lambda: policy.snapshot(self.learner, filled.tensors))
+        if delta:
+            pairs = zip(filled.arrays, before.arrays, strict=True)
+            different = sum(np.count_nonzero(one.view("<u2") != other.view("<u2")) for one, other in pairs)
+            step.changed = different * 2 / self.bytes
+        push, arrays = step("describe", lambda: filled.push(self.version, before if delta else None))
+        step.sent = sum(array.nbytes for array in arrays) / self.bytes
+        arrived: Sequence[Any] = arrays
         if self.store:
-            refs = step("put", lambda: [ray.put(array) for array in filled.arrays])
+            refs = step("put", lambda: [ray.put(array) for array in arrays])
             arrived = step("fetch", lambda: ray.get(refs))
-        tensors = step("verify", lambda: unflatten(push, arrived))
+        else:
+            arrived = [array.copy() for array in arrays]
+        step("unpack", lambda: self.replica.take(push, arrived))
+        tensors, contents = self.replica.tensors, self.replica.contents
         if self.decoder is None:
             self.decoder = Decoder(
                 self.config, tensors, rows=1, max_tokens=8, dtype=torch.bfloat16, float32_head=True, device="cpu"
             )
         decoder = self.decoder
-        parameters = step("copy", lambda: decoder.fuse(tensors))
-        step("swap", lambda: setattr(decoder, "parameters", parameters))
+        parameters = step("copy", lambda: decoder.fuse(tensors, contents))
+        step(PAUSED, lambda: decoder.adopt(parameters))
+        self.version += 1
         return step
 
-    @property
-    def gigabytes(self) -> float:
-        """Bytes of a version, in units of 1e9."""
-        return sum(array.nbytes for array in self.sets[0].arrays) / 1e9
+
+def ways(way: Way, options: argparse.Namespace) -> Iterator[tuple[str, list[Steps], Steps | None]]:
+    """The pushes of each way; the first of all comes apart."""
+    # The second push is the first one of the second set of buckets, and of the engine's spare memory.
+    first, _, *later = [way.push(delta=False) for _ in range(2 + options.repeat)]
+    yield WHOLE, later, first
+    for lr in options.lr:
+        found: list[Steps] = []
+        way.push(delta=False)
+        for _ in range(options.repeat):
+            way.train(lr, steps=1 if found else 3)
+            found.append(way.push(delta=True))
+        # The first delta makes the replica copy what it has seen alone.
+        yield f"lr {lr:g}", found[1:] or found, None
 
 
-def _rows(later: Sequence[Steps], first: Steps, gigabytes: float) -> dict[str, dict[str, float]]:
-    names = [*first.cpu_s, "all"]
-    for steps in (*later, first):
+def beside(nbytes: int) -> dict[str, float]:
+    """CPU seconds a GB of other ways with the same bytes."""
+    source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+    step = Steps()
+    step("memcpy", lambda: np.copyto(target, source))
+    with tempfile.TemporaryDirectory() as folder:
+        step("torch.save", lambda: torch.save({"w": torch.from_numpy(source)}, Path(folder) / "w.pt"))
+    return {name: seconds / (nbytes / 1e9) for name, seconds in step.cpu_s.items()}
+
+
+def row(later: Sequence[Steps], first: Steps | None, gigabytes: float) -> dict[str, dict[str, float]]:
+    """The medians of each step, a GB."""
+    for steps in (*later, *([first] if first else [])):
         steps.cpu_s["all"], steps.wall_s["all"] = sum(steps.cpu_s.values()), sum(steps.wall_s.values())
-    return {
+
+    def median(get: Callable[[Steps], float]) -> float:
+        return statistics.median(map(get, later))
+
+    found = {
         name: {
-            "cpu_s_per_gb": statistics.median(steps.cpu_s[name] for steps in later) / gigabytes,
-            "wall_s_per_gb": statistics.median(steps.wall_s[name] for steps in later) / gigabytes,
-            "first_cpu_s_per_gb": first.cpu_s[name] / gigabytes,
+            "cpu_s_per_gb": median(lambda steps, n=name: steps.cpu_s[n]) / gigabytes,
+            "wall_s_per_gb": median(lambda steps, n=name: steps.wall_s[n]) / gigabytes,
+            **({"first_cpu_s_per_gb": first.cpu_s[name] / gigabytes} if first else {}),
         }
-        for name in names
+        for name in later[0].cpu_s
     }
+    return found | {"sent": {"share": median(lambda steps: steps.sent), "changed": median(lambda steps: steps.changed)}}
 
 
-def _plot(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Draw the CPU seconds of each step, those of the first push behind those of the later ones."""
-    names = [name for name in rows if name != "all"]
+def judge(rows: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
+    """The verdict on every goal whose way was measured."""
+    return [
+        goal.verdict(rows[way][step].get("cpu_s_per_gb", rows[way][step].get("share", 0.0)))
+        for way, step, goal in GOALS
+        if way in rows
+    ]
+
+
+def _plot(rows: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
+    """Draw the CPU seconds of each step, one bar for each way."""
     with plots.axes(path, 1, width=7) as (axis,):
-        axis.bar(names, [rows[name]["first_cpu_s_per_gb"] for name in names], color="lightgray", label="first push")
-        axis.bar(names, [rows[name]["cpu_s_per_gb"] for name in names], width=0.5, label="later ones")
+        at = {name: 0.0 for name in rows}
+        for step in [step for step in next(iter(rows.values())) if step not in {"all", "sent"}]:
+            heights = [found[step]["cpu_s_per_gb"] for found in rows.values()]
+            axis.bar(list(rows), heights, bottom=list(at.values()), label=step)
+            at = {name: at[name] + height for name, height in zip(rows, heights, strict=True)}
         axis.set(ylabel="CPU s a GB")
         axis.legend()
 
 
 def main() -> None:
-    """Push some versions, print a table, and write it down with the machine."""
+    """Push some versions in each way, print a table and the verdicts, and write them down with the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--lr", type=float, nargs="*", default=(1e-6, 1e-5, 1e-4))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not options.no_store:
-        memory = int(3.5e9 * max(1.0, options.gigabytes))
+        memory = int(5e9 * max(1.0, options.gigabytes))
         ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=memory, log_to_driver=False)
     way = Way(options.gigabytes, not options.no_store)
-    # The second push is the first one of the second set of buckets.
-    first, _, *later = [way.push(version) for version in range(2 + options.repeat)]
-    rows = _rows(later, first, way.gigabytes)
-    print(f"{way.gigabytes:.2f} GB; seconds a GB\n{'step':8} {'CPU':>8} {'wall':>8} {'CPU, first':>12}")
-    for name, row in rows.items():
-        print(f"{name:8} {row['cpu_s_per_gb']:8.3f} {row['wall_s_per_gb']:8.3f} {row['first_cpu_s_per_gb']:12.3f}")
+    gigabytes = way.bytes / 1e9
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    print(f"{gigabytes:.2f} GB; CPU seconds a GB")
+    for name, later, first in ways(way, options):
+        rows[name] = row(later, first, gigabytes)
+        steps = {step: values["cpu_s_per_gb"] for step, values in rows[name].items() if "cpu_s_per_gb" in values}
+        shares = rows[name]["sent"]
+        print(f"{name:10}", *(f"{step} {seconds:.3f}" for step, seconds in steps.items()), end="  ")
+        print(f"changed {shares['changed']:.3%}, sent {shares['share']:.3%}", flush=True)
+    others = beside(way.bytes)
+    print(*(f"{name} {seconds:.3f}" for name, seconds in others.items()))
+    print(*map(told, judge(rows)), sep="\n")
     if options.plot:
         _plot(rows, options.plot)
     if options.json:
-        costs = {"push: CPU s a GB": rows["all"]["cpu_s_per_gb"]}
-        content = {"machine": machine(), "costs": costs, "gigabytes": way.gigabytes, "steps": rows}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        costs = {"push: CPU s a GB": rows[WHOLE]["all"]["cpu_s_per_gb"]}
+        content = {"machine": machine(), "costs": costs, "gigabytes": gigabytes, "goals": judge(rows)}
+        options.json.write_text(json.dumps({**content, "ways": rows, "beside": others}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ class Load:
         """Swap to each version, without end."""
         version = 0
         while True:
-            if (found := await self.queue.weights_after(name, version)) is not None:
-                version = decode(found[0], Push).version
+            if found := await self.queue.weights_after(name, version, version):
+                version = decode(found[-1][0], Push).version
                 await self.queue.swapped(name, version)
 
     async def learn(self) -> None:
@@ -186,7 +186,7 @@ def _config(batch: int, tokens: int) -> Config:
 
 
 def _push(version: int) -> bytes:
-    return encode(Push(version=version, base_version=None, tensors=(), bucket_bytes=(), checksums=(str(version),)))
+    return encode(Push(version=version, base_version=None, tensors=(), pieces=(), bucket_bytes=()))
 
 
 def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:

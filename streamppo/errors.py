@@ -76,7 +76,7 @@ class UpdateError(StreamppoError):
 
 
 class WeightsError(StreamppoError):
-    """A push whose bytes do not match its checksums, or that does not fit the engine's parameters."""
+    """A version that is not whole, not as it was pushed, or that does not fit the engine's parameters."""
 
 
 class CheckpointError(StreamppoError):

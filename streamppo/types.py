@@ -5,18 +5,18 @@
     Trajectory  rollout -> queue     the sampled tokens, with log-prob and weight version of each
     Failure     rollout -> queue     the ticket that came to nothing, and why
     Batch       queue   -> learner   the fixed number of trajectories that one update trains on
-    Push        learner -> weights   the layout of a version's buckets, and their checksums
+    Push        learner -> weights   a version's tensors, their hashes, and the layout of its buckets
     *Report     every stage -> run   numbers for people
 
 Arrays travel as bytes columns (little-endian int32 / float32 / uint8), read with `ints`, `floats`, `flags`:
 a thousand tokens cost less than a microsecond to encode, against tens for a list.
 """
 
+import hashlib
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from streamppo.process import Spent
@@ -39,11 +39,6 @@ def encode(value: object) -> bytes:
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
     """The inverse of `encode`. Raises `msgspec.ValidationError` when `data` is not a `kind`."""
     return msgspec.msgpack.decode(data, type=kind)
-
-
-def checksum(data: bytes | memoryview) -> str:
-    """The BLAKE3 hash of `data`, in 64 hexadecimal digits: that of weights, everywhere. Files have a SHA-256."""
-    return blake3(data).hexdigest()
 
 
 def utf8_safe(text: object) -> str:
@@ -245,18 +240,29 @@ class Tokens(Crossing, frozen=True):
 
 
 class Tensor(Crossing, frozen=True):
-    """The place of one parameter: bytes `start : start + nbytes` of bucket number `bucket`."""
+    """One parameter. `content` is the hash of its bytes, or of a rank's share of them (weights/content.py)."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int
+    content: int
+
+
+class Piece(Crossing, frozen=True):
+    """Bytes `first : first + nbytes` of a tensor, or their changes: `start : start + stored` of a bucket."""
+
+    tensor: int
+    first: int
+    nbytes: int
     bucket: int
     start: int
-    nbytes: int
+    stored: int
+    is_delta: bool = False
 
 
 class Push(Crossing, frozen=True):
-    """One version on its way to the engines, with the `checksum` of each bucket.
+    """One version on its way to the engines, or one rank's share of it; deltas in it are to `base_version`.
 
     `admitted_lag` is the lag that the queue admits with it, where the learner steers that.
     """
@@ -264,15 +270,17 @@ class Push(Crossing, frozen=True):
     version: int
     base_version: int | None
     tensors: tuple[Tensor, ...]
+    pieces: tuple[Piece, ...]
     bucket_bytes: tuple[int, ...]
-    checksums: tuple[str, ...]
     admitted_lag: int | None = None
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def digest(self) -> str:
-        """One hash for a whole version: equal exactly when names, shapes, types and bytes are equal."""
-        places = [(place.name, place.dtype, place.shape) for place in self.tensors]
-        return checksum(repr((places, self.checksums)).encode())
+        """One hash (SHA-256) for a whole version: that of names, types, shapes and contents, however it was cut."""
+        told = repr([(one.name, one.dtype, one.shape, one.content) for one in self.tensors])
+        return hashlib.sha256(told.encode()).hexdigest()
 
 
 class Learned(Crossing, frozen=True):

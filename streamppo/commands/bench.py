@@ -24,7 +24,7 @@ Part = tuple[str, ...]
 PARTS: tuple[Part, ...] = (
     ("engine.py", "--no-peer", "--rounds", "1"),
     ("queue_load.py", "--engines", "16", "1024", "--tokens", "100", "--seconds", "2"),
-    ("push.py", "--no-store", "--gigabytes", "0.1"),
+    ("push.py", "--no-store", "--gigabytes", "0.1", "--lr"),
     ("cost.py", "--updates", "30", "--repeat", "1"),
 )
 MARGIN = 1.1

@@ -31,7 +31,7 @@ def of_checkpoint(config: Config, run: Path, version: int | None) -> Weights:
     path = _checkpoint(run, version)
     state = manifest.verify_whole(path)
     tensors = _read(path, model_path(config, run), config.model.dtype)
-    push, _ = buckets.flatten(state.version, None, tensors, config.learner.bucket_bytes)
+    push, _ = buckets.packed(state.version, tensors, config.learner.bucket_bytes)
     if push.digest != state.digest:
         raise CheckpointError(f"{path}: its weights are not those of version {state.version} that the engines had")
     return Weights(state.version, push.digest, tensors)

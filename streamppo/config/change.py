@@ -9,7 +9,7 @@ import msgspec
 from streamppo.config.sections import Config
 from streamppo.config.teacher import OF_SERVER
 
-KEPT = ("model", "learner.bucket_bytes", "algorithm.critic.model", "learner.ranks")
+KEPT = ("model", "algorithm.critic.model", "learner.ranks")
 """Fields and sections that a run keeps from its beginning to its end."""
 FREE = ("model.float32_head", "model.gradient_checkpointing", "model.compile")
 """Fields of these sections that may change all the same."""
@@ -25,6 +25,8 @@ NOT_LEARNING = (
     "cluster",
     "watchdog",
     "telemetry",
+    "learner.bucket_bytes",
+    "learner.deltas",
     "algorithm.teacher.url",
     *(f"algorithm.teacher.{name}" for name in OF_SERVER),
 )

@@ -168,6 +168,8 @@ class Learner(Machine, frozen=True, kw_only=True):
     """The same bits every time, so that recovery and replay make the recorded weights; false is faster on a GPU."""
     bucket_bytes: Positive = 256 * 1024 * 1024
     """New weights travel to the engines in flat buckets of about this size."""
+    deltas: Literal["auto", "on", "off"] = "auto"
+    """Push what has changed alone, where that is less; `auto` does so on a cluster, where bytes cost more than time."""
 
 
 # --- around --------------------------------------------------------------------------------------------------

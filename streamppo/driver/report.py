@@ -75,7 +75,7 @@ def replay(path: Path) -> View:
     return View(name, lines, is_replay=True)
 
 
-ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "lag_histogram": {}}
+ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_histogram": {}}
 """The entries of an update's line that nobody times in a replay."""
 
 

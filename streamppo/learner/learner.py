@@ -1,7 +1,7 @@
 """Everything of one rank that learns: made complete by `build`, and without Ray but for its pusher."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.algorithms.exploration import Bonus
 from streamppo.algorithms.lag import Lag, lr_share
-from streamppo.config.sections import Config
+from streamppo.config.sections import LOCAL, Config
 from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, reference, steering, teacher
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
@@ -20,7 +20,7 @@ from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
 from streamppo.learner.speed import Size, size_of, speed
 from streamppo.learner.update import Updated, Updater
-from streamppo.weights.transport import BucketRef, Pusher
+from streamppo.weights.transport import Publish, Pushed, Pusher
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,7 @@ class Learner:
 
     def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
         """How fast an update was that has been described in `metrics`."""
-        element = getattr(torch, self.config.model.dtype).itemsize
-        return speed(self.size, updated, metrics, element, self.updater.ranks)
+        return speed(self.size, updated, metrics, self.updater.ranks)
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
         """Teach the critic alone the returns of `batches`, at the full learning rate."""
@@ -96,17 +95,13 @@ class Learner:
             run = self.config.algorithm.critic.pretrain
             log.info("the critic has learned from %d batches of %s: %s", len(explained), run, shares)
 
-    def push(self, learned: bytes = b"") -> float:
-        """Publish the present version beside training: a snapshot of every rank's shards, carried by rank 0.
+    def push(self, learned: bytes = b"") -> Pushed:
+        """Publish the present version beside training: every rank copies its own shards, and carries them itself.
 
-        `learned` is the encoded `Learned` of its batch. Returns the milliseconds that the push before took.
+        `learned` is the encoded `Learned` of its batch. Returns the push before.
         """
-        dtype = self.config.model.dtype
-        if dist.get_rank():
-            policy.snapshot(self.policy, {}, dtype)
-            return 0.0
-        buckets = self.pusher.buckets(policy.pushed(self.policy, dtype))
-        policy.snapshot(self.policy, buckets.tensors, dtype)
+        buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
+        policy.snapshot(self.policy, buckets.tensors)
         return self.pusher.push(self.version, buckets, learned, self.lag.admitted if self.lag else None)
 
     def save(self, folder: Path) -> None:
@@ -126,7 +121,7 @@ class Learner:
 
     def export(self, folder: Path) -> str:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
-        whole = policy.whole(self.policy, self.config.model.dtype)
+        whole = policy.gathered(self.policy, self.config.model.dtype)
         if dist.get_rank() == 0:
             pretrained.export(whole, self.model_path, folder, self.config.model.dtype)
         return self.pusher.last.result().digest
@@ -136,7 +131,7 @@ def build(
     config: Config,
     model_path: str,
     mesh: DeviceMesh,
-    publish: Callable[[bytes, list[BucketRef], bytes], None],
+    publish: Publish,
     resume_from: str | None,
 ) -> Learner:
     """Load the model at `model_path`, or the checkpoint at `resume_from`, onto the ranks of `mesh`. A collective.
@@ -156,7 +151,13 @@ def build(
         optimizer.configure(adamw, config)
         bonus = None if state.bonus is None else Bonus(*state.bonus)
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
-    pusher = Pusher(publish, config.learner.bucket_bytes)
+    pusher = Pusher(
+        publish,
+        config.learner.bucket_bytes,
+        deltas=config.learner.deltas == "on" or (config.learner.deltas == "auto" and config.cluster.address != LOCAL),
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+    )
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
     lag = steering.go_on(config, lag)
     return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag)

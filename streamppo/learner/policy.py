@@ -23,6 +23,7 @@ from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
 from streamppo.process import phase
+from streamppo.weights.buckets import Shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -267,36 +268,48 @@ def release(policy: Policy) -> None:
     order.clear()
 
 
-def pushed(policy: Policy, dtype: str) -> dict[str, Tensor]:
-    """Names, shapes and types of the tensors of a version, without their bytes: the policy without its critic.
+def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
+    """The share of every tensor of a version that this rank has: the policy without its critic, in `dtype`.
 
     Tied weights appear once, under the name that `named_parameters` gives them.
     """
     target = getattr(torch, dtype)
-    shapes = {name: parameter.shape for name, parameter in policy.lm.named_parameters()}
-    return {name: torch.empty(shape, dtype=target, device="meta") for name, shape in shapes.items()}
+    return {name: _shard(parameter, target) for name, parameter in policy.lm.named_parameters()}
+
+
+def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        # One that is not sharded is the same on all ranks, and published by the first.
+        whole = Shard.whole(parameter)
+        return Shard(dtype, shape, 0, whole.rows if dist.get_rank() == 0 else 0)
+    # FSDP cuts the first dimension. Where it leaves a rank nothing, that rank has no chunk.
+    chunks: list[Any] = parameter.__create_chunk_list__()
+    if not chunks or not parameter.to_local().numel():
+        return Shard(dtype, shape, 0, 0)
+    (chunk,) = chunks
+    assert tuple(chunk.sizes[1:]) == shape[1:], "sharded along another dimension than the first"
+    return Shard(dtype, shape, chunk.offsets[0], chunk.sizes[0])
 
 
 @phase("snapshot")
 @torch.no_grad()
-def snapshot(policy: Policy, into: Mapping[str, Tensor], dtype: str) -> None:
-    """Write the policy to `into`, as `pushed` names it, in `dtype`: on rank 0 alone, and a collective for all."""
-    target = getattr(torch, dtype)
+def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
+    """Write this rank's shards to `into`, which has them as `shards` says. No collective."""
     for name, parameter in policy.lm.named_parameters():
-        full = parameter.detach()
-        if isinstance(full, DTensor):
-            # Shards in the engines' type are half of the bytes to gather. One rank gathers nothing, and casts below.
-            shards = full.to(target) if dist.get_world_size() > 1 else full
-            assert isinstance(shards, DTensor), "a cast leaves it sharded"
-            full = shards.full_tensor()
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if into[name].numel():
+            into[name].copy_(local)
+
+
+@torch.no_grad()
+def gathered(policy: Policy, dtype: str) -> dict[str, Tensor]:
+    """All tensors of a version in `dtype`, on rank 0 alone; nothing on others. A collective."""
+    target = getattr(torch, dtype)
+    found: dict[str, Tensor] = {}
+    for name, parameter in policy.lm.named_parameters():
+        cast = parameter.detach().to(target)
+        whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
         if not dist.get_rank():
-            into[name].copy_(full)
-
-
-def whole(policy: Policy, dtype: str) -> dict[str, Tensor]:
-    """The policy as `snapshot` writes it, in memory of its own; nothing on other ranks than 0."""
-    into: dict[str, Tensor] = {}
-    if not dist.get_rank():
-        into = {name: torch.empty_like(tensor, device="cpu") for name, tensor in pushed(policy, dtype).items()}
-    snapshot(policy, into, dtype)
-    return into
+            found[name] = whole.to("cpu", copy=True)
+    return found

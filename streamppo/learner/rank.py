@@ -20,7 +20,8 @@ from ray.actor import ActorProxy
 from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.queue.source import BEAT_S, BatchSource
-from streamppo.types import UpdateReport, encode
+from streamppo.types import UpdateReport, decode, encode
+from streamppo.weights.ledger import Published
 
 if TYPE_CHECKING:
     from streamppo.learner.learner import Learner
@@ -82,9 +83,8 @@ class Rank:
         device.expect_updates(mesh)
         if critic.pretrain and resume_from is None:
             learner.pretrain(self._fetcher.archived(critic.pretrain))
-        if self._rank == 0:
-            life = ray.get(self._queue.another_life.remote(""))
-            Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
+        life = ray.get(self._queue.another_life.remote(""))
+        Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
         learner.push()
         self._fetcher.start(learner.version, learner.own_rows)
         Thread(target=self._beat, name="beat", daemon=True).start()
@@ -110,12 +110,13 @@ class Rank:
         metrics, learned = updater.metrics(updated), encode(updater.learned(updated))
         metrics |= left | learner.steer(metrics, fetched.lags) | learner.speed(updated, metrics)
         learner.version += 1
-        push_ms = learner.push(learned)
+        pushed = learner.push(learned)
         metrics |= {
             "wait_s": wait_s,
             "fetch_s": fetched.fetch_s,
             "update_s": time.perf_counter() - begin,
-            "push_ms": push_ms,
+            "push_ms": pushed.ms,
+            "push_mib": pushed.nbytes / 2**20,
         }
         lags, phases = fetched.lags, process.spent()
         return encode(UpdateReport(version=learner.version, metrics=metrics, lag_histogram=lags, phases=phases))
@@ -149,8 +150,8 @@ class Rank:
         assert self._built is not None, "setup comes first"
         return self._built
 
-    def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> None:
-        ray.get(self._queue.publish.remote(push, refs, learned, self._epoch))
+    def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> Published:
+        return decode(ray.get(self._queue.publish.remote(push, refs, learned, self._epoch)), Published)
 
     def _beat(self) -> None:
         """Tell the queue without end that this process lives, beside all work; a collective that hangs is not told."""
@@ -161,7 +162,7 @@ class Rank:
             time.sleep(BEAT_S)
 
     def _follow_queue(self, life: str, learner: "Learner") -> None:
-        """Give the last weights once more to every queue that was started again: it has none."""
+        """Give the weights once more to every queue that was started again: it has none."""
         while True:
             life = ray.get(self._queue.another_life.remote(life))
             learner.pusher.again()

@@ -18,10 +18,9 @@ MIB = 2**20
 
 
 class Size(NamedTuple):
-    """A model in numbers: parameters that a token is multiplied with, all of them, layers and width."""
+    """A model in numbers: parameters that a token is multiplied with, layers and width."""
 
     multiplied: int
-    parameters: int
     layers: int
     hidden: int
 
@@ -31,9 +30,7 @@ def size_of(policy: Policy) -> Size:
     parameters = sum(parameter.numel() for parameter in policy.lm.parameters())
     read, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
     config: Any = policy.lm.config
-    return Size(
-        parameters - (0 if read is head else read.numel()), parameters, config.num_hidden_layers, config.hidden_size
-    )
+    return Size(parameters - (0 if read is head else read.numel()), config.num_hidden_layers, config.hidden_size)
 
 
 def forward_flops(size: Size, width_B: Tensor) -> float:
@@ -54,15 +51,14 @@ def forward_passes(updated: Updated) -> float:
     return float(updated.objective.scores_policy) + 3 * rows / len(updated.batch.reward_B)
 
 
-def speed(size: Size, updated: Updated, metrics: Mapping[str, float], element: int, ranks: int) -> dict[str, float]:
-    """The numbers of an update whose `metrics` have its times; weights are pushed with `element` bytes a parameter."""
+def speed(size: Size, updated: Updated, metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """The numbers of an update whose `metrics` have its times."""
     batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
     tflops = forward_passes(updated) * forward_flops(size, width_B) / seconds / ranks / 1e12
     made = {
         "learner_tokens_per_s": float(width_B.sum()) / seconds,
         "learner_tflops": tflops,
-        "push_mib": size.parameters * element / MIB,
     }
     return made | (_of_gpu(tflops) if batch.reward_B.is_cuda else {})
 

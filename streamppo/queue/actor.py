@@ -42,7 +42,8 @@ from streamppo.queue.source import ArchivedRuns
 from streamppo.queue.state import QueueState, Settings, settings_of
 from streamppo.queue.waiting import BatchWaiters, TicketLine, VersionWaiters
 from streamppo.types import Batch, Failure, Learned, Push, Trajectory, decode, encode
-from streamppo.weights.ledger import Ledger
+from streamppo.weights.ledger import Ledger, Published
+from streamppo.weights.shares import Joining, Share
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
@@ -74,6 +75,7 @@ class QueueActor(ArchivedRuns):
         self._writing = asyncio.Lock()
         self._broken: JournalError | None = None
         self._ledger = Ledger[PushedRefs]()
+        self._joining = Joining(self._publish)
         self._learner = 0
         self._tickets, self._batches = TicketLine(self._queue), BatchWaiters(self._queue)
         self._versions = VersionWaiters()
@@ -199,15 +201,19 @@ class QueueActor(ArchivedRuns):
             await self._commit()
 
     @ray.method
-    async def weights_after(self, actor: str, version: int) -> "PushedRefs | None":
-        """The newest push above `version`, as soon as there is one; None after `POLL_S`."""
+    async def weights_after(self, actor: str, version: int, have: int) -> "list[PushedRefs]":
+        """Return, in order, all that version `have` (-1: nothing) needs to become the newest version.
+
+        It comes as soon as there is one above `version`, which the engine holds; nothing after `POLL_S`.
+        """
         self._hear(actor, version)
-        if self._ledger.after(version) is None:
+        if (newest := self._newest()) is None or newest <= version:
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._versions.above(version)
-        found = self._ledger.after(version)
-        return found.handle if found else None
+            if (newest := self._newest()) is None or newest <= version:
+                return []
+        return [entry.handle for entry in self._ledger.after(have)]
 
     # --- the learner's side ----------------------------------------------------------------------------------
 
@@ -233,37 +239,52 @@ class QueueActor(ArchivedRuns):
         return None if read is None else await self._handout.tokens(version, rows, read)
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> None:
-        """Publish a version: archive and consume its batch, free its slots, and let engines pull its weights.
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> bytes:
+        """Publish a version, once every rank has called with its share: archive and consume its batch, free its slots,
+        and let engines pull its weights. Returns a `Published`, to all ranks.
 
         `learned` is the encoded `Learned` of its batch; empty without a batch. A version that was published before must
         have the same weights again where `learner.exact` says so, and keeps its first digest elsewhere. Raises
-        `Diverged` if it has others, and `QueueError` for a learner that was given up for dead.
+        `Diverged` if it has others, `QueueError` for a learner that was given up for dead, and `WeightsError` if the
+        shares are not those of one version.
         """
-        described = decode(push, Push)
-        version, self._learner = described.version, max(learner, self._learner)
+        share = Share(decode(push, Push), refs, learned)
         if learner < self._learner:
-            raise QueueError(f"version {version} comes from learner {learner}, which was given up for dead")
+            raise QueueError(f"version {share.push.version} comes from learner {learner}, which was given up for dead")
+        if learner > self._learner:
+            # Weights of a learner that has died are gone with it.
+            self._learner, self._ledger = learner, Ledger[PushedRefs]()
+            self._joining = Joining(self._publish)
+        return encode(await self._joining.result(share))
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    async def _publish(self, whole: "Share[BucketRef]") -> Published:
+        described, refs, learned = whole
+        version, digest, ledger = described.version, described.digest, self._ledger
         archived = await self._archive_of(version - 1, learned) if version and version not in self._made else None
-        # The same call, made twice, may have waited beside this one.
         known = self._made.get(version)
         if known is None:
             self._queue.publish(version, described.admitted_lag)
             self._serve()
-            self._made[version] = Made(version=version, digest=described.digest, archived=archived)
+            self._made[version] = Made(version=version, digest=digest, archived=archived)
             self._unwritten.append(self._made[version])
             self._archiving.pop(version - 1, None)
-        elif known.digest != described.digest and self.config.learner.exact:
+        elif known.digest != digest and self.config.learner.exact:
             raise Diverged(
-                f"version {version} was made again and has other weights ({described.digest[:12]}, first "
+                f"version {version} was made again and has other weights ({digest[:12]}, first "
                 f"{known.digest[:12]}): the software, the device or the number of ranks is another one"
             )
         await self._commit()
-        if version >= self._queue.state.version:
-            self._ledger.publish(described, (push, refs))
-            self._versions.published(version)
+        ledger.publish(described, (encode(described), refs))
+        if (newest := self._newest()) is not None:
+            self._versions.published(newest)
+        return ledger.published(digest)
 
-    # --- the pieces ------------------------------------------------------------------------------------------
+    def _newest(self) -> int | None:
+        """The newest version that engines can pull; none while a learner makes again what was there before."""
+        newest = self._ledger.newest
+        return newest if newest is not None and newest >= self._queue.state.version else None
 
     async def _leased(self, version: int) -> Callable[[], Batch] | None:
         """Wait for a batch, and return the function that reads it; None after `stop`."""

@@ -30,7 +30,7 @@ from streamppo.process import phase
 from streamppo.queue.records import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
 from streamppo.types import decode, encode
 
-FORMAT = 5
+FORMAT = 6
 """The number of the tables' format; a journal of another one is refused."""
 DEAD_LETTERS = 1000
 """Dead letters that are kept; the newest."""

@@ -17,6 +17,8 @@ from ray.actor import ActorProxy
 from streamppo.queue import archive, handout
 from streamppo.queue.handout import BatchRef, Handout, Put
 from streamppo.types import Push, decode, encode
+from streamppo.weights.ledger import Published
+from streamppo.weights.shares import Joining, Share
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
@@ -48,10 +50,10 @@ class BatchSource(Protocol):
         ...
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> None:
-        """Receive a new version: its `Push`, references to its buckets, and the encoded `Learned` of its batch.
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> bytes:
+        """Receive one rank's share of a new version: its `Push`, its buckets, and the encoded `Learned` of its batch.
 
-        `learner` counts the groups of ranks that the run has had.
+        `learner` counts the groups of ranks that the run has had. Returns a `Published` when all shares have come.
         """
         ...
 
@@ -106,6 +108,7 @@ class ArchiveSource(ArchivedRuns):
         self._archive = archive.open(Path(run))
         self._handout = Handout(put)
         self._digests: dict[int, str] = {}
+        self._joining = Joining(self._publish)
 
     @ray.method
     async def take(self, version: int) -> "BatchRef | None":
@@ -123,10 +126,13 @@ class ArchiveSource(ArchivedRuns):
         return await self._handout.tokens(version, rows, lambda: self._archive.batch(version))
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> None:
-        """Keep the digest of a version; its weights go nowhere."""
-        described = decode(push, Push)
-        self._digests[described.version] = described.digest
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> bytes:
+        """Keep the digest of a version; its weights go nowhere. Returns a `Published`."""
+        return encode(await self._joining.result(Share(decode(push, Push), refs, learned)))
+
+    async def _publish(self, whole: "Share[BucketRef]") -> Published:
+        digest = self._digests[whole.push.version] = whole.push.digest
+        return Published(digest=digest, whole=whole.push.version, wants_whole=True)
 
     @ray.method
     async def another_life(self, known: str) -> str:

@@ -129,10 +129,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def update_weights(
+        self, version: int, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
+    ) -> None:
         """Swap to `tensors` (HF names) at the next token boundary; return when they are in use.
 
-        Raises `WeightsError`, and keeps the old version, if names or shapes do not fit.
+        `contents` are the hashes that they should have (weights/content.py), by default those that they have. Raises
+        `WeightsError`, and keeps the old version, if names or shapes do not fit, or what the engine would have other
+        contents.
         """
         ...
 

@@ -9,15 +9,17 @@ unblocks     evaluations that wait for a version, and tickets that wait for a ne
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from ray.exceptions import ObjectLostError
 
 from streamppo.errors import WeightsError
+from streamppo.process import phase
 from streamppo.rollout.engine import Engine
-from streamppo.types import Push
-from streamppo.weights.transport import unpack
+from streamppo.types import Push, decode
+from streamppo.weights.buckets import Bytes
+from streamppo.weights.replica import Replica
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -32,31 +34,33 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Swaps every new version into `engine`, which holds the weights that hash to `digest`.
+    """Swaps every new version into `engine`, which has begun with what `replica` holds.
 
     `digest` follows the engine; `push_ms` are the milliseconds that all swaps took together.
     """
 
-    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", engine: Engine, digest: str) -> None:
-        self.engine, self.digest = engine, digest
+    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", engine: Engine, replica: Replica) -> None:
+        assert replica.push is not None, "an engine begins with a version"
+        self.engine, self.digest = engine, replica.push.digest
         self.push_ms = 0.0
-        self._name, self._queue = name, queue
+        self._name, self._queue, self._replica = name, queue, replica
         self._swapped = asyncio.Condition()
 
     async def run(self) -> None:
-        """Swap to the newest version without end; versions that came and went during a swap are never pulled.
+        """Swap to the newest version without end; versions that came and went during a swap are never pulled alone.
 
-        Bytes that were damaged on the way are asked for again. Raises `WeightsError` after `PULLS` refusals in a row:
-        then the way is not the reason.
+        After bytes that were damaged on the way a whole version is asked for. Raises `WeightsError` after `PULLS`
+        refusals in a row: then the way is not the reason.
         """
         refusals = 0
         while True:
             try:
-                push, tensors = await pull(self._queue, self._name, self.engine.version)
+                push = await pull(self._queue, self._name, self._replica, self.engine.version)
                 start = time.perf_counter()
-                await self.engine.update_weights(push.version, tensors)
+                await self.engine.update_weights(push.version, self._replica.tensors, self._replica.contents)
             except WeightsError as error:
                 log.info("keeps version %d: %s", self.engine.version, error)
+                self._replica.forget()
                 refusals += 1
                 if refusals == PULLS:
                     raise
@@ -74,15 +78,27 @@ class Follower:
             await self._swapped.wait_for(lambda: self.engine.version >= version)
 
 
-async def pull(queue: "ActorProxy[QueueActor]", name: str, version: int) -> tuple[Push, dict[str, torch.Tensor]]:
-    """Wait for a version above `version` and fetch its tensors. Raises `WeightsError` if their bytes are damaged."""
+async def pull(queue: "ActorProxy[QueueActor]", name: str, replica: Replica, version: int) -> Push:
+    """Wait for a version above `version`, which the engine holds, and make it in `replica`. Returns it.
+
+    Raises `WeightsError` if what came does not make a version.
+    """
     while True:
-        found = await queue.weights_after.remote(name, version)
-        if found is None:
+        found = await queue.weights_after.remote(name, version, replica.version)
+        if not found:
             continue
-        push, refs = found
         try:
-            return await asyncio.to_thread(unpack, push, await asyncio.gather(*refs))
+            fetched = [await asyncio.gather(*refs) for _, refs in found]
         except ObjectLostError:
             # The learner died with its weights; the next learner brings them again.
             await asyncio.sleep(RETRY_S)
+            continue
+        pushes = [decode(push, Push) for push, _ in found]
+        await asyncio.to_thread(_take, replica, pushes, fetched)
+        return pushes[-1]
+
+
+@phase("unpack")
+def _take(replica: Replica, pushes: Sequence[Push], fetched: Sequence[Sequence[Bytes]]) -> None:
+    for push, buckets in zip(pushes, fetched, strict=True):
+        replica.take(push, buckets)

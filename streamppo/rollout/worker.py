@@ -47,6 +47,8 @@ from streamppo.types import (
     encode,
     utf8_safe,
 )
+from streamppo.weights.content import check
+from streamppo.weights.replica import Replica
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -91,10 +93,12 @@ async def start(
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources())
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
-    push, tensors = await pull(queue, name, -1)
-    engine = await build.engine(config, name, model_path, push.version, tensors)
+    replica = Replica()
+    push = await pull(queue, name, replica, -1)
+    await asyncio.to_thread(check, replica.contents, replica.tensors.items())
+    engine = await build.engine(config, name, model_path, push.version, replica.tensors)
     player = Player(engine, tokenizer, config.environment)
-    follower = Follower(name, queue, engine, push.digest)
+    follower = Follower(name, queue, engine, replica)
     return Worker(config, name, queue, task, player, rewards, follower=follower, teacher=taught_by)
 
 

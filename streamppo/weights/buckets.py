@@ -1,102 +1,189 @@
-"""Parameters <-> flat byte buckets with checksums. Pure: no Ray.
+"""Shards of parameters <-> flat byte buckets. Pure: no Ray.
 
-A bucket is a one-dimensional uint8 array; tensors lie in it one after another, each aligned to 64 bytes. The layout
-is a function of names, shapes and sizes alone, so equal parameters always make equal buckets and equal checksums.
+A bucket is a one-dimensional uint8 array; pieces lie in it one after another, each aligned to 64 bytes. The layout is a
+function of names, shapes and sizes alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamppo.errors import WeightsError
-from streamppo.types import Push, Tensor, checksum
+from streamppo.types import Piece, Push, Tensor
+from streamppo.weights import delta
+from streamppo.weights.content import content
 
 ALIGNMENT = 64
+Bytes = NDArray[np.uint8]
+
+
+class Shard(NamedTuple):
+    """The share of a parameter of global `shape` that one rank publishes: `rows` of it from row `first_row` on.
+
+    A scalar counts as one row.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first_row: int
+    rows: int
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> "Shard":
+        """All of `tensor`, of which shape and type count."""
+        return cls(tensor.dtype, tuple(tensor.shape), 0, tensor.shape[0] if tensor.dim() else 1)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the share."""
+        return self.rows, *self.shape[1:]
+
+    @property
+    def first(self) -> int:
+        """The place of its first byte in the bytes of the whole."""
+        return self.first_row * self._row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.rows * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+
+
+class _Place(NamedTuple):
+    bucket: int
+    start: int
+
+
+class Packed(NamedTuple):
+    """A push, and the buckets in which its pieces lie."""
+
+    push: Push
+    arrays: list[Bytes]
 
 
 class Buckets:
-    """Memory for one version of `tensors`, of which names, shapes and types count: `tensors` are views of `arrays`.
+    """Memory for one rank's share of a version: `tensors` are views of `arrays`, in the shapes of the `shards`.
 
-    A bucket has at most `bucket_bytes`; a larger tensor gets one of its own. The memory is used for one version after
+    A bucket has at most `bucket_bytes`; a larger shard gets one of its own. The memory is used for one version after
     another: to ask the kernel for fresh pages costs more than to hash what is written to them.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> None:
-        self._layout, sizes = _plan(tensors, bucket_bytes)
-        # The gaps between tensors stay 0, so that they change no checksum.
-        self.arrays = [np.zeros(size, dtype=np.uint8) for size in sizes]
-        self.tensors = {place.name: _view(place, self.arrays[place.bucket]) for place in self._layout}
+    def __init__(self, shards: Mapping[str, Shard], bucket_bytes: int) -> None:
+        self._shards, self._bucket_bytes = dict(shards), bucket_bytes
+        sizes = {name: shard.nbytes for name, shard in shards.items()}
+        self._places, totals = _plan(list(sizes.values()), bucket_bytes)
+        self.arrays = [np.zeros(total, dtype=np.uint8) for total in totals]
+        self.tensors = {
+            name: torch.from_numpy(raw).view(shard.dtype).view(shard.local_shape)
+            if shard.nbytes
+            else torch.empty(shard.local_shape, dtype=shard.dtype)
+            for raw, (name, shard) in zip(self._raw(), shards.items(), strict=True)
+        }
 
-    def push(self, version: int, base_version: int | None) -> Push:
-        """Describe the version that was written to `tensors`: this hashes every bucket."""
-        return Push(
-            version=version,
-            base_version=base_version,
-            tensors=self._layout,
-            bucket_bytes=tuple(array.nbytes for array in self.arrays),
-            checksums=tuple(checksum(array.data) for array in self.arrays),
+    def push(self, version: int, before: "Buckets | None" = None, *, rank: int = 0, ranks: int = 1) -> Packed:
+        """Describe the version that was written to `tensors`: this hashes every one of them.
+
+        With `before`, which holds the version before it in the same layout, pieces are deltas where that pays: a bucket
+        of which more than half would be left goes as it is.
+        """
+        shards = self._shards.items()
+        tensors = tuple(
+            Tensor(
+                name=name,
+                dtype=str(shard.dtype).removeprefix("torch."),
+                shape=shard.shape,
+                nbytes=int(np.prod(shard.shape, dtype=np.int64)) * shard.dtype.itemsize,
+                content=content(self.tensors[name], shard.first),
+            )
+            for name, shard in shards
         )
+        raw = self._raw()
+        deltas = [None] * len(raw) if before is None else self._deltas(before)
+        stored = [whole if one is None else one for one, whole in zip(deltas, raw, strict=True)]
+        changed = zip(self._places, deltas, strict=True)
+        places, arrays = self._packed(stored, {place.bucket for place, one in changed if one is not None})
+        pieces = tuple(
+            Piece(
+                tensor=number,
+                first=shard.first,
+                nbytes=shard.nbytes,
+                bucket=place.bucket,
+                start=place.start,
+                stored=stored[number].nbytes,
+                is_delta=deltas[number] is not None,
+            )
+            for number, (shard, place) in enumerate(zip(self._shards.values(), places, strict=True))
+            if shard.nbytes
+        )
+        push = Push(
+            version=version,
+            base_version=version - 1 if any(piece.is_delta for piece in pieces) else None,
+            tensors=tensors,
+            pieces=pieces,
+            bucket_bytes=tuple(array.nbytes for array in arrays),
+            rank=rank,
+            ranks=ranks,
+        )
+        return Packed(push, arrays)
+
+    def _raw(self) -> list[Bytes]:
+        """The bytes of every shard."""
+        sizes = [shard.nbytes for shard in self._shards.values()]
+        return [_bytes_at(self.arrays, place, size) for place, size in zip(self._places, sizes, strict=True)]
+
+    def _deltas(self, before: "Buckets") -> list[Bytes | None]:
+        """The deltas of the shards of those buckets of which at most half is left with them; None for the others."""
+        raw, widths = self._raw(), [shard.dtype.itemsize for shard in self._shards.values()]
+        found = [delta.changes(*three) for three in zip(before._raw(), raw, widths, strict=True)]
+        left = [0] * len(self.arrays)
+        for one, whole, place in zip(found, raw, self._places, strict=True):
+            left[place.bucket] += (whole if one is None else one).nbytes
+        pays = [2 * nbytes <= array.nbytes for nbytes, array in zip(left, self.arrays, strict=True)]
+        return [one if pays[place.bucket] else None for one, place in zip(found, self._places, strict=True)]
+
+    def _packed(self, stored: Sequence[Bytes], anew: Collection[int]) -> tuple[list[_Place], list[Bytes]]:
+        """Put what is `stored` of the shards of buckets `anew` into other ones. The other buckets stay as they are."""
+        kept = [number for number in range(len(self.arrays)) if number not in anew]
+        moved = [number for number, place in enumerate(self._places) if place.bucket in anew]
+        places, totals = _plan([stored[number].nbytes for number in moved], self._bucket_bytes)
+        arrays = [np.zeros(total, dtype=np.uint8) for total in totals]
+        for number, place in zip(moved, places, strict=True):
+            _bytes_at(arrays, place, stored[number].nbytes)[:] = stored[number]
+        found = dict(zip(moved, (place._replace(bucket=len(kept) + place.bucket) for place in places), strict=True))
+        after = {number: at for at, number in enumerate(kept)}
+        return [
+            found[number] if number in found else place._replace(bucket=after[place.bucket])
+            for number, place in enumerate(self._places)
+        ], [*(self.arrays[number] for number in kept), *arrays]
 
 
-def flatten(
-    version: int, base_version: int | None, tensors: Mapping[str, torch.Tensor], bucket_bytes: int
-) -> tuple[Push, list[NDArray[np.uint8]]]:
-    """Copy `tensors` into buckets of their own. See `Buckets`."""
-    buckets = Buckets(tensors, bucket_bytes)
+def packed(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Packed:
+    """Copy whole `tensors` into buckets of their own. See `Buckets`."""
+    buckets = Buckets({name: Shard.whole(tensor) for name, tensor in tensors.items()}, bucket_bytes)
     for name, into in buckets.tensors.items():
         into.copy_(tensors[name].detach())
-    return buckets.push(version, base_version), buckets.arrays
+    return buckets.push(version)
 
 
-def unflatten(push: Push, buckets: Sequence[NDArray[np.uint8]]) -> dict[str, torch.Tensor]:
-    """The tensors of a verified push, as views of the buckets: to be read alone.
-
-    Raises `WeightsError` if a checksum differs.
-    """
-    if len(buckets) != len(push.checksums):
-        raise WeightsError(f"push {push.version}: {len(buckets)} buckets arrived, {len(push.checksums)} were sent")
-    for number, (bucket, expected) in enumerate(zip(buckets, push.checksums, strict=True)):
-        if checksum(bucket.data) != expected:
-            raise WeightsError(f"push {push.version}: bucket {number} does not match its checksum")
-    return {place.name: _view(place, buckets[place.bucket]) for place in push.tensors}
-
-
-def _plan(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    layout: list[Tensor] = []
-    sizes: list[int] = []
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        start = -(-sizes[-1] // ALIGNMENT) * ALIGNMENT if sizes else 0
-        if not sizes or start + nbytes > bucket_bytes:
-            sizes.append(0)
+def _plan(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[_Place], list[int]]:
+    """Find a place for pieces of these `sizes`. Returns the places, and the bytes of each bucket."""
+    places: list[_Place] = []
+    totals: list[int] = []
+    for nbytes in sizes:
+        start = -(-totals[-1] // ALIGNMENT) * ALIGNMENT if totals else 0
+        if not totals or start + nbytes > bucket_bytes:
+            totals.append(0)
             start = 0
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        place = Tensor(
-            name=name,
-            dtype=dtype,
-            shape=tuple(tensor.shape),
-            bucket=len(sizes) - 1,
-            start=start,
-            nbytes=nbytes,
-        )
-        layout.append(place)
-        sizes[-1] = start + nbytes
-    return tuple(layout), tuple(sizes)
+        places.append(_Place(len(totals) - 1, start))
+        totals[-1] = start + nbytes
+    return places, totals
 
 
-class _Exposed:
-    """An array's memory as NumPy takes it from a stranger, which keeps the array alive."""
-
-    def __init__(self, array: NDArray[np.uint8]) -> None:
-        self.array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
-def _view(place: Tensor, bucket: NDArray[np.uint8]) -> torch.Tensor:
-    raw = bucket[place.start : place.start + place.nbytes]
-    if not raw.flags.writeable:
-        # A tensor cannot say that it is read-only, and torch warns of that. Nobody writes to weights that have arrived.
-        raw = np.asarray(_Exposed(raw))
-    return torch.from_numpy(raw).view(getattr(torch, place.dtype)).reshape(place.shape)
+def _bytes_at(arrays: Sequence[Bytes], place: _Place, nbytes: int) -> Bytes:
+    return arrays[place.bucket][place.start : place.start + nbytes]

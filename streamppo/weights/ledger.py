@@ -1,14 +1,25 @@
-"""The versions that can be pulled: the newest one, and the one before it. Pure: no Ray."""
+"""The versions that can be pulled: a whole one, and the deltas that lead from it to the newest. Pure: no Ray.
 
-from collections import OrderedDict
+whole 12  ->  delta 13  ->  delta 14      an engine at 13 takes one delta, an engine at 11 or with nothing takes all
+"""
+
 from typing import Generic, NamedTuple, TypeVar
 
 from streamppo.errors import WeightsError
-from streamppo.types import Push
+from streamppo.types import Crossing, Push
 
-KEPT = 2
-"""Entries that are kept, so that memory holds a fixed number of versions however slow an engine is."""
 T = TypeVar("T")
+
+
+class Published(Crossing, frozen=True):
+    """The answer to the ranks of a learner when a version is published: its digest.
+
+    `whole` is the version from which all newer ones can be made; with `wants_whole` the next one is to be another.
+    """
+
+    digest: str
+    whole: int
+    wants_whole: bool
 
 
 class Entry(NamedTuple, Generic[T]):
@@ -19,32 +30,50 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class Ledger(Generic[T]):
-    """The newest `KEPT` versions, each with a handle of type T."""
+    """One learner's newest versions, each with a handle of type T; they may come in any order."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[int, Entry[T]] = OrderedDict()
+        self._entries: dict[int, Entry[T]] = {}
 
     def publish(self, push: Push, handle: T) -> None:
-        """Add the next version; the same one again brings its bytes from elsewhere.
+        """Add a version; the same one again brings its bytes from elsewhere. Older ones than a whole one are dropped.
 
-        Raises `WeightsError` on a gap or a conflict.
+        Raises `WeightsError` for a version that was there with other weights.
         """
-        newest = self.newest
-        if newest is not None and push.version != newest + 1 and not self._is_newest(push):
-            raise WeightsError(f"version {push.version} was published after version {newest}")
+        known = self._entries.get(push.version)
+        if known is not None and known.push.digest != push.digest:
+            raise WeightsError(f"version {push.version} was published again with other weights")
         self._entries[push.version] = Entry(push, handle)
-        if len(self._entries) > KEPT:
-            self._entries.popitem(last=False)
-
-    def _is_newest(self, push: Push) -> bool:
-        return push.version == self.newest and push.digest == self._entries[push.version].push.digest
+        whole = max((version for version, one in self._entries.items() if one.push.base_version is None), default=0)
+        self._entries = {version: entry for version, entry in self._entries.items() if version >= whole}
 
     @property
     def newest(self) -> int | None:
-        """The newest version, if there is one."""
-        return next(reversed(self._entries), None)
+        """The newest version that can be made from a whole one, if there is one."""
+        chain = self._chain()
+        return chain[-1].push.version if chain else None
 
-    def after(self, version: int) -> Entry[T] | None:
-        """The newest entry, if it is newer than `version`."""
-        newest = self.newest
-        return self._entries[newest] if newest is not None and newest > version else None
+    def after(self, version: int) -> list[Entry[T]]:
+        """Return, in order, all that `version`, or nothing, needs to become the newest; empty if `version` is that."""
+        chain = self._chain()
+        if not chain or version < chain[0].push.version:
+            return chain
+        return [entry for entry in chain if entry.push.version > version]
+
+    def published(self, digest: str) -> Published:
+        """Answer for a version with `digest`: where the deltas have as many bytes as the whole one, they are to end."""
+        chain = self._chain()
+        first, *deltas = [sum(entry.push.bucket_bytes) for entry in chain] or [0]
+        whole = chain[0].push.version if chain else 0
+        return Published(digest=digest, whole=whole, wants_whole=sum(deltas) >= first)
+
+    def _chain(self) -> list[Entry[T]]:
+        """The whole version, and the deltas behind it that have come without a gap."""
+        chain: list[Entry[T]] = []
+        for version in sorted(self._entries):
+            entry = self._entries[version]
+            if entry.push.base_version is None:
+                chain = [entry]
+            elif chain and entry.push.base_version == chain[-1].push.version:
+                chain.append(entry)
+        return chain

@@ -1,26 +1,25 @@
-"""Buckets through the Ray object store: the learner pushes beside training, engines pull.
+"""Buckets through the Ray object store: every rank pushes its own shards beside training, engines pull.
 
-Push   consumes a version in buckets                     produces a version in the ledger
-       waits for the push before it                       unblocks every engine's pull and the queue's next take
+Push   consumes a rank's share of a version in buckets    produces a version in the ledger, once all shares are there
+       waits for the push before it                        unblocks every engine's pull and the queue's next take
 
 Two sets of buckets take turns: the learner writes a version into one, while the other is being pushed.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import ray
-import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
 from streamppo.process import phase
-from streamppo.types import Push, decode, encode
-from streamppo.weights import buckets
-from streamppo.weights.buckets import Buckets
+from streamppo.types import encode
+from streamppo.weights.buckets import Buckets, Shard
+from streamppo.weights.ledger import Published
 
 BucketRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
 """A bucket in the object store."""
@@ -29,64 +28,86 @@ SETS = 2
 """Sets of buckets: one is written, one is read."""
 
 
+Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], Published]
+"""Publishes an encoded `Push` with its buckets, and the encoded `Learned` of its batch; waits for all shares."""
+
+
 class Pushed(NamedTuple):
-    """A published version: the hash of its bytes, and the milliseconds that its push took."""
+    """A published version: the hash of its weights, the milliseconds that its push took, this rank's bytes of it."""
 
     digest: str
     ms: float
+    nbytes: int
 
 
 class Pusher:
-    """Checksums and publishes versions in a thread of its own, in their order.
+    """Hashes and publishes one rank's shares of versions in a thread of its own, in their order.
 
     At most one push is under way: `push` waits for the one before, so memory holds two versions at most. Nobody
-    waits for an engine. `last` is the newest push. `publish` gets the encoded `Push`, its buckets and `learned`.
+    waits for an engine. `last` is the newest push. With `deltas` a version is described by what has changed since the
+    one before, where that is less, until the ledger wants a whole one again.
     """
 
-    def __init__(self, publish: Callable[[bytes, list[BucketRef], bytes], None], bucket_bytes: int) -> None:
+    def __init__(
+        self, publish: Publish, bucket_bytes: int, *, deltas: bool = False, rank: int = 0, ranks: int = 1
+    ) -> None:
         self._publish = publish
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._deltas = bucket_bytes, deltas
+        self._rank, self._ranks = rank, ranks
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
+        self._again = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push again")
         self.last: Future[Pushed] = Future()
-        self.last.set_result(Pushed("", 0.0))
-        self._base: int | None = None
+        self.last.set_result(Pushed("", 0.0, 0))
         self._sets: list[Buckets] = []
-        self._carried: tuple[bytes, list[BucketRef], bytes] | None = None
+        self._described: Future[None] = Future()
+        self._described.set_result(None)
+        self._wants_whole = True
+        self._carried: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
 
-    def buckets(self, like: Mapping[str, torch.Tensor]) -> Buckets:
-        """The buckets of the next version, which has names, shapes and types of `like`; no push reads them."""
+    def buckets(self, like: Mapping[str, Shard]) -> Buckets:
+        """The buckets of the next version, which has the layout of `like`; no push reads them.
+
+        Waits until the push under way has compared its version with the one before, whose memory this is.
+        """
         if len(self._sets) < SETS:
             return Buckets(like, self._bucket_bytes)
+        self._described.result()
         return self._sets.pop(0)
 
-    def push(self, version: int, filled: Buckets, learned: bytes = b"", admitted_lag: int | None = None) -> float:
-        """Start pushing what is in `filled`. Returns the milliseconds of the push before.
+    def push(self, version: int, filled: Buckets, learned: bytes = b"", admitted_lag: int | None = None) -> Pushed:
+        """Start pushing what is in `filled`. Returns the push before.
 
         `learned`, of the batch that made the version, goes along, and the lag to be admitted with it. Raises
         the error of the push before.
         """
-        before = self.last.result()
+        pushed = self.last.result()
+        before = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
         self._sets.append(filled)
-        self.last = self._thread.submit(self._carry, version, filled, learned, admitted_lag)
-        return before.ms
+        self._described = Future()
+        self.last = self._thread.submit(self._carry, version, filled, before, learned, admitted_lag)
+        return pushed
 
     def again(self) -> None:
-        """Publish the last version once more, after the push under way: the ledger has forgotten everything."""
-        if self._carried is not None:
-            self._thread.submit(lambda: self._carried and self._publish(*self._carried))
+        """Publish the newest whole version once more, and all deltas since: the ledger has forgotten everything.
+
+        Not in the thread of the pushes: another rank's share of what is pushed there may wait behind this.
+        """
+        self._again.submit(lambda: [self._publish(*carried) for carried in list(self._carried.values())])
 
     @phase("publish")
-    def _carry(self, version: int, filled: Buckets, learned: bytes, admitted_lag: int | None) -> Pushed:
+    def _carry(
+        self, version: int, filled: Buckets, before: Buckets | None, learned: bytes, admitted_lag: int | None
+    ) -> Pushed:
         start = time.perf_counter()
-        push = structs.replace(filled.push(version, self._base), admitted_lag=admitted_lag)
-        self._carried = encode(push), [ray.put(array) for array in filled.arrays], learned
-        self._publish(*self._carried)
-        self._base = version
-        return Pushed(push.digest, (time.perf_counter() - start) * 1e3)
-
-
-@phase("verify")
-def unpack(push_bytes: bytes, fetched: Sequence[NDArray[np.uint8]]) -> tuple[Push, dict[str, torch.Tensor]]:
-    """Verify one version's fetched buckets. Raises `WeightsError` when bytes and checksums differ."""
-    push = decode(push_bytes, Push)
-    return push, buckets.unflatten(push, fetched)
+        try:
+            push, arrays = filled.push(version, before, rank=self._rank, ranks=self._ranks)
+        finally:
+            self._described.set_result(None)
+        encoded = encode(structs.replace(push, admitted_lag=admitted_lag))
+        refs = [ray.put(array) for array in arrays]
+        self._carried[version] = encoded, refs, learned
+        published = self._publish(encoded, refs, learned)
+        self._carried = {number: one for number, one in self._carried.items() if number >= published.whole}
+        self._wants_whole = published.wants_whole
+        ms = (time.perf_counter() - start) * 1e3
+        return Pushed(published.digest, ms, sum(array.nbytes for array in arrays))

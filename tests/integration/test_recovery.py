@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import sqlite3
+import statistics
 import subprocess
 import sys
 import time
@@ -96,8 +97,8 @@ def all_accounted(run: Path) -> chaos.Trial:
         ),
         pytest.param(
             ["learner", "driver", "queue", "learner", "driver", "rollout"],
-            ("learner.ranks=2", "queue.max_lag=0"),
-            id="two-ranks",
+            ("learner.ranks=2", "queue.max_lag=0", "learner.deltas=on", "model.dtype=bfloat16", "learner.lr=1e-6"),
+            id="two-ranks-with-deltas",
         ),
     ],
 )
@@ -109,6 +110,9 @@ def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
     assert (trial.lost, trial.twice) == (0, 0)
     assert trial.consumed == 60 * 64
     assert trial.replayed, "the weights are not those that the archive gives"
+    if "learner.deltas=on" in overrides:
+        pushed = [row["push_mib"] for row in updates(tmp_path, "chaos")]
+        assert statistics.median(pushed) < max(pushed) / 20, "versions went as deltas"
 
 
 def test_a_rollout_actor_that_hangs_is_replaced_and_leaves_no_process(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def state(version: int) -> State:
 
 def save_checkpoint(folder: Path, version: int = 2) -> None:
     pushed = Future[Pushed]()
-    pushed.set_result(Pushed(f"digest {version}", 0.0))
+    pushed.set_result(Pushed(f"digest {version}", 0.0, 0))
     saver = checkpoint.Saver(dist.group.WORLD, Checkpoint(keep=1))  # pyright: ignore[reportArgumentType]
     saver.start(folder, state(version), checkpoint.Trained(*model_of(version), None), pushed)
     saver.wait()

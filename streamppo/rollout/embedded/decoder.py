@@ -11,7 +11,7 @@ A small model spends more time on launching operations than on arithmetic, so th
 - Keys and values lie side by side in the cache and are written together.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,37 +21,16 @@ from torch import Tensor
 from streamppo.config.engine import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.process import phase
+from streamppo.rollout.embedded import parameters
+from streamppo.rollout.embedded.parameters import Layer, Parameters
 from streamppo.rollout.embedded.spans import Span
 from streamppo.rollout.fit import Architecture, check_fit
+from streamppo.weights.content import check, content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-class Layer(NamedTuple):
-    """The weights of one layer, fused and reordered."""
-
-    norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-class Parameters(NamedTuple):
-    """All weights of a model."""
-
-    embedding: Tensor
-    layers: tuple[Layer, ...]
-    norm: Tensor
-    head: Tensor
 
 
 class _Decoding(NamedTuple):
@@ -89,20 +68,36 @@ class Decoder:
         self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.max_tokens = max_tokens
         self._expected = Architecture(config).shapes
-        check_fit(self._expected, tensors)
-        self.parameters = _fuse(self, tensors)
+        self._spare: Parameters | None = None
+        self.parameters = self.fuse(tensors)
+        # What is decoded with from here on is not what the next ones are written to.
+        self._spare = None
         self.rotation_TD = _rotation(config, max_tokens, self.device)
         shape = (config.num_hidden_layers, rows, max_tokens, 2 * self.kv_heads, self.head_width)
         self.cache = torch.zeros(shape, dtype=dtype, device=self.device)
 
     @phase("swap")
-    def fuse(self, tensors: Mapping[str, Tensor]) -> Parameters:
-        """The `parameters` that `tensors` (HF names) are; the model goes on with those that it has.
+    def fuse(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> Parameters:
+        """The parameters that `tensors` (HF names) are, in memory that no step reads; see `adopt`.
 
-        Raises `WeightsError` if they do not fit.
+        Raises `WeightsError` if they do not fit, or what was written has other `contents` than it should; by default
+        it should have those of `tensors`.
         """
         check_fit(self._expected, tensors)
-        return _fuse(self, tensors)
+        if self._spare is None:
+            self._spare = parameters.empty(self._expected, self.dtype, self.head_dtype, self.device)
+        views = list(parameters.views(self._spare, self._expected.keys(), self.head_width))
+        with torch.no_grad():
+            for name, view in views:
+                view.copy_(tensors[name].to(self.dtype).reshape(view.shape))
+        if contents is None:
+            contents = {name: content(tensor.to(self.dtype)) for name, tensor in tensors.items()}
+        check(contents, ((name, view.to(self.dtype)) for name, view in views))
+        return self._spare
+
+    def adopt(self, fused: Parameters) -> None:
+        """Decode with what `fuse` has returned; the memory of the parameters before is for the next ones."""
+        self._spare, self.parameters = self.parameters, fused
 
     @torch.inference_mode()
     def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_B: Tensor) -> Tensor:
@@ -221,54 +216,3 @@ def _rotation(config: "PreTrainedConfig", max_tokens: int, device: torch.device)
     angles_TD = torch.arange(max_tokens)[:, None].float() * rope.inv_freq[None].float()
     scale = torch.full_like(angles_TD, float(rope.attention_scaling))
     return torch.polar(scale, angles_TD).to(device)
-
-
-def _fuse(decoder: Decoder, tensors: Mapping[str, Tensor]) -> Parameters:
-    """Fuse HF tensors. Every tensor is copied once: the given one may be a view of a shared buffer."""
-
-    def given(name: str) -> Tensor:
-        return tensors[name].to(decoder.device, decoder.dtype)
-
-    def copied(name: str) -> Tensor:
-        return tensors[name].to(decoder.device, decoder.dtype, copy=True)
-
-    layers = tuple(
-        _fuse_layer(f"model.layers.{n}.", given, tensors.keys(), decoder.head_width)
-        for n in range(decoder.config.num_hidden_layers)
-    )
-    embedding = copied("model.embed_tokens.weight")
-    head = copied("lm_head.weight") if "lm_head.weight" in tensors else embedding
-    return Parameters(embedding, layers, copied("model.norm.weight"), head.to(decoder.head_dtype))
-
-
-def _fuse_layer(prefix: str, given: Callable[[str], Tensor], names: Collection[str], head_width: int) -> Layer:
-    def copied(name: str) -> Tensor:
-        return given(prefix + name).clone()
-
-    def paired(tensor: Tensor) -> Tensor:
-        """Reorder rows of each head from (first halves, second halves) to pairs side by side."""
-        heads = tensor.reshape(-1, 2, head_width // 2, *tensor.shape[1:])
-        return heads.transpose(1, 2).reshape(tensor.shape)
-
-    def attention(name: str) -> Tensor:
-        return copied(f"self_attn.{name}")
-
-    def fused(kind: str) -> Tensor:
-        q, k, v = (given(f"{prefix}self_attn.{name}_proj.{kind}") for name in "qkv")
-        return torch.cat([paired(q), paired(k), v])
-
-    def has(name: str) -> bool:
-        return f"{prefix}self_attn.{name}" in names
-
-    return Layer(
-        norm=copied("input_layernorm.weight"),
-        qkv=fused("weight"),
-        qkv_bias=fused("bias") if has("q_proj.bias") else None,
-        q_norm=paired(attention("q_norm.weight")) if has("q_norm.weight") else None,
-        k_norm=paired(attention("k_norm.weight")) if has("k_norm.weight") else None,
-        out=attention("o_proj.weight"),
-        out_bias=attention("o_proj.bias") if has("o_proj.bias") else None,
-        mlp_norm=copied("post_attention_layernorm.weight"),
-        gate_up=torch.cat([given(f"{prefix}mlp.gate_proj.weight"), given(f"{prefix}mlp.up_proj.weight")]),
-        down=copied("mlp.down_proj.weight"),
-    )

@@ -102,10 +102,12 @@ class EmbeddedEngine:
         finally:
             self._promised.discard(request.done)
 
-    async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def update_weights(
+        self, version: int, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
+    ) -> None:
         """See `Engine.update_weights`. Swaps are made one after another; their weights are copied beside decoding."""
         async with self._one_swap:
-            parameters = await asyncio.to_thread(self._decoder.fuse, tensors)
+            parameters = await asyncio.to_thread(self._decoder.fuse, tensors, contents)
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._wake()
             self._swap = (version, parameters, done)
@@ -181,7 +183,7 @@ class EmbeddedEngine:
         begin = time.perf_counter()
         self._rows.cut_before(version)
         self._rows.hand_over()
-        self._decoder.parameters = parameters
+        self._decoder.adopt(parameters)
         self._version = version
         if self._kv == "recompute" and self._rows.count:
             await self._run(self._rows.recompute)

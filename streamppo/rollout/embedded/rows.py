@@ -64,7 +64,8 @@ class Rows:
         self._decoder = decoder
         self._generator = generator
         self._ends = np.zeros(decoder.config.vocab_size, np.bool_)
-        self._ends[sorted(eos_ids)] = True
+        # Settings name -1, or a token beyond the vocabulary, for a model that ends no completion.
+        self._ends[[one for one in sorted(eos_ids) if 0 <= one < len(self._ends)]] = True
         self._capacity = capacity
         self.requests: list[Request] = []
         self.tokens = 0

@@ -33,6 +33,7 @@ from streamppo.rollout.sglang.life import Life, Setup
 from streamppo.rollout.sglang.link import HEALTH_S, Link
 from streamppo.rollout.sglang.stream import INTERVAL, Streams
 from streamppo.types import Ints
+from streamppo.weights.content import check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -59,12 +60,11 @@ async def start(
     max_total_tokens: int,
 ) -> "SGLangEngine":
     """Start SGLang on `tensors` as `version`. Completions have at most `max_total_tokens` tokens, prompt included.
-
     Raises `ModelError` or `WeightsError` if it cannot start.
     """
     architecture = Architecture(hf_config)
     check_fit(architecture.shapes, tensors)
-    saved = _own(architecture, tensors)
+    saved = await asyncio.to_thread(_own, architecture, tensors)
     life = await lives.begin(setup, 0, version, saved)
     return SGLangEngine(setup, life, architecture, version, saved, eos_ids=eos_ids, max_total_tokens=max_total_tokens)
 
@@ -115,10 +115,12 @@ class SGLangEngine:
             finally:
                 self._count(-1)
 
-    async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def update_weights(
+        self, version: int, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
+    ) -> None:
         """See `Engine.update_weights`."""
         check_fit(self._architecture.shapes, tensors)
-        saved = await asyncio.to_thread(_own, self._architecture, tensors)
+        saved = await asyncio.to_thread(_own, self._architecture, tensors, contents)
         async with self._swapping:
             await self._until_serving()
             begin = time.perf_counter()
@@ -268,9 +270,15 @@ class SGLangEngine:
         self._in_flight += change
 
 
-def _own(architecture: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _own(
+    architecture: Architecture, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
     """Name and cut `tensors` as the model's files do, in memory of this process, which keeps them for the next life.
 
-    As they came they are views of the object store, which holds a fixed number of versions.
+    As they came they are views of the object store, or change with the next version. Raises `WeightsError` if they
+    have other `contents`.
     """
-    return architecture.as_saved({name: tensor.clone() for name, tensor in tensors.items()})
+    own = {name: tensor.clone() for name, tensor in tensors.items()}
+    if contents is not None:
+        check(contents, own.items())
+    return architecture.as_saved(own)

@@ -29,7 +29,7 @@ ALONE = pytest.mark.usefixtures("alone")
 def pushed(digest: str = "") -> Future[Pushed]:
     """A push that has come to its end."""
     done = Future[Pushed]()
-    done.set_result(Pushed(digest, 0.0))
+    done.set_result(Pushed(digest, 0.0, 0))
     return done
 
 
@@ -229,7 +229,7 @@ def test_a_checkpoint_counts_only_when_its_version_is_published(folder: Path, tm
     dist.barrier()
     saver.check()
     assert manifest.complete(tmp_path) == []
-    push.set_result(Pushed("its digest", 1.0))
+    push.set_result(Pushed("its digest", 1.0, 0))
     saver.wait()
     assert manifest.verify(tmp_path / "00000001", 0).digest == "its digest"
 
@@ -255,7 +255,7 @@ def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
         saver, push = saver_of(updater), Future[Pushed]()
         torch.manual_seed(rank)
         # Rank 0 alone waits for the push before it gives the name; the others ask again in the meantime.
-        threading.Timer(1.0, push.set_result, [Pushed("", 0.0)]).start()
+        threading.Timer(1.0, push.set_result, [Pushed("", 0.0, 0)]).start()
         for _ in range(2):
             saver.start(out, state_of(updater), trained(updater), push)
         drawn = torch.rand(4)

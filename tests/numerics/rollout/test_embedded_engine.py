@@ -13,12 +13,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.errors import ModelError, WeightsError
+from streamppo.rollout.embedded import decoder as decoder_module
+from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import REORDER
 from streamppo.rollout.embedded.sampling import Drawn, Draws, sample
 from streamppo.rollout.embedded.spans import SHORT, Span, cost, leaders
 from streamppo.rollout.engine import Completion, Cuts, Sampling
+from streamppo.weights.content import content
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,
@@ -303,6 +306,75 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_ones_stay(name:
         prompt = prompts(1)[0]
         done = await running.generate(prompt, Sampling(5))
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
+
+    asyncio.run(scenario())
+
+
+def test_a_push_that_is_not_held_as_it_was_sent_is_refused_by_name_and_the_next_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = decoder_module.check
+
+    def after_damage(expected: Any, held: Any) -> None:
+        """One bit of the memory that the engine would decode with."""
+        tensors = dict(held)
+        tensors["model.layers.0.self_attn.k_proj.weight"].view(torch.int32)[0, 0, 0, 1] ^= 1
+        compared(expected, tensors.items())
+
+    async def scenario() -> None:
+        model, new = make(), make(seed=1)
+        running, prompt = engine(model), prompts(1)[0]
+        sent = {name: content(tensor) for name, tensor in tensors(new).items()}
+        wrong = sent | {"model.norm.weight": sent["model.norm.weight"] ^ 1}
+        with pytest.raises(WeightsError, match=r"model.norm.weight is not as it was pushed \(1 tensors"):
+            await running.update_weights(1, tensors(new), wrong)
+        with monkeypatch.context() as patched:
+            patched.setattr(decoder_module, "check", after_damage)
+            with pytest.raises(WeightsError, match=r"k_proj.weight is not as it was pushed \(1 tensors"):
+                await running.update_weights(1, tensors(new), sent)
+        done = await running.generate(prompt, Sampling(5))
+        np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=1e-5, rtol=0)
+        await running.update_weights(1, tensors(new), sent)
+        done = await running.generate(prompt, Sampling(5))
+        np.testing.assert_allclose(done.logprobs, reference(new, prompt, done.tokens), atol=1e-5, rtol=0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("float32_head", [True, False])
+def test_what_a_decoder_holds_is_every_tensor_bit_for_bit(name: str, float32_head: bool) -> None:
+    model = make(name).to(torch.bfloat16)
+    decoder = Decoder(
+        model.config,
+        tensors(model),
+        rows=1,
+        max_tokens=8,
+        dtype=torch.bfloat16,
+        float32_head=float32_head,
+        device="cpu",
+    )
+    held = list(parameters.views(decoder.parameters, tensors(model).keys(), decoder.head_width))
+    assert {named for named, _ in held} == tensors(model).keys()
+    for named, view in held:
+        assert torch.equal(view.to(torch.bfloat16).reshape(tensors(model)[named].shape), tensors(model)[named]), named
+    memory = sum(tensor.numel() for tensor in distinct(decoder.parameters))
+    assert memory == sum(view.numel() for _, view in held), "no part of it is without a name"
+
+
+def distinct(of: parameters.Parameters) -> list[torch.Tensor]:
+    found = [of.embedding, of.norm, *([] if of.head is of.embedding else [of.head])]
+    return found + [tensor for layer in of.layers for tensor in layer if tensor is not None]
+
+
+def test_two_sets_of_memory_take_turns() -> None:
+    async def scenario() -> None:
+        running = engine(make())
+        used = {running._decoder.parameters.layers[0].qkv.data_ptr()}
+        for version in range(1, 6):
+            await running.update_weights(version, tensors(make(seed=version)))
+            used.add(running._decoder.parameters.layers[0].qkv.data_ptr())
+        assert len(used) == 2
 
     asyncio.run(scenario())
 

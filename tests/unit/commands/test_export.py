@@ -42,11 +42,11 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
         with torch.no_grad():
             for parameter in updater.policy.parameters():
                 parameter.add_(0.125)
-        whole = buckets.Buckets(policy.pushed(updater.policy, config.model.dtype), config.learner.bucket_bytes)
-        policy.snapshot(updater.policy, whole.tensors, config.model.dtype)
-        push = whole.push(version, version - 1)
+        whole = buckets.Buckets(policy.shards(updater.policy, config.model.dtype), config.learner.bucket_bytes)
+        policy.snapshot(updater.policy, whole.tensors)
+        push, _ = whole.push(version)
         pushed = Future[Pushed]()
-        pushed.set_result(Pushed(digest or push.digest, 0.0))
+        pushed.set_result(Pushed(digest or push.digest, 0.0, 0))
         journal.write(Changes(COUNTERS), [Made(version=version, digest=push.digest, archived=None)])
         state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
         saver.start(run / "checkpoints", state, Trained(updater.policy, updater.optimizer, None), pushed)
@@ -70,7 +70,7 @@ def test_what_is_exported_has_the_digest_that_the_journal_has_of_that_version(
         out = tmp_path / "out" / str(version)
         assert cli.main(["export", str(run), *flags, "--to", str(out)]) == 0, capsys.readouterr().err
         lm = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, dtype))
-        push, _ = buckets.flatten(version, None, dict(lm.named_parameters()), config.learner.bucket_bytes)
+        push, _ = buckets.packed(version, dict(lm.named_parameters()), config.learner.bucket_bytes)
         assert push.digest == Journal.of(run).versions()[version].digest
         assert AutoTokenizer.from_pretrained(out)("1+1=")["input_ids"]
         assert list(out.glob("*.safetensors"))

@@ -65,7 +65,6 @@ def test_an_update_depends_on_these(override: str) -> None:
     [
         ("model.dtype=bfloat16", "model.dtype"),
         ("model.tiny.layers=3", "model.tiny.layers"),
-        ("learner.bucket_bytes=9", "learner.bucket_bytes"),
         ("algorithm.critic.model=policy", "algorithm.critic.model"),
         ("learner.ranks=2", "learner.ranks"),
         ("learner.gpus=1", "learner.gpus > 0"),

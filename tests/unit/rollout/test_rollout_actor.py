@@ -31,6 +31,8 @@ from streamppo.types import (
     encode,
 )
 from streamppo.weights import buckets
+from streamppo.weights.content import check
+from streamppo.weights.replica import Replica
 
 pytest_plugins = ["rollout_log"]
 
@@ -48,18 +50,20 @@ class Queue:
     def __init__(self, damaged: int) -> None:
         self.damaged = damaged
         self.pulls = 0
+        self.had: list[int] = []
         self.swaps: list[int] = []
         self.weights_after = Remote(self._weights_after)
         self.swapped = Remote(self._swapped)
 
-    async def _weights_after(self, name: str, version: int) -> Any:
+    async def _weights_after(self, name: str, version: int, have: int) -> Any:
         if version >= 1:
             await asyncio.Event().wait()
         self.pulls += 1
-        push, arrays = buckets.flatten(1, 0, {"w": torch.arange(8.0)}, 1 << 20)
+        self.had.append(have)
+        push, arrays = buckets.packed(1, {"w": torch.arange(8.0)}, 1 << 20)
         if self.pulls <= self.damaged:
             arrays[0][3] ^= 1
-        return encode(push), [_value(array) for array in arrays]
+        return [(encode(push), [_value(array) for array in arrays])]
 
     async def _swapped(self, name: str, version: int) -> None:
         self.swaps.append(version)
@@ -72,9 +76,16 @@ async def _value(array: Any) -> Any:
 class Engine:
     version = 0
 
-    async def update_weights(self, version: int, tensors: Any) -> None:
+    async def update_weights(self, version: int, tensors: Any, contents: Any) -> None:
+        check(contents, tensors.items())
         assert torch.equal(tensors["w"], torch.arange(8.0))
         self.version = version
+
+
+def version_0() -> Replica:
+    replica = Replica()
+    replica.take(*buckets.packed(0, {"w": torch.zeros(8)}, 1 << 20))
+    return replica
 
 
 def _engine() -> Any:
@@ -84,23 +95,24 @@ def _engine() -> Any:
 def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -> None:
     async def scenario() -> Queue:
         queue: Any = Queue(damaged=follower.PULLS - 1)
-        made = Follower("rollout-0", queue, _engine(), "first")
+        made = Follower("rollout-0", queue, _engine(), version_0())
         task = asyncio.create_task(made.run())
         await made.reach(1)
-        assert made.push_ms > 0 and made.digest != "first"
+        assert made.push_ms > 0 and made.digest == buckets.packed(1, {"w": torch.arange(8.0)}, 1).push.digest
         task.cancel()
         return queue
 
     queue = asyncio.run(scenario())
     assert (queue.pulls, queue.swaps) == (follower.PULLS, [1])
-    assert log_lines == ["keeps version 0: push 1: bucket 0 does not match its checksum"] * 2
+    assert queue.had == [0, -1, -1], "after a damaged one it asks for a whole version"
+    assert log_lines == ["keeps version 0: w is not as it was pushed (1 tensors are not)"] * 2
 
 
 def test_weights_that_stay_damaged_end_the_actor() -> None:
     async def scenario() -> None:
         queue: Any = Queue(damaged=1000)
-        with pytest.raises(WeightsError, match="bucket 0 does not match"):
-            await Follower("rollout-0", queue, _engine(), "first").run()
+        with pytest.raises(WeightsError, match="w is not as it was pushed"):
+            await Follower("rollout-0", queue, _engine(), version_0()).run()
         assert (queue.pulls, queue.swaps) == (follower.PULLS, [])
 
     asyncio.run(scenario())
@@ -164,7 +176,7 @@ class Tickets:
         self.trajectories += decode(trajectories, tuple[Trajectory, ...])
         self.failures += decode(failures, tuple[Failure, ...])
 
-    async def _weights_after(self, name: str, version: int) -> None:
+    async def _weights_after(self, name: str, version: int, have: int) -> None:
         await asyncio.Event().wait()
 
 
@@ -176,7 +188,7 @@ def working(config: Config, *texts: str) -> tuple[Worker, Tickets]:
     rewards: Any = Rewards()
     queue: Any = Tickets(len(texts))
     engine: Any = SimpleNamespace(version=7)
-    followed = Follower("rollout-0", queue, engine, "digest")
+    followed = Follower("rollout-0", queue, engine, version_0())
     return Worker(config, "rollout-0", queue, task, player, rewards, follower=followed), queue
 
 
@@ -302,7 +314,7 @@ class SlowSwap:
 
     version = 0
 
-    async def update_weights(self, version: int, tensors: Any) -> None:
+    async def update_weights(self, version: int, tensors: Any, contents: Any) -> None:
         await asyncio.sleep(90)
         self.version = version
 
@@ -313,8 +325,8 @@ class Full(Tickets):
     async def _issue(self, actor: str, version: int, room: int, call: int) -> bytes:
         return await asyncio.Event().wait() and b""
 
-    async def _weights_after(self, name: str, version: int) -> Any:
-        return await Queue(damaged=0)._weights_after(name, version)
+    async def _weights_after(self, name: str, version: int, have: int) -> Any:
+        return await Queue(damaged=0)._weights_after(name, version, have)
 
 
 def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Callable[..., Config]) -> None:
@@ -330,7 +342,7 @@ def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Cal
 
         queue.swapped = Remote(swapped)
         engine: Any = SlowSwap()
-        worker._queue, worker._follower = queue, Follower("rollout-0", queue, engine, "first")
+        worker._queue, worker._follower = queue, Follower("rollout-0", queue, engine, version_0())
         running = asyncio.create_task(worker.run())
         await asyncio.wait({running, asyncio.create_task(done.wait())}, return_when=asyncio.FIRST_COMPLETED)
         assert not running.done()

@@ -1,0 +1,119 @@
+"""The weights of a model as the decoder reads them: fused, reordered, and each with its place in them.
+
+C width, H query heads, K key-value heads, D head width, I width of the MLP, V vocabulary.
+
+`views` says where a tensor lies, and in which order: writing a version and comparing what was written are the same
+walk over it, once with `copy_` and once with a hash.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layer(NamedTuple):
+    """The weights of one layer: queries, keys and values as one product; gate and up as well."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Parameters(NamedTuple):
+    """All weights of a model. A tied `head` is the embedding, or a copy of it in another type."""
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Tensor
+
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+Shapes = Mapping[str, torch.Size]
+
+
+def empty(shapes: Shapes, dtype: torch.dtype, head_dtype: torch.dtype, device: torch.device) -> Parameters:
+    """Memory for the weights of a model whose tensors (HF names) have `shapes`."""
+
+    def new(*names: str) -> Tensor:
+        """One tensor for several, one below the other."""
+        rows = sum(shapes[name][0] for name in names)
+        return torch.empty((rows, *shapes[names[0]][1:]), dtype=dtype, device=device)
+
+    def if_there(*names: str) -> Tensor | None:
+        return new(*names) if names[0] in shapes else None
+
+    def layer(at: str) -> Layer:
+        attention = f"{at}self_attn."
+        return Layer(
+            norm=new(f"{at}input_layernorm.weight"),
+            qkv=new(*(f"{attention}{one}_proj.weight" for one in "qkv")),
+            qkv_bias=if_there(*(f"{attention}{one}_proj.bias" for one in "qkv")),
+            q_norm=if_there(f"{attention}q_norm.weight"),
+            k_norm=if_there(f"{attention}k_norm.weight"),
+            out=new(f"{attention}o_proj.weight"),
+            out_bias=if_there(f"{attention}o_proj.bias"),
+            mlp_norm=new(f"{at}post_attention_layernorm.weight"),
+            gate_up=new(f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight"),
+            down=new(f"{at}mlp.down_proj.weight"),
+        )
+
+    embedding = new(EMBEDDING)
+    tied = HEAD not in shapes
+    head = embedding if tied and head_dtype == dtype else new(EMBEDDING if tied else HEAD).to(head_dtype)
+    count = sum(name.endswith(".input_layernorm.weight") for name in shapes)
+    layers = tuple(layer(f"model.layers.{number}.") for number in range(count))
+    return Parameters(embedding, layers, new(NORM), head)
+
+
+def views(of: Parameters, names: Collection[str], head_width: int) -> Iterator[tuple[str, Tensor]]:
+    """The place of every tensor (HF names), in the order of its elements; a tied one has two if its head has a copy.
+
+    A view may have more dimensions than its tensor: queries and keys lie pair by pair, and are named half by half.
+    """
+    yield EMBEDDING, of.embedding
+    yield NORM, of.norm
+    if HEAD in names:
+        yield HEAD, of.head
+    elif of.head is not of.embedding:
+        yield EMBEDDING, of.head
+    for number, layer in enumerate(of.layers):
+        for name, view in _of_layer(layer, head_width):
+            yield f"model.layers.{number}.{name}", view
+
+
+def _of_layer(layer: Layer, head_width: int) -> Iterator[tuple[str, Tensor]]:
+    yield "input_layernorm.weight", layer.norm
+    yield "post_attention_layernorm.weight", layer.mlp_norm
+    yield "self_attn.o_proj.weight", layer.out
+    yield "mlp.down_proj.weight", layer.down
+    gate, up = layer.gate_up.chunk(2)
+    yield "mlp.gate_proj.weight", gate
+    yield "mlp.up_proj.weight", up
+    # As many values as keys, and the output's product has as many inputs as there are queries.
+    queries = layer.out.shape[1]
+    for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+        if fused is not None:
+            q, k, v = fused.split([queries, *[(len(fused) - queries) // 2] * 2])
+            yield f"self_attn.q_proj.{kind}", _halves(q, head_width)
+            yield f"self_attn.k_proj.{kind}", _halves(k, head_width)
+            yield f"self_attn.v_proj.{kind}", v
+    for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+        if norm is not None:
+            yield f"self_attn.{name}.weight", _halves(norm, head_width)
+    if layer.out_bias is not None:
+        yield "self_attn.o_proj.bias", layer.out_bias
+
+
+def _halves(paired: Tensor, head_width: int) -> Tensor:
+    """Rows of heads in pairs side by side, seen as (first halves, second halves) of each head."""
+    return paired.view(-1, head_width // 2, 2, *paired.shape[1:]).transpose(1, 2)

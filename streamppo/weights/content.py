@@ -1,0 +1,100 @@
+"""A positional hash of a tensor's bytes that can be added up over its shards, on any device. Pure: no Ray.
+
+    content = sum over w of coefficient(w) * word(w)   mod 2**64
+
+The bytes of a tensor are read as little-endian words of 32 bits, w is a word's place in the whole tensor, and
+coefficients are odd pseudo-random numbers of 64 bits. So a shard adds its own words (of a word that is cut, its own
+bytes), and the sum of all shards is the hash of the whole, however it was cut: the learner's shards are compared with
+an engine's tensors. This is multilinear hashing (Lemire and Kaser 2012, https://arxiv.org/abs/1202.4961): two different
+tensors have the same sum by an accident of one in 2**32 at most. It finds faults; it does not stop an attacker.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from streamppo.errors import WeightsError
+
+BLOCK = 1 << 15
+"""Words whose coefficients are in a table; block b has the same ones, times another odd number for b."""
+AT_ONCE = 8
+"""Blocks that are multiplied at a time on a CPU: they stay in its cache."""
+AT_ONCE_ON_A_GPU = 1024
+_MASK = 2**64 - 1
+
+
+def content(part: Tensor, first: int = 0) -> int:
+    """The hash of `part`, whose bytes begin at byte `first` of the whole tensor."""
+    raw = part.detach().contiguous().view(-1).view(torch.uint8)
+    if len(raw) < 8:
+        return _of_bytes(raw.tolist(), first) & _MASK
+    head, tail = -first % 4, (first + len(raw)) % 4
+    words = raw[head : len(raw) - tail]
+    if words.data_ptr() % 4:
+        words = words.clone()
+    total = _of_words(words.view(torch.int32), (first + head) // 4)
+    if head or tail:
+        total += _of_bytes(raw[:head].tolist(), first)
+        total += _of_bytes(raw[len(raw) - tail :].tolist(), first + len(raw) - tail)
+    return total & _MASK
+
+
+def check(expected: Mapping[str, int], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `WeightsError`, with a name, if a tensor is not as `expected`."""
+    wrong = [name for name, tensor in tensors if content(tensor) != expected[name]]
+    if wrong:
+        raise WeightsError(f"{wrong[0]} is not as it was pushed ({len(wrong)} tensors are not)")
+
+
+def _of_words(words: Tensor, start: int) -> int:
+    """The hash of int32 `words` from word `start` on; a negative word counts as itself modulo 2**64."""
+    table, total, at = _table(words.device), 0, 0
+    if within := start % BLOCK:
+        at = min(BLOCK - within, len(words))
+        total += _row(words[:at], table[within : within + at]) * _factor(start // BLOCK)
+    block = (start + at) // BLOCK
+    rows = words[at : at + (len(words) - at) // BLOCK * BLOCK].view(-1, BLOCK)
+    for some in rows.split(AT_ONCE if words.device.type == "cpu" else AT_ONCE_ON_A_GPU):
+        sums: list[int] = (some.to(torch.int64) * table).sum(1).tolist()
+        total += sum(one * _factor(n) for n, one in enumerate(sums, block))
+        block += len(sums)
+    rest = words[at + rows.numel() :]
+    return total + _row(rest, table[: len(rest)]) * _factor(block)
+
+
+def _row(words: Tensor, coefficients: Tensor) -> int:
+    return int((words.to(torch.int64) * coefficients).sum().item()) if len(words) else 0
+
+
+def _of_bytes(values: list[int], first: int) -> int:
+    """The share of single bytes: in the words to which they belong all others are 0."""
+    return sum(_byte(value, at) * _coefficient(at // 4) for at, value in enumerate(values, first))
+
+
+def _byte(value: int, at: int) -> int:
+    """The share of a byte in its word, whose highest byte has the sign."""
+    return (value - 256 if at % 4 == 3 and value > 127 else value) << 8 * (at % 4)
+
+
+@lru_cache
+def _table(device: torch.device) -> Tensor:
+    signed = [_mixed(n) | 1 for n in range(BLOCK)]
+    return torch.tensor([one - 2**64 if one >> 63 else one for one in signed], dtype=torch.int64, device=device)
+
+
+def _coefficient(word: int) -> int:
+    return (_mixed(word % BLOCK) | 1) * _factor(word // BLOCK)
+
+
+def _factor(block: int) -> int:
+    return _mixed(2**32 + block) | 1
+
+
+def _mixed(number: int) -> int:
+    """The output of SplitMix64 (Steele, Lea and Flood 2014) for one state."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31

@@ -1,0 +1,127 @@
+"""Codes the changes between two versions of the same bytes, losslessly. Pure: no Ray.
+
+    gap width (1 byte) | compressed? (1 byte) | count (8 bytes) | gaps | differences, byte plane by byte plane
+
+Elements are compared by their bits, so that -0.0 and the payload of a NaN survive. A gap is the distance to the changed
+element before it, less one; where it is longer than its width can say, an element between them goes along unchanged. A
+difference is the exclusive or of both elements' bits: between close numbers its high bytes are 0, and compress well.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamppo.errors import WeightsError
+
+DENSE = 0.1
+"""A delta is made if at most this share of the elements has changed: finding more costs more than it saves."""
+COMPRESSED_FROM = 1 << 14
+"""Bytes of differences from which on they are compressed. Gaps are as good as random, and are not."""
+CHUNK = 1 << 17
+"""Elements that are compared at a time: they stay in the processor's cache."""
+HEAD_BYTES = 10
+GAPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+Bytes = NDArray[np.uint8]
+
+
+def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
+    """Encode what makes `after` out of `before`, whose elements have `width` bytes; None where that does not pay."""
+    found = _compared(_elements(before, width), _elements(after, width))
+    if found is None:
+        return None
+    places, differences = found
+    gaps = np.diff(places, prepend=-1)
+    # Half of what a width can say: some gaps are longer than the mean.
+    mean = 2 * len(before) // width // max(1, len(gaps))
+    gap_width = next(size for size in GAPS if mean < 256**size or size == max(GAPS))
+    split, at = _split(gaps, gap_width)
+    if len(split) > len(at):
+        differences, own = np.zeros(len(split), dtype=differences.dtype), differences
+        differences[at] = own
+    planes = differences.view(np.uint8).reshape(-1, width).T.reshape(-1)
+    compressed = planes.nbytes >= COMPRESSED_FROM
+    stored = np.frombuffer(_zstd().encode(planes), dtype=np.uint8) if compressed else planes
+    head = np.array([gap_width, compressed, *len(split).to_bytes(8, "little")], dtype=np.uint8)
+    made = np.concatenate([head, split.view(np.uint8), stored])
+    return made if made.nbytes < after.nbytes else None
+
+
+def apply(encoded: Bytes, into: Bytes, width: int) -> None:
+    """Make the bytes after out of those before, in place.
+
+    Raises `WeightsError` for what `changes` cannot have made; `into` is then as it was.
+    """
+    if encoded.nbytes < HEAD_BYTES or encoded[0] not in GAPS or encoded[1] > 1:
+        raise WeightsError("a delta has no beginning")
+    gap_width, count = int(encoded[0]), int.from_bytes(encoded[2:HEAD_BYTES].tobytes(), "little")
+    split, planes = encoded[HEAD_BYTES:][: count * gap_width], encoded[HEAD_BYTES:][count * gap_width :]
+    elements = _elements(into, width)
+    if split.nbytes != count * gap_width or count > len(elements):
+        raise WeightsError("a delta does not fit what it changes")
+    if encoded[1]:
+        try:
+            planes = np.frombuffer(_zstd().decode(planes), dtype=np.uint8)
+        except RuntimeError as error:
+            raise WeightsError(f"a delta cannot be decompressed: {error}") from error
+    # A slice of bytes need not begin where such numbers may.
+    gaps = np.frombuffer(split.tobytes(), dtype=GAPS[gap_width])
+    places = np.cumsum(gaps, dtype=np.int64) + np.arange(count)
+    if planes.nbytes != count * width or (count and not 0 <= places[-1] < len(elements)):
+        raise WeightsError("a delta does not fit what it changes")
+    differences = np.ascontiguousarray(planes.reshape(width, count).T)
+    elements[places] ^= differences.view(elements.dtype).reshape(-1)
+
+
+Numbers = NDArray[np.uint64]
+Places = NDArray[np.int64]
+
+
+def _compared(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
+    """The places that have changed, and the differences there; None if they are too many."""
+    places, differences, count = list[Places](), list[Numbers](), 0
+    for start in range(0, len(old), CHUNK):
+        at, found = _different(old[start : start + CHUNK] ^ new[start : start + CHUNK])
+        count += len(at)
+        # One part of a tensor is like the others: twice too many at its beginning are too many.
+        if count > DENSE * len(old) or (not start and len(at) > 2 * DENSE * min(CHUNK, len(old))):
+            return None
+        places.append(at + start)
+        differences.append(found)
+    if not places:
+        return np.zeros(0, dtype=np.int64), old
+    return np.concatenate(places), np.concatenate(differences)
+
+
+def _different(difference: Numbers) -> tuple[Places, Numbers]:
+    """The places that are not 0, and what is there. Looks at eight bytes at a time: few of these are not 0."""
+    per = 8 // difference.itemsize
+    if len(difference) % per:
+        at = np.flatnonzero(difference != 0)
+        return at, difference[at]
+    wide = difference.view(np.uint64)
+    words = np.flatnonzero(wide != 0)
+    some = wide[words].view(difference.dtype)
+    inside = np.flatnonzero(some != 0)
+    return words[inside // per] * per + inside % per, some[inside]
+
+
+def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
+    """Encode gaps, long ones by several elements; with them comes the index of each gap's own element."""
+    limit = 256**gap_width
+    if not len(gaps) or gaps.max() <= limit:
+        return (gaps - 1).astype(GAPS[gap_width]), np.arange(len(gaps))
+    steps = (gaps - 1) // limit
+    at = np.cumsum(steps + 1) - 1
+    split = np.full(int(at[-1]) + 1, limit - 1, dtype=GAPS[gap_width])
+    split[at] = gaps - steps * limit - 1
+    return split, at
+
+
+def _elements(data: Bytes, width: int) -> Numbers:
+    """View `data` as numbers of `width` bytes."""
+    return data.view(f"<u{width}")
+
+
+def _zstd():
+    from numcodecs.zstd import Zstd  # A third of a second, which small models do not need.
+
+    return Zstd(level=1)

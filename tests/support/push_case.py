@@ -1,0 +1,41 @@
+"""What the ranks of a learner push, without a learner."""
+
+import torch
+
+from streamppo.weights.buckets import Buckets, Packed, Shard
+from streamppo.weights.shares import join
+
+Tensors = dict[str, torch.Tensor]
+
+
+def shard(tensor: torch.Tensor, rank: int, ranks: int) -> Shard:
+    """The rows of one rank, as FSDP cuts them; the last ranks of a small tensor have none."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    chunk = -(-rows // ranks)
+    first = min(rank * chunk, rows)
+    return Shard(tensor.dtype, tuple(tensor.shape), first, min(chunk, rows - first))
+
+
+class Rank:
+    """One rank's buckets of one version after another."""
+
+    def __init__(self, like: Tensors, rank: int = 0, ranks: int = 1, bucket_bytes: int = 200) -> None:
+        self.shards = {name: shard(tensor, rank, ranks) for name, tensor in like.items()}
+        self.rank, self.ranks = rank, ranks
+        self.sets = [Buckets(self.shards, bucket_bytes) for _ in range(2)]
+
+    def push(self, version: int, tensors: Tensors, *, delta: bool = False) -> Packed:
+        self.sets.reverse()
+        for name, into in self.sets[0].tensors.items():
+            at = self.shards[name]
+            into.copy_(tensors[name][at.first_row : at.first_row + at.rows] if tensors[name].dim() else tensors[name])
+        packed = self.sets[0].push(version, self.sets[1] if delta else None, rank=self.rank, ranks=self.ranks)
+        # As in the object store: read-only, and apart from the memory that is used again.
+        arrays = [array.copy() for array in packed.arrays]
+        for array in arrays:
+            array.flags.writeable = False
+        return Packed(packed.push, arrays)
+
+
+def joined(packed: list[Packed]) -> Packed:
+    return Packed(join([one.push for one in packed]), [array for one in packed for array in one.arrays])

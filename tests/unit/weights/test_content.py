@@ -1,0 +1,90 @@
+"""The hash of a tensor: it adds up over shards, wherever they are cut, and finds what can go wrong with bytes."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamppo.errors import WeightsError
+from streamppo.weights import content as module
+from streamppo.weights.content import check, content
+
+BLOCK_BYTES = 4 * module.BLOCK
+
+
+def drawn(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def by_the_formula(raw: bytes) -> int:
+    """The module's formula, word by word in whole numbers."""
+    total = 0
+    for word in range(-(-len(raw) // 4)):
+        value = int.from_bytes(raw[4 * word : 4 * word + 4].ljust(4, b"\0"), "little", signed=True)
+        total += (module._mixed(word % module.BLOCK) | 1) * (module._mixed(2**32 + word // module.BLOCK) | 1) * value
+    return total % 2**64
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 7, 8, 9, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 6])
+def test_it_is_the_formula_of_the_module(nbytes: int) -> None:
+    raw = drawn(nbytes)
+    assert content(raw) == by_the_formula(bytes(raw.tolist()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_shards_add_up_to_the_whole_wherever_it_is_cut(data: st.DataObject) -> None:
+    nbytes = data.draw(st.sampled_from([1, 5, 40, 1001, BLOCK_BYTES + 9, 10 * BLOCK_BYTES + 3]))
+    whole = drawn(nbytes, seed=nbytes)
+    inside = sorted(data.draw(st.sets(st.integers(0, nbytes), max_size=5)))
+    cuts = itertools.pairwise([0, *inside, nbytes])
+    assert sum(content(whole[start:end], start) for start, end in cuts) % 2**64 == content(whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_flipped_bit_two_swapped_elements_and_another_place_change_it(data: st.DataObject) -> None:
+    whole = drawn(data.draw(st.integers(8, 3000))) | 1
+    at, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+    flipped = whole.clone()
+    flipped[at] ^= 1 << bit
+    assert content(flipped) != content(whole)
+    assert content(whole, 4) != content(whole)
+    other = data.draw(st.integers(0, len(whole) - 1))
+    swapped = whole.clone()
+    swapped[[at, other]] = whole[[other, at]]
+    assert (content(swapped) == content(whole)) == torch.equal(swapped, whole)
+
+
+def test_signs_that_flip_together_are_seen() -> None:
+    # Modulo 2**64 the highest bits of words of 64 bits would cancel each other: two of them make 2**64.
+    numbers = torch.randn(4096)
+    for pair in itertools.combinations(range(0, 4096, 97), 2):
+        flipped = numbers.clone()
+        flipped[list(pair)] *= -1
+        assert content(flipped) != content(numbers)
+
+
+def test_it_is_of_bits_so_that_zeros_and_nans_differ_by_theirs() -> None:
+    assert content(torch.tensor([0.0, 1.0])) != content(torch.tensor([-0.0, 1.0]))
+    one, other = (torch.tensor([bits, 7], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00001, 0x7FC00002))
+    assert torch.isnan(one[0]) and torch.isnan(other[0])
+    assert content(one) != content(other) and content(one) == content(one.clone())
+
+
+def test_a_view_and_a_copy_of_it_are_equal() -> None:
+    whole = torch.randn(40, 30, dtype=torch.bfloat16)
+    assert content(whole.T) == content(whole.T.contiguous())
+    # Its bytes begin in the middle of a word of memory.
+    assert content(whole.view(-1)[3:501]) == content(whole.view(-1)[3:501].clone())
+
+
+def test_a_check_names_the_first_tensor_that_is_not_as_it_should_be() -> None:
+    tensors = {"a": torch.ones(3), "b": torch.ones(5), "c": torch.ones(5)}
+    expected = {name: content(tensor) for name, tensor in tensors.items()}
+    check(expected, tensors.items())
+    tensors["b"][2] = tensors["c"][4] = 2.0
+    with pytest.raises(WeightsError, match=r"b is not as it was pushed \(2 tensors are not\)"):
+        check(expected, tensors.items())
