@@ -16,7 +16,7 @@ REMEMBERED = 64
 
 
 class Share(NamedTuple, Generic[T]):
-    """The part of a version that one rank publishes, with references, of type T, of its buckets; `learned` is rank 0's."""
+    """One rank's part of a version, with references, of type T, of its buckets; `learned` comes from rank 0."""
 
     push: Push
     refs: list[T]
