@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import ObjectLostError
 
-from streamppo.errors import WeightsError
+from streamppo.errors import RunError, WeightsError
 from streamppo.process import phase
 from streamppo.rollout.engine import Engine
 from streamppo.types import Push, decode
@@ -30,6 +30,8 @@ PULLS = 3
 """A version is pulled this often at most."""
 RETRY_S = 0.5
 """Seconds between two attempts to get weights whose owner has died."""
+SWAP_S, SLOWEST_BYTES_PER_S = 300.0, 50e6
+"""A swap that takes longer than this, and a second for so many bytes, hangs."""
 log = logging.getLogger(__name__)
 
 
@@ -50,14 +52,14 @@ class Follower:
         """Swap to the newest version without end; versions that came and went during a swap are never pulled alone.
 
         After bytes that were damaged on the way a whole version is asked for. Raises `WeightsError` after `PULLS`
-        refusals in a row: then the way is not the reason.
+        refusals in a row: then the way is not the reason. Raises `RunError` if a swap hangs.
         """
         refusals = 0
         while True:
             try:
                 push = await pull(self._queue, self._name, self._replica, self.engine.version)
                 start = time.perf_counter()
-                await self.engine.update_weights(push.version, self._replica.tensors, self._replica.contents)
+                await self._swap(push)
             except WeightsError as error:
                 log.info("keeps version %d: %s", self.engine.version, error)
                 self._replica.forget()
@@ -71,6 +73,17 @@ class Follower:
             await self._queue.swapped.remote(self._name, push.version)
             async with self._swapped:
                 self._swapped.notify_all()
+
+    async def _swap(self, push: Push) -> None:
+        limit_s = SWAP_S + sum(tensor.nbytes for tensor in push.tensors) / SLOWEST_BYTES_PER_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.engine.update_weights(push.version, self._replica.tensors, self._replica.contents)
+        except TimeoutError:
+            gib = sum(tensor.nbytes for tensor in push.tensors) / 2**30
+            raise RunError(
+                f"{self._name}: the swap to version {push.version} ({gib:.1f} GiB) hangs: {limit_s:.0f} s have passed"
+            ) from None
 
     async def reach(self, version: int) -> None:
         """Wait until the engine holds `version` or a newer one."""

@@ -1,6 +1,7 @@
 """The real SGLang behind the `Engine` protocol, against transformers."""
 
 import asyncio
+import copy
 import os
 import signal
 import subprocess
@@ -14,9 +15,11 @@ import pytest
 import sglang_case as case
 import torch
 from conftest import SUPPORT
+from push_case import Rank, joined
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
+from streamppo.weights.replica import Replica
 
 # What SGLang and its dependencies warn about when they are loaded is not ours.
 pytest_plugins = ["sglang_case"]
@@ -175,6 +178,29 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves_on(fresh
         fresh.run(engine.update_weights(version + 1, wrong))
     case.assert_serves(fresh, fresh.model, version)
     assert engine.usage().restarts == 0
+
+
+def test_deltas_of_two_ranks_are_served_and_what_arrives_damaged_never_reaches_sglang(fresh: case.Setting) -> None:
+    engine, moving = fresh.engine, copy.deepcopy(fresh.model)
+    present, first = case.tensors(moving), engine.version + 1
+    ranks = [Rank(present, rank, 2, bucket_bytes=1 << 20) for rank in range(2)]
+    replica = Replica()
+    for version in range(first, first + 4):
+        packed = joined([rank.push(version, present, delta=version > first) for rank in ranks])
+        assert (packed.push.base_version is None) == (version == first), "all but the first go as deltas"
+        replica.take(*packed)
+        fresh.run(engine.update_weights(version, replica.tensors, replica.contents))
+        case.assert_serves(fresh, moving, version)
+        with torch.no_grad():
+            # Random signs on one element in thirty: another model, in which most elements are as they were.
+            for name, parameter in moving.named_parameters():
+                parameter.view(-1)[version % 30 :: 30] *= -1
+                present[name].copy_(parameter)
+    replica.tensors["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
+    restarts = engine.usage().restarts
+    with pytest.raises(WeightsError, match=r"layers.1.mlp.down_proj.weight is not as it was pushed \(1 tensors"):
+        fresh.run(engine.update_weights(first + 4, replica.tensors, replica.contents))
+    assert (engine.version, engine.usage().restarts) == (first + 3, restarts)
 
 
 def test_weights_that_sglang_does_not_take_are_noticed_and_the_old_version_serves_on(

@@ -3,8 +3,8 @@
     begin    every tensor that SGLang holds gets random values -> load -> check: each of them was written
     swap     before -> load -> check: each of them moved, unless what it is made of is the same as before
 
-SGLang without checksums (on a CPU) is compared by samples: that cannot show that an expert was skipped, and a mixture
-of experts is refused.
+SGLang without checksums (on a CPU) is compared by the values of every tensor, or by log-probs: that cannot show that an
+expert was skipped, and a mixture of experts is refused.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from streamppo.errors import WeightsError
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.link import Answer, Link
 
-SAMPLE = 12
-"""Number of tensors whose values are compared where SGLang has no weights checker."""
+SMALL = 1 << 20
+"""Elements up to which all values of a model are read back where SGLang has no weights checker; they come as text."""
 ROWS = 8
-"""Number of their rows that are read back."""
+"""Rows of every tensor of a larger model that are read back."""
 PROBE = 16
 """Number of tokens in the text whose log-probs are compared if SGLang gives no values either."""
 Means = Literal["checksums", "values", "log-probs"]
@@ -46,7 +46,7 @@ class Attestation:
     """Compares SGLang with each push, by the best means that it has for this model; `begin` makes it.
 
     checksums    each tensor that SGLang holds has another checksum than before (its weights checker on a GPU)
-    values       the first rows of sampled tensors are those that were pushed
+    values       every tensor, or the first rows of every one, is that which was pushed
     log-probs    if a tensor has changed, so have the log-probs of a fixed text
     """
 
@@ -82,7 +82,7 @@ async def begin(link: Link, tensors: Tensors, vocabulary: int) -> Attestation:
                 "this SGLang gives no checksums (on a CPU it has none), and without them nobody can see "
                 f"whether it has taken {expert}"
             )
-        witness = Samples(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
+        witness = Values(link, tensors, [3 + n * 7 % max(1, vocabulary - 3) for n in range(PROBE)])
     return Attestation(witness)
 
 
@@ -139,19 +139,21 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-# --- by samples ----------------------------------------------------------------------------------------------
+# --- by values -----------------------------------------------------------------------------------------------
 
 
-class Samples:
-    """Sampled tensors have the values that were pushed; without values, `text` has other log-probs than before."""
+class Values:
+    """Every tensor has the values that were pushed; without values, `text` has other log-probs than before."""
 
     def __init__(self, link: Link, tensors: Tensors, text: Sequence[int]) -> None:
         self.means: Means = "values"
         self._link, self._text = link, text
-        self._sample = list(tensors)[:: max(1, len(tensors) // SAMPLE)]
+        self._names = list(tensors)
+        is_small = sum(tensor.numel() for tensor in tensors.values()) <= SMALL
+        self._rows = max(len(tensor) for tensor in tensors.values()) if is_small else ROWS
         if link.ranks > 1:
             # Only the tensors that all ranks hold alike are whole in one of them.
-            self._sample = [name for name in self._sample if tensors[name].dim() == 1 and name.endswith("norm.weight")]
+            self._names = [name for name in self._names if tensors[name].dim() == 1 and name.endswith("norm.weight")]
         self._seen: Sequence[float] = ()
 
     async def before(self) -> None:
@@ -160,20 +162,22 @@ class Samples:
     async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """See `Witness.wrong`."""
         if self.means == "values":
-            rows = await self._rows()
-            if any(found is not None for found in rows.values()):
-                return [name for name, found in rows.items() if found != tensors[name][:ROWS].float().tolist()]
+            rows = await self._read()
+            if rows and None not in rows.values():
+                return [name for name, found in rows.items() if found != tensors[name][: self._rows].float().tolist()]
             self.means = "log-probs"
         seen, self._seen = self._seen, await self._logprobs()
         if before is None or seen != self._seen:
             return []
         return [name for name in tensors if not _equal(before[name], tensors[name])]
 
-    async def _rows(self) -> Mapping[str, Answer]:
-        """Read the first rows of the sampled tensors; None for a name that SGLang does not know."""
+    async def _read(self) -> Mapping[str, Answer]:
+        """Read the first rows of every tensor; None for a name that SGLang does not know."""
         try:
-            calls = [self._link.call("get_weights_by_name", name=name, truncate_size=ROWS) for name in self._sample]
-            return dict(zip(self._sample, await asyncio.gather(*calls), strict=True))
+            calls = [
+                self._link.call("get_weights_by_name", name=name, truncate_size=self._rows) for name in self._names
+            ]
+            return dict(zip(self._names, await asyncio.gather(*calls), strict=True))
         except (ValueError, NotImplementedError):
             return {}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,15 @@ import pytest
 import torch
 
 from streamppo.config.sections import Config
-from streamppo.errors import EnvironmentFailed, ModelError, RewardFailed, TaskError, TeacherFailed, WeightsError
+from streamppo.errors import (
+    EnvironmentFailed,
+    ModelError,
+    RewardFailed,
+    RunError,
+    TaskError,
+    TeacherFailed,
+    WeightsError,
+)
 from streamppo.rollout import follower
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.follower import Follower
@@ -317,6 +326,32 @@ class SlowSwap:
     async def update_weights(self, version: int, tensors: Any, contents: Any) -> None:
         await asyncio.sleep(90)
         self.version = version
+
+
+class HangingSwap:
+    """An engine that never ends a swap."""
+
+    version = 0
+
+    async def update_weights(self, version: int, tensors: Any, contents: Any) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_swap_that_hangs_ends_the_actor_with_its_version_and_the_bound_grows_with_the_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower, "SWAP_S", 0.1)
+    queue, engine = Queue(damaged=0), HangingSwap()
+
+    async def ended() -> float:
+        begin, named = time.monotonic(), r"rollout-0: the swap to version 1 \(0.0 GiB\) hangs: \d+ s have passed"
+        with pytest.raises(RunError, match=named):
+            await Follower("rollout-0", cast("Any", queue), cast("Any", engine), version_0()).run()
+        return time.monotonic() - begin
+
+    assert asyncio.run(ended()) < 5
+    monkeypatch.setattr(follower, "SLOWEST_BYTES_PER_S", 32 / 0.5)
+    assert asyncio.run(ended()) > 0.5
 
 
 class Full(Tickets):

@@ -146,3 +146,81 @@ def test_a_mixture_of_experts_is_refused_by_an_engine_that_cannot_show_its_tenso
     saved = architecture.as_saved(first)
     with pytest.raises(WeightsError, match=r"gives no checksums.*whether it has taken \S+\.experts\.0\."):
         run(loaded(Checked(saved, ""), saved))
+
+
+# --- by values -----------------------------------------------------------------------------------------------
+
+
+class Valued(Checked):
+    """An SGLang on a CPU: no checker, but the values of its tensors, but for those of `unreadable` ones."""
+
+    def __init__(self, unreadable: str = "") -> None:
+        super().__init__({}, "")
+        self.values: dict[str, Tensor] = {}
+        self.unreadable, self.asked = unreadable, 0
+
+    def load(self, tensors: Tensors) -> None:
+        self.values |= {name: tensor.clone() for name, tensor in tensors.items() if name != self.lost}
+
+    async def call(self, name: str, /, **fields: Any) -> Any:
+        if name == "generate":
+            token = float(sum(tensor.double().sum() for tensor in self.values.values()))
+            return {"meta_info": {"input_token_logprobs": [[None], [token]]}}
+        if name != "get_weights_by_name":
+            raise NotImplementedError(name)
+        self.asked += 1
+        wanted, rows = fields["name"], fields["truncate_size"]
+        return None if wanted == self.unreadable else self.values[wanted][:rows].tolist()
+
+
+DENSE = {f"layers.{number}.weight": (20, 3) for number in range(40)}
+
+
+def of_version(number: float) -> dict[str, Tensor]:
+    return {name: torch.full(shape, number) + torch.rand(shape) for name, shape in DENSE.items()}
+
+
+@pytest.mark.parametrize("lost", ["layers.0.weight", "layers.17.weight", "layers.39.weight"])
+def test_without_checksums_every_tensor_is_read_back_and_a_lost_one_is_named(lost: str) -> None:
+    async def case() -> None:
+        link: Any = Valued()
+        attestation = await loaded(link, of_version(0))
+        assert (attestation.means, link.asked) == ("values", len(DENSE))
+        link.lost = lost
+        with pytest.raises(WeightsError, match=f"has not taken {lost} .compared by values, 1 are wrong"):
+            await swap(link, attestation, of_version(1))
+
+    run(case())
+
+
+def test_of_a_small_model_every_value_is_read_back_and_of_a_large_one_the_first_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def case(row: int) -> None:
+        link: Any = Valued()
+        attestation = await loaded(link, of_version(0))
+        changed = of_version(1)
+        await attestation.before()
+        link.load(changed)
+        link.values["layers.5.weight"][row, 1] += 1
+        await attestation.check(changed)
+
+    with pytest.raises(WeightsError, match=r"layers.5.weight"):
+        run(case(row=19))
+    monkeypatch.setattr(attest, "SMALL", 10)
+    with pytest.raises(WeightsError, match=r"layers.5.weight"):
+        run(case(row=attest.ROWS - 1))
+    run(case(row=attest.ROWS))
+
+
+def test_where_a_single_tensor_cannot_be_read_log_probs_say_that_nothing_has_moved() -> None:
+    async def case() -> None:
+        link: Any = Valued(unreadable="layers.3.weight")
+        attestation = await loaded(link, of_version(0))
+        assert attestation.means == "log-probs"
+        await swap(link, attestation, of_version(1))
+        await attestation.before()
+        with pytest.raises(WeightsError, match=r"compared by log-probs, 40 are wrong"):
+            await attestation.check(of_version(2))
+
+    run(case())
