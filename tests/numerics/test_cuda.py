@@ -19,6 +19,7 @@ from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
+from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, content
 
 DEVICE = "cuda"
 # cuBLAS looks at it once, before the first product.
@@ -53,6 +54,17 @@ def test_the_engine_samples_on_cuda_with_the_log_probs_of_transformers(dtype: to
             logp = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
         expected = logp[:-1].gather(-1, ids[0, 1:, None]).squeeze(-1)[-len(logprobs) :].cpu().numpy()
         np.testing.assert_allclose(logprobs, expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hash_of_weights_is_that_of_the_cpu_and_adds_up_over_shards(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3 * BLOCK * AT_ONCE_ON_A_GPU // 2 + 7, generator=generator).to(dtype)
+    on_gpu, expected = whole.to(DEVICE), content(whole)
+    assert content(on_gpu) == expected
+    cut = len(whole) // 3 + 1
+    parts = content(on_gpu[:cut]) + content(on_gpu[cut:], cut * dtype.itemsize)
+    assert parts % 2**64 == expected
 
 
 UPDATES = [
