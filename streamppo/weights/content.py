@@ -31,7 +31,7 @@ def content(part: Tensor, first: int = 0) -> int:
     if len(raw) < 8:
         return _of_bytes(raw.tolist(), first) & _MASK
     head, tail = -first % 4, (first + len(raw)) % 4
-    words = raw[head : len(raw) - tail]
+    words = raw[head : len(raw) - tail] if head or tail else raw
     if words.data_ptr() % 4:
         words = words.clone()
     total = _of_words(words.view(torch.int32), (first + head) // 4)
@@ -51,21 +51,18 @@ def check(expected: Mapping[str, int], tensors: Iterable[tuple[str, Tensor]]) ->
 def _of_words(words: Tensor, start: int) -> int:
     """The hash of int32 `words` from word `start` on; a negative word counts as itself modulo 2**64."""
     table, total, at = _table(words.device), 0, 0
-    if within := start % BLOCK:
-        at = min(BLOCK - within, len(words))
-        total += _row(words[:at], table[within : within + at]) * _factor(start // BLOCK)
-    block = (start + at) // BLOCK
-    rows = words[at : at + (len(words) - at) // BLOCK * BLOCK].view(-1, BLOCK)
-    for some in rows.split(AT_ONCE if words.device.type == "cpu" else AT_ONCE_ON_A_GPU):
-        sums: list[int] = (some.to(torch.int64) * table).sum(1).tolist()
-        total += sum(one * _factor(n) for n, one in enumerate(sums, block))
-        block += len(sums)
-    rest = words[at + rows.numel() :]
-    return total + _row(rest, table[: len(rest)]) * _factor(block)
-
-
-def _row(words: Tensor, coefficients: Tensor) -> int:
-    return int((words.to(torch.int64) * coefficients).sum().item()) if len(words) else 0
+    many = AT_ONCE if words.device.type == "cpu" else AT_ONCE_ON_A_GPU
+    while at < len(words):
+        block, within = divmod(start + at, BLOCK)
+        if within or len(words) - at < BLOCK:
+            some = words[at : at + BLOCK - within]
+            total += int((some.to(torch.int64) * table[within : within + len(some)]).sum()) * _factor(block)
+        else:
+            some = words[at : at + min(many, (len(words) - at) // BLOCK) * BLOCK]
+            sums: list[int] = (some.view(-1, BLOCK).to(torch.int64) * table).sum(1).tolist()
+            total += sum(one * _factor(n) for n, one in enumerate(sums, block))
+        at += len(some)
+    return total
 
 
 def _of_bytes(values: list[int], first: int) -> int:
@@ -88,6 +85,7 @@ def _coefficient(word: int) -> int:
     return (_mixed(word % BLOCK) | 1) * _factor(word // BLOCK)
 
 
+@lru_cache(1 << 16)
 def _factor(block: int) -> int:
     return _mixed(2**32 + block) | 1
 
