@@ -131,7 +131,10 @@ class ByDisk:
         try:
             await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
             ending = _ending(version, last=True, flush=flush)
-            await self._link.call("update_weights_from_disk", model_path=str(self._folder), **ending)
+            # SGLang has begun with random weights, and would take none from files in that format.
+            await self._link.call(
+                "update_weights_from_disk", model_path=str(self._folder), load_format="auto", **ending
+            )
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
