@@ -193,7 +193,7 @@ def _plot(rows: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> 
             axis.bar(list(rows), heights, bottom=list(at.values()), label=step)
             at = {name: at[name] + height for name, height in zip(rows, heights, strict=True)}
         axis.set(ylabel="CPU s a GB")
-        axis.legend()
+        axis.legend(loc=(0.53, 0.58), fontsize="small")
 
 
 def main() -> None:
