@@ -55,7 +55,6 @@ class Pusher:
         self._bucket_bytes, self._deltas = bucket_bytes, deltas
         self._rank, self._ranks = rank, ranks
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
-        self._again = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push again")
         self.last: Future[Pushed] = Future()
         self.last.set_result(Pushed("", 0.0, 0))
         self._sets: list[Buckets] = []
@@ -87,12 +86,17 @@ class Pusher:
         self.last = self._thread.submit(self._carry, version, filled, before, learned, admitted_lag)
         return pushed
 
-    def again(self) -> None:
+    def again(self) -> list[Future[Published]]:
         """Publish the newest whole version once more, and all deltas since: the ledger has forgotten everything.
 
-        Not in the thread of the pushes: another rank's share of what is pushed there may wait behind this.
+        Each waits in a thread of its own for the shares of the other ranks, which may come in another order, or, of a
+        version that they need no more, not at all.
         """
-        self._again.submit(lambda: [self._publish(*carried) for carried in list(self._carried.values())])
+        carried = list(self._carried.values())
+        threads = ThreadPoolExecutor(max_workers=max(1, len(carried)), thread_name_prefix="push again")
+        sent = [threads.submit(self._publish, *one) for one in carried]
+        threads.shutdown(wait=False)
+        return sent
 
     @phase("publish")
     def _carry(

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 import msgspec
@@ -511,20 +512,40 @@ def test_gaps_between_tensors_change_no_digest_however_often_buckets_are_used() 
 def test_a_ledger_that_has_forgotten_gets_the_whole_chain_once_more(store: list[Any]) -> None:
     published: list[int] = []
     pusher = pusher_to(lambda push, refs: published.append(push.version))
-    pusher.again()
+    assert pusher.again() == []
     values = torch.zeros(1000)
     for version in (0, 1):
         values[version] = 1.0
         start(pusher, version, values)
     pusher.last.result()
-    pusher.again()
-    pusher._again.submit(lambda: None).result()
+    wait(pusher.again(), timeout=10)
+    assert sorted(published) == [0, 0, 1, 1]
     start(pusher, 2, torch.randn(1000))
     pusher.last.result()
-    pusher.again()
-    pusher._again.submit(lambda: None).result()
-    assert published == [0, 1, 0, 1, 2, 2], "the third version is whole: nothing before it is needed"
+    wait(pusher.again(), timeout=10)
+    assert sorted(published) == [0, 0, 1, 1, 2, 2], "the third version is whole: nothing before it is needed"
     assert len(store) == 3
+
+
+@pytest.mark.usefixtures("store")
+def test_a_share_that_another_rank_sends_no_more_holds_up_no_other_version() -> None:
+    gate, published = threading.Event(), list[int]()
+
+    def look(push: Push, refs: list[Any]) -> None:
+        if push.version == 0 and published:
+            assert gate.wait(20)
+        published.append(push.version)
+
+    pusher = pusher_to(look)
+    values = torch.zeros(1000)
+    for version in (0, 1):
+        values[version] = 1.0
+        start(pusher, version, values)
+    pusher.last.result()
+    stuck, free = pusher.again()
+    assert free.result(timeout=10).whole == 0 and not stuck.done()
+    gate.set()
+    stuck.result(timeout=10)
 
 
 @pytest.mark.usefixtures("store")
