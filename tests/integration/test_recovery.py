@@ -96,7 +96,7 @@ def all_accounted(run: Path) -> chaos.Trial:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["learner", "driver", "queue", "learner", "driver", "rollout"],
+            ["learner", "driver", "queue", "rollout"],
             ("learner.ranks=2", "queue.max_lag=0", "learner.deltas=on", "model.dtype=bfloat16", "learner.lr=1e-6"),
             id="two-ranks-with-deltas",
         ),
@@ -295,6 +295,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
     assert digests(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_path: Path) -> None:
     with started(tmp_path, *SHORT, "updates=300", "checkpoint.every=0") as process:
         wait_for_updates(tmp_path, 6)
@@ -515,6 +516,7 @@ def test_a_slow_learner_keeps_the_queue_bounded_and_nothing_is_dropped(tmp_path:
     assert trial.opened <= (12 + 2 + 1) * 64
 
 
+@pytest.mark.slow
 def test_a_critic_that_learned_from_an_earlier_run_is_replayed_with_what_it_learned(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):

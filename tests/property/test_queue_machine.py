@@ -218,7 +218,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(ahead=st.integers(0, 1))
     def take(self, ahead: int) -> None:
-        self._take(self.queue.state.version + ahead)
+        """The next batch, or the one behind it; a learner asks for that when it has the next one."""
+        version = self.queue.state.version
+        self._take(version + ahead if version in self.leases else version)
 
     def _take(self, version: int) -> bool:
         batch = self.queue.take(version)
