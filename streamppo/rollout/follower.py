@@ -18,7 +18,7 @@ from streamppo.errors import RunError, WeightsError
 from streamppo.process import phase
 from streamppo.rollout.engine import Engine
 from streamppo.types import Push, decode
-from streamppo.weights.buckets import Bytes
+from streamppo.weights.delta import Bytes
 from streamppo.weights.replica import Replica
 
 if TYPE_CHECKING:
@@ -75,14 +75,15 @@ class Follower:
                 self._swapped.notify_all()
 
     async def _swap(self, push: Push) -> None:
-        limit_s = SWAP_S + sum(tensor.nbytes for tensor in push.tensors) / SLOWEST_BYTES_PER_S
+        nbytes = sum(tensor.nbytes for tensor in push.tensors)
+        limit_s = SWAP_S + nbytes / SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
                 await self.engine.update_weights(push.version, self._replica.tensors, self._replica.contents)
         except TimeoutError:
-            gib = sum(tensor.nbytes for tensor in push.tensors) / 2**30
+            size = f"{nbytes / 2**30:.1f} GiB"
             raise RunError(
-                f"{self._name}: the swap to version {push.version} ({gib:.1f} GiB) hangs: {limit_s:.0f} s have passed"
+                f"{self._name}: the swap to version {push.version} ({size}) hangs: {limit_s:.0f} s have passed"
             ) from None
 
     async def reach(self, version: int) -> None:

@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from streamppo.types import Piece, Push, Tensor
 from streamppo.weights import delta
 from streamppo.weights.content import content
+from streamppo.weights.delta import Bytes
 
 ALIGNMENT = 64
-Bytes = NDArray[np.uint8]
 
 
 class Shard(NamedTuple):
@@ -92,7 +91,6 @@ class Buckets:
         With `before`, which holds the version before it in the same layout, pieces are deltas where that pays: a bucket
         of which more than half would be left goes as it is.
         """
-        shards = self._shards.items()
         tensors = tuple(
             Tensor(
                 name=name,
@@ -101,10 +99,10 @@ class Buckets:
                 nbytes=int(np.prod(shard.shape, dtype=np.int64)) * shard.dtype.itemsize,
                 content=content(self.tensors[name], shard.first),
             )
-            for name, shard in shards
+            for name, shard in self._shards.items()
         )
         raw = self._raw()
-        deltas = [None] * len(raw) if before is None else self._deltas(before)
+        deltas = [None] * len(raw) if before is None else self._deltas(raw, before._raw())
         stored = [whole if one is None else one for one, whole in zip(deltas, raw, strict=True)]
         changed = zip(self._places, deltas, strict=True)
         places, arrays = self._packed(stored, {place.bucket for place, one in changed if one is not None})
@@ -137,10 +135,10 @@ class Buckets:
         sizes = [shard.nbytes for shard in self._shards.values()]
         return [_bytes_at(self.arrays, place, size) for place, size in zip(self._places, sizes, strict=True)]
 
-    def _deltas(self, before: "Buckets") -> list[Bytes | None]:
+    def _deltas(self, raw: Sequence[Bytes], before: Sequence[Bytes]) -> list[Bytes | None]:
         """The deltas of the shards of those buckets of which at most half is left with them; None for the others."""
-        raw, widths = self._raw(), [shard.dtype.itemsize for shard in self._shards.values()]
-        found = [delta.changes(*three) for three in zip(before._raw(), raw, widths, strict=True)]
+        widths = [shard.dtype.itemsize for shard in self._shards.values()]
+        found = [delta.changes(*three) for three in zip(before, raw, widths, strict=True)]
         left = [0] * len(self.arrays)
         for one, whole, place in zip(found, raw, self._places, strict=True):
             left[place.bucket] += (whole if one is None else one).nbytes

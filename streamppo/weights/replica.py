@@ -13,7 +13,7 @@ import torch
 from streamppo.errors import WeightsError
 from streamppo.types import Piece, Push, Tensor
 from streamppo.weights import delta
-from streamppo.weights.buckets import Bytes
+from streamppo.weights.delta import Bytes
 from streamppo.weights.shares import check_whole
 
 

@@ -57,11 +57,10 @@ class Joining(Generic[T, R]):
 
     async def result(self, share: Share[T]) -> R:
         """Add a share, and wait for the result of its version. Raises what publishing it raised, and as `join` does."""
-        version = share.push.version
-        before = self._brought.setdefault(version, {}).setdefault(share.push.rank, share.push.digest)
-        if before != share.push.digest:
+        version, rank, digest = share.push.version, share.push.rank, share.push.digest
+        if self._brought.setdefault(version, {}).setdefault(rank, digest) != digest:
             self._begun.pop(version, None)
-            self._brought[version] = {share.push.rank: share.push.digest}
+            self._brought[version] = {rank: digest}
         if version not in self._begun:
             self._begun[version] = asyncio.get_running_loop().create_future()
             self._begun.pop(version - REMEMBERED, None)

@@ -1,4 +1,6 @@
-"""What the ranks of a learner push, without a learner."""
+"""What the ranks of a learner push, without a learner; a queue's calls without Ray."""
+
+from typing import Any
 
 import torch
 
@@ -6,6 +8,13 @@ from streamppo.weights.buckets import Buckets, Packed, Shard
 from streamppo.weights.shares import join
 
 Tensors = dict[str, torch.Tensor]
+
+
+class Remote:
+    """A coroutine function under the name by which Ray would call it."""
+
+    def __init__(self, function: Any) -> None:
+        self.remote = function
 
 
 def shard(tensor: torch.Tensor, rank: int, ranks: int) -> Shard:

@@ -60,6 +60,7 @@ async def start(
     max_total_tokens: int,
 ) -> "SGLangEngine":
     """Start SGLang on `tensors` as `version`. Completions have at most `max_total_tokens` tokens, prompt included.
+
     Raises `ModelError` or `WeightsError` if it cannot start.
     """
     architecture = Architecture(hf_config)

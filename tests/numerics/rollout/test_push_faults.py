@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from push_case import Rank, Tensors, joined
+from push_case import Rank, Remote, Tensors, joined
 from ray.exceptions import ObjectLostError
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -165,7 +165,7 @@ class Learner:
         self.faults = Counter[str]()
         self.swallowed, self.deltas = "", 0
         self.injected = True
-        self.weights_after, self.swapped = _Remote(self._weights_after), _Remote(self._swapped)
+        self.weights_after, self.swapped = Remote(self._weights_after), Remote(self._swapped)
 
     def train(self) -> None:
         """Make the next version: some elements move, now and then all of them."""
@@ -198,11 +198,6 @@ class Learner:
         return [(encode(packed.push), [_Ref(array) for array in packed.arrays]) for packed in chain]
 
     async def _swapped(self, name: str, version: int) -> None: ...
-
-
-class _Remote:
-    def __init__(self, function: Any) -> None:
-        self.remote = function
 
 
 class _Ref:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from push_case import Remote
 
 from streamppo.config.sections import Config
 from streamppo.errors import (
@@ -44,13 +45,6 @@ from streamppo.weights.content import check
 from streamppo.weights.replica import Replica
 
 pytest_plugins = ["rollout_log"]
-
-
-class Remote:
-    """A coroutine function under the name by which Ray would call it."""
-
-    def __init__(self, function: Any) -> None:
-        self.remote = function
 
 
 class Queue:
