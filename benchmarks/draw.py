@@ -72,6 +72,8 @@ TEACHERS = (
     "{model='TEACHER', weight=0.05, signal='reward'}",
 )
 """Values of algorithm.teacher; `TEACHER` becomes the folder of a builtin:tiny."""
+ADAPTERS = ([], [], ["model.lora={rank=4}"])
+"""Overrides for what is trained: all weights, or adapters beside them."""
 LEFT_OUT = {"reasoning_gym", "verifiers"}
 """Tasks that need packages of their own."""
 SCORER = f"kind='function', function='{ADDITION}'"
@@ -107,6 +109,7 @@ def draw(generator: random.Random, config: Path, fixed: Sequence[str], folder: P
         kind = generator.choice(sorted(TASKS))
         drawn = [generator.choice(options) for options in choices().values()]
         drawn += [f"{name}={generator.choice(values)}" for name, values in FIELDS.items()]
+        drawn += generator.choice(ADAPTERS)
         drawn += [text.replace("DATA", str(folder / DATA)) for text in TASKS[kind]]
         drawn.append(f"algorithm.teacher={generator.choice(TEACHERS)}".replace("TEACHER", str(folder / TEACHER)))
         drawn.append("reward={}" if kind == "calculator" else generator.choice(REWARDS))

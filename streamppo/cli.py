@@ -263,13 +263,14 @@ def export(
     *,
     to: Annotated[Path, Parameter(help="The folder to write; it must not exist.")],
     version: Annotated[Whole | None, Parameter(help="The checkpoint (default: the newest).")] = None,
+    adapter: Annotated[bool, Parameter(negative=(), help="Of a run with model.lora: its adapters, for peft.")] = False,
 ) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder, also of a run that died."""
     folder = configfile.existing(folder)
     config = configfile.load(folder / configfile.CONFIG)
     from streamppo.commands import export as command
 
-    return command.export(config, folder, version, to)
+    return command.export(config, folder, version, to, adapter=adapter)
 
 
 @app.command(name="eval")

@@ -264,7 +264,7 @@ class Piece(Crossing, frozen=True):
 class Push(Crossing, frozen=True):
     """One version on its way to the engines, or one rank's share of it; deltas in it are to `base_version`.
 
-    `admitted_lag` is the lag that the queue admits with it, where the learner steers that.
+    Tensors that are `frozen` do not travel: engines have them. `admitted_lag` comes with a lag that is steered.
     """
 
     version: int
@@ -275,12 +275,13 @@ class Push(Crossing, frozen=True):
     admitted_lag: int | None = None
     rank: int = 0
     ranks: int = 1
+    frozen: tuple[Tensor, ...] = ()
 
     @property
     def digest(self) -> str:
         """One hash (SHA-256) for a whole version: that of names, types, shapes and contents, however it was cut."""
-        told = repr([(one.name, one.dtype, one.shape, one.content) for one in self.tensors])
-        return hashlib.sha256(told.encode()).hexdigest()
+        told = [(one.name, one.dtype, one.shape, one.content) for one in self.tensors + self.frozen]
+        return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 class Learned(Crossing, frozen=True):

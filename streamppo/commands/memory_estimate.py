@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
+from streamppo.learner import adapters
 from streamppo.learner.layers import Selection
 from streamppo.learner.policy import HEAD_CHUNK, SHARD_LAYERS_ABOVE
 
@@ -30,13 +31,15 @@ PROBED = 64
 
 
 class Sizes(NamedTuple):
-    """A model in numbers: parameters as counts, and bytes of one token in the compute type.
+    """A model in numbers: parameters as counts, of which `trained` ones are not frozen, and bytes of one token in the
+    compute type.
 
     `layer` is one transformer layer; `rest` is everything outside of the layers: embeddings, norm, head. Of its
     `activations_per_layer` selective checkpointing keeps `selected_per_layer`, and the layer's input.
     """
 
     parameters: int
+    trained: int
     layers: int
     layer: int
     hidden: int
@@ -105,12 +108,15 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
     dtype = getattr(torch, model.dtype)
     with torch.device("meta"):
         lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        if model.lora is not None:
+            adapters.add(lm, model.lora, model.dtype)
     layers = lm.base_model.layers
     head_width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     pair = 2 * hf_config.num_key_value_heads * head_width
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
     return Sizes(
         parameters=parameters,
+        trained=sum(one.numel() for one in lm.parameters() if one.requires_grad),
         layers=len(layers),
         layer=_count(layers[0]),
         hidden=hf_config.hidden_size,
@@ -197,7 +203,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
 
     A critic of its own and a teacher are taken to be as large.
 
-    state        float32 weights, gradients and moments, over all ranks
+    state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks
     gathered     weights in the compute type of two layers and of all that is in no layer (a small model: all of it);
                  their gradients, and those in float32 on their way to the ranks
     activations  of the micro-batch in every layer, or with checkpointing its input to each (and what is selected) and
@@ -209,10 +215,14 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     """
     learner, critic = config.learner, config.algorithm.critic.model
     own = critic != "head"
-    trained = model.parameters + (model.body if own else 0)
-    small = trained <= SHARD_LAYERS_ABOVE
+    trained = model.trained + (model.body if own else 0)
+    frozen_bytes = (model.parameters - model.trained) * model.element
+    small = model.parameters + trained - model.trained <= SHARD_LAYERS_ABOVE
     whole = model.parameters if small else model.rest + 2 * model.layer
-    gathered = 2 * whole * model.element + MASTER * (whole if small else max(model.rest, model.layer))
+    # Only what is trained has gradients: of the whole, that share.
+    gradients = model.trained / model.parameters
+    reduced = gradients * (whole if small else max(model.rest, model.layer))
+    gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
     tokens = max(learner.micro_batch_tokens, longest)
     layers = tokens * model.activations_per_layer * model.layers
     if config.model.gradient_checkpointing != "off":
@@ -220,9 +230,10 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
         kept += model.selected_per_layer if config.model.gradient_checkpointing == "selective" else 0
         layers = tokens * (kept * model.layers + model.activations_per_layer)
     reference, teacher = config.algorithm.kl, config.algorithm.teacher
-    frozen = [reference.on and not reference.offload, bool(teacher.model) and not teacher.offload]
+    is_second = reference.on and not reference.offload and config.model.lora is None
+    frozen = [is_second, bool(teacher.model) and not teacher.offload]
     return RankMemory(
-        state=trained * (MASTER + GRADIENT + MOMENTS) // learner.ranks,
+        state=(trained * (MASTER + GRADIENT + MOMENTS) + frozen_bytes) // learner.ranks,
         gathered=gathered,
         activations=layers * (1 + own),
         head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
@@ -253,7 +264,7 @@ def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMem
 
 def object_store(model: Sizes) -> int:
     """Bytes that the versions on their way from learner to engines take in Ray's object store."""
-    return VERSIONS * model.parameters * model.element
+    return VERSIONS * model.trained * model.element
 
 
 def host(config: Config, model: Sizes) -> int:

@@ -6,20 +6,24 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec import structs
 from torch import Tensor
 
-from streamppo.config.sections import Config, model_path
+from streamppo.config.sections import Config, Model, model_path
 from streamppo.errors import CheckpointError
-from streamppo.learner import manifest, pretrained
+from streamppo.learner import adapters, manifest, pretrained
 from streamppo.weights import buckets
+from streamppo.weights.adapters import merged
+from streamppo.weights.buckets import Shard
 
 
 class Weights(NamedTuple):
-    """A version: its digest, and its tensors by their Hugging Face names."""
+    """A version: its digest, its tensors by their Hugging Face names, and the `adapters` that are merged in them."""
 
     version: int
     digest: str
     tensors: dict[str, Tensor]
+    adapters: dict[str, Tensor]
 
 
 def of_checkpoint(config: Config, run: Path, version: int | None) -> Weights:
@@ -30,11 +34,18 @@ def of_checkpoint(config: Config, run: Path, version: int | None) -> Weights:
     """
     path = _checkpoint(run, version)
     state = manifest.verify_whole(path)
-    tensors = _read(path, model_path(config, run), config.model.dtype)
+    start, model = model_path(config, run), config.model
+    tensors = _read(path, start, model)
+    still = {} if model.lora is None else of_model(start, model.dtype)
     push, _ = buckets.packed(state.version, tensors, config.learner.bucket_bytes)
+    push = structs.replace(
+        push, frozen=tuple(buckets.described(name, Shard.whole(one), one) for name, one in still.items())
+    )
     if push.digest != state.digest:
         raise CheckpointError(f"{path}: its weights are not those of version {state.version} that the engines had")
-    return Weights(state.version, push.digest, tensors)
+    if model.lora is None:
+        return Weights(state.version, push.digest, tensors, {})
+    return Weights(state.version, push.digest, merged(still, tensors, model.lora.scale), tensors)
 
 
 def of_model(path: str, dtype: str) -> dict[str, Tensor]:
@@ -53,14 +64,17 @@ def _checkpoint(run: Path, version: int | None) -> Path:
     return found[wanted]
 
 
-def _read(path: Path, start: str, dtype: str) -> dict[str, Tensor]:
-    """The policy in a checkpoint, by its Hugging Face names in their order and in `dtype`, however many ranks wrote it.
+def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
+    """The trained parameters of a policy in a checkpoint, by the names of versions and in the model's `dtype`.
 
-    Tied weights appear once, under the name that `named_parameters` gives them.
+    Their order is that of a version. It does not matter how many ranks wrote the checkpoint. Tied weights appear once,
+    under the name that `named_parameters` gives them.
     """
     with torch.device("meta"):
         lm = pretrained.read(start, "eager", weights=False)
-    names = [(name, tuple(parameter.shape)) for name, parameter in lm.named_parameters()]
+        if model.lora is not None:
+            adapters.add(lm, model.lora, model.dtype)
+    names = [(name, tuple(one.shape)) for name, one in lm.named_parameters() if one.requires_grad]
     # The optimizer's state and the critic's weights, which nobody asked for, are not read.
     state: dict[str, dict[str, Tensor]] = {"policy": {f"lm.{name}": torch.empty(shape) for name, shape in names}}
     try:
@@ -71,4 +85,5 @@ def _read(path: Path, start: str, dtype: str) -> dict[str, Tensor]:
     except dcp.api.CheckpointException as error:
         reasons = [str(failure) for failure, _ in error.failures.values()]
         raise CheckpointError(f"{path}: does not hold the weights of {start}: {reasons[0]}") from error
-    return {name: state["policy"][f"lm.{name}"].to(getattr(torch, dtype)) for name, _ in names}
+    dtype = getattr(torch, model.dtype)
+    return {adapters.published(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}

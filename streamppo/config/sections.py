@@ -15,6 +15,7 @@ from streamppo.config.algorithm import Algorithm
 from streamppo.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Seconds, Section
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
+from streamppo.config.lora import Lora
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
 from streamppo.config.task import Environment, Task
@@ -65,6 +66,8 @@ class Model(Section, frozen=True):
     """Compute activations again in the backward pass, some or all but each layer's input: less memory, more time."""
     compile: bool = False
     """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
+    lora: Lora | None = None
+    """Adapters are trained beside frozen weights, if there are any; `{}` takes their defaults."""
     tiny: Tiny = Tiny()
     """The model behind "builtin:tiny"."""
 
@@ -309,6 +312,8 @@ class Config(Section, frozen=True):
         if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
             yield refused
         yield from _gpus(self)
+        if self.model.lora is not None:
+            yield from self.model.lora.refuses(algorithm.kl)
         if self.model.compile and learner.exact:
             yield (
                 "model.compile chooses operations by the sizes that it meets first, and a resumed run meets others: it "

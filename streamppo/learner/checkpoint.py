@@ -16,7 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from streamppo import durable
@@ -150,7 +150,11 @@ def load(path: Path, trained: Trained) -> State:
     moments = {name: {**shards, **own["state"][name]} for name, shards in tensors["optimizer"].items()}
     optimizer_state = {"state": moments, "param_groups": own["param_groups"]}
     policy, optimizer, _ = trained
-    set_state_dict(policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state)
+    # That nothing is missing is sure by now: what stands still is not in a checkpoint.
+    lenient = StateDictOptions(strict=False)
+    set_state_dict(
+        policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state, options=lenient
+    )
     torch.set_rng_state(own["rng"]["cpu"])
     if "cuda" in own["rng"]:
         torch.cuda.set_rng_state(own["rng"]["cuda"])
@@ -204,7 +208,10 @@ def _told(value: T, group: dist.ProcessGroup | None) -> T:
 
 
 def _tensors(trained: Trained, state: State) -> dict[str, Any]:
-    """The shards, and under a name of this rank all that ranks have alike: one of them would write that for all."""
+    """The shards, and under a name of this rank all that ranks have alike: one of them would write that for all.
+
+    Frozen weights, beside which adapters are trained, are not among them: the run's first model has them.
+    """
     policy, optimizer, reference = trained
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     sharded: dict[str, dict[str, Any]] = {}
@@ -215,7 +222,9 @@ def _tensors(trained: Trained, state: State) -> dict[str, Any]:
         alike[name] = {key: value for key, value in moments.items() if not isinstance(value, DTensor)}
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
     own = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
-    found: dict[str, Any] = {"policy": model_state, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": own}}
+    still = {name for name, one in policy.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    moving = {name: one for name, one in model_state.items() if name not in still}
+    found: dict[str, Any] = {"policy": moving, "optimizer": sharded, "own": {f"rank-{dist.get_rank()}": own}}
     if reference is not None and state.reference_moved:
         found["reference"] = {name: one.detach() for name, one in reference.named_parameters()}
     return found

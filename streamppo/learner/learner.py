@@ -18,6 +18,7 @@ from streamppo.learner.checkpoint import Trained
 from streamppo.learner.fetch import OwnRows
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
+from streamppo.learner.reference import Without
 from streamppo.learner.speed import Size, size_of, speed
 from streamppo.learner.update import Updated, Updater
 from streamppo.weights.transport import Publish, Pushed, Pusher
@@ -51,7 +52,9 @@ class Learner:
         self.policy.temperature = config.rollout.temperature
         self.policy.float32_head = config.model.float32_head
         self.policy.set_context(config.queue.prefix)
-        followed = reference.load(config, self.model_path, self.mesh, self.updater.reference)
+        followed = reference.load(
+            config, self.model_path, self.mesh, self.policy, reference.own(self.updater.reference)
+        )
         same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
         taught_by = teacher.load(config, self.model_path, self.mesh, self.updater.teacher if same else None)
         before = self.updater
@@ -116,12 +119,12 @@ class Learner:
             reference_moved=self.updater.reference_moved,
             lag=self.lag,
         )
-        trained = Trained(self.policy, self.optimizer, self.updater.reference)
+        trained = Trained(self.policy, self.optimizer, reference.own(self.updater.reference))
         self.saver.start(folder, state, trained, self.pusher.last)
 
     def export(self, folder: Path) -> str:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
-        whole = policy.gathered(self.policy, self.config.model.dtype)
+        whole = policy.gathered(self.policy, self.config.model.dtype, self.config.model.lora)
         if dist.get_rank() == 0:
             pretrained.export(whole, self.model_path, folder, self.config.model.dtype)
         return self.pusher.last.result().digest
@@ -140,12 +143,13 @@ def build(
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
-    loaded = policy.load(config.model, model_path, temperature, mesh, critic)
+    loaded = policy.load(config.model, model_path, temperature, mesh, critic, lora=config.model.lora)
     loaded.set_context(config.queue.prefix)
-    frozen = reference.load(config, model_path, mesh, None), teacher.load(config, model_path, mesh, None)
+    followed = reference.load(config, model_path, mesh, loaded, None)
+    frozen = followed, teacher.load(config, model_path, mesh, None)
     adamw = optimizer.adamw(loaded, config)
     updater = _updater(config, loaded, adamw, mesh, frozen)
-    trained, version, lag = Trained(loaded, adamw, updater.reference), 0, None
+    trained, version, lag = Trained(loaded, adamw, reference.own(updater.reference)), 0, None
     if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), trained)):
         version, lag = state.version, Lag(*state.lag) if state.lag else None
         optimizer.configure(adamw, config)
@@ -157,6 +161,7 @@ def build(
         deltas=config.learner.deltas == "on" or (config.learner.deltas == "auto" and config.cluster.address != LOCAL),
         rank=dist.get_rank(),
         ranks=dist.get_world_size(),
+        frozen=policy.frozen(loaded, config.model.dtype),
     )
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
     lag = steering.go_on(config, lag)
@@ -168,7 +173,7 @@ def _updater(
     trained: Policy,
     adamw: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    frozen: tuple[Policy | None, Policy | None],
+    frozen: tuple[Policy | Without | None, Policy | None],
 ) -> Updater:
     """The updater of `trained` beside the `frozen` reference and teacher."""
     chosen, (followed, taught_by) = objective.build(config), frozen

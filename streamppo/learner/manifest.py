@@ -3,8 +3,8 @@
 A disk may be a node's own: each rank hashes and verifies the files that it wrote, and a folder need not hold others.
 
 runs/NAME/checkpoints/00000050/        one folder for each version
-    *.distcp  .metadata                torch.distributed.checkpoint: policy, critic, optimizer, RNG of every rank,
-                                       and a reference that follows the policy
+    *.distcp  .metadata                torch.distributed.checkpoint: policy or its adapters, critic, optimizer, RNG of
+                                       every rank, and a reference that follows the policy
     manifest.json                      the rest of the state, and the SHA-256 of each rank's files; written last
 runs/NAME/checkpoints/00000050.damaged what was found damaged
 """

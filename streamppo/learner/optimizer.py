@@ -21,11 +21,12 @@ def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
     Every parameter has its moments from the start: torch makes them at the first gradient, and a checkpoint in which
     some are missing (a critic that nobody uses, a policy that still stands still) cannot be loaded.
     """
-    groups = [{"params": list(some)} for some in (policy.lm.parameters(), policy.critic_parameters())]
+    policys = [parameter for parameter in policy.lm.parameters() if parameter.requires_grad]
+    groups = [{"params": some} for some in (policys, list(policy.critic_parameters()))]
     # One kernel for all of a tensor's arithmetic; the default makes a dozen passes over every tensor.
     made = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
     configure(made, config)
-    for parameter in policy.parameters():
+    for parameter in (one for group in groups for one in group["params"]):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         made.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
     return made

@@ -16,14 +16,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
+from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
-from streamppo.learner import attention, context, layers, pretrained, shared
+from streamppo.learner import adapters, attention, context, layers, pretrained, shared
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
 from streamppo.process import phase
-from streamppo.weights.buckets import Shard
+from streamppo.types import Tensor as Described
+from streamppo.weights.adapters import merged
+from streamppo.weights.buckets import Shard, described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -161,6 +164,7 @@ def load(
     critic: str = "head",
     *,
     offload: bool = False,
+    lora: Lora | None = None,
 ) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
@@ -168,17 +172,20 @@ def load(
     one tensor, and config.json is all that they need at `path`. No random number generator moves on.
     `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
     gives the value head its weights as well. `offload` keeps the shards in CPU memory.
+    With `lora` the policy's weights are frozen, in the type that they compute in, and its adapters are trained.
     Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not, or lets rows see
     each other in the layout that the configuration asks for.
     """
     device = mesh.device_type
-    whole = _whole(path, critic) if dist.get_rank() == 0 else None
+    whole = _whole(path, critic, lora) if dist.get_rank() == 0 else None
     chosen = attention.choose(config, device)
     made = [] if whole is None else _transformers(whole)
     chosen = attention.without_leaks(chosen, config, path, made)
     share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
     with torch.device("meta"):
         lm, own = _read(path, critic, chosen, weights=False)
+        if lora is not None:
+            adapters.add(lm, lora, config.dtype)
         layout = attention.layout(chosen)
         policy = Policy(lm, temperature, own.transformer, layout=layout, share_prompts=share_prompts)
         policy.float32_head = config.float32_head
@@ -213,11 +220,13 @@ def _read(path: str | Path, critic: str, chosen: str, *, weights: bool) -> tuple
     return pretrained.read(path, chosen, weights=weights), pretrained.critic(critic, path, chosen, weights=weights)
 
 
-def _whole(path: str | Path, critic: str) -> Policy:
+def _whole(path: str | Path, critic: str, lora: Lora | None) -> Policy:
     """All weights, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         lm, own = _read(path, critic, "eager", weights=True)
         _check_head(lm, path)
+        if lora is not None:
+            adapters.add(lm, lora, "float32")
         policy = Policy(lm, 1.0, own.transformer)
     if own.head_1D is not None:
         with torch.no_grad():
@@ -269,12 +278,22 @@ def release(policy: Policy) -> None:
 
 
 def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
-    """The share of every tensor of a version that this rank has: the policy without its critic, in `dtype`.
+    """The share that this rank has of every tensor that is trained: the policy without its critic, in `dtype`.
 
     Tied weights appear once, under the name that `named_parameters` gives them.
     """
     target = getattr(torch, dtype)
-    return {name: _shard(parameter, target) for name, parameter in policy.lm.named_parameters()}
+    return {name: _shard(parameter, target) for name, parameter in adapters.trained(policy.lm).items()}
+
+
+@torch.no_grad()
+def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
+    """The tensors of a version that stand still, in `dtype`: with the hash of this rank's share, and never pushed."""
+    target = getattr(torch, dtype)
+    return tuple(
+        described(name, _shard(parameter, target), _local(parameter).to("cpu", target))
+        for name, parameter in adapters.frozen(policy.lm).items()
+    )
 
 
 def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
@@ -296,20 +315,28 @@ def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
 @torch.no_grad()
 def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
     """Write this rank's shards to `into`, which has them as `shards` says. No collective."""
-    for name, parameter in policy.lm.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    for name, parameter in adapters.trained(policy.lm).items():
         if into[name].numel():
-            into[name].copy_(local)
+            into[name].copy_(_local(parameter))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
-def gathered(policy: Policy, dtype: str) -> dict[str, Tensor]:
-    """All tensors of a version in `dtype`, on rank 0 alone; nothing on others. A collective."""
-    target = getattr(torch, dtype)
-    found: dict[str, Tensor] = {}
-    for name, parameter in policy.lm.named_parameters():
-        cast = parameter.detach().to(target)
-        whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-        if not dist.get_rank():
-            found[name] = whole.to("cpu", copy=True)
-    return found
+def gathered(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, Tensor]:
+    """All weights of a version in `dtype`, adapters merged, on rank 0 alone; nothing on others. A collective."""
+    still, moving = (
+        {name: _whole_of(one.detach().to(getattr(torch, dtype))) for name, one in some.items()}
+        for some in (adapters.frozen(policy.lm), adapters.trained(policy.lm))
+    )
+    if dist.get_rank():
+        return {}
+    return moving if lora is None else merged(still, moving, lora.scale)
+
+
+def _whole_of(cast: Tensor) -> Tensor:
+    """All of a tensor, on rank 0 in memory of its own."""
+    whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
+    return whole if dist.get_rank() else whole.to("cpu", copy=True)

@@ -30,6 +30,7 @@ def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM", *
     """
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     factory, options = getattr(transformers, kind), {"dtype": torch.float32, "attn_implementation": attention}
     try:
         if weights:
@@ -61,7 +62,9 @@ def write(lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: P
 def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) -> None:
     """Write the model and the tokenizer of `start` with other `weights`, by their Hugging Face names, at `folder`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     lm = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, dtype))
     parameters = dict(lm.named_parameters())
     with torch.no_grad():

@@ -1,22 +1,64 @@
-"""The reference of the KL: the run's first model, which stands still or moves to the policy now and then."""
+"""The reference of the KL: the run's first model, which stands still or moves to the policy now and then.
+
+With adapters it is the policy without them, and no second model.
+"""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from streamppo.config.sections import Config
-from streamppo.learner import policy
-from streamppo.learner.policy import Policy
+from streamppo.learner import adapters, policy
+from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.policy import Part, Policy, Scored
 
 
-def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None) -> Policy | None:
-    """Load the run's first model, as the configuration wants it; it is read only if it is not `known`. A collective."""
+class Without:
+    """The policy without its adapters: the model that it began with, in no memory of its own.
+
+    For passes that need no gradient.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def __call__(self, rows: PaddedBatch, part: Part) -> Scored:
+        """See `Policy.forward`."""
+        self._count(0.0)
+        try:
+            return self._policy(rows, part)
+        finally:
+            self._count(1.0)
+
+    def _count(self, share: float) -> None:
+        """Let every adapter count so much of what it does."""
+        from peft.tuners.lora import LoraLayer
+
+        for module in self._policy.lm.modules():
+            if isinstance(module, LoraLayer):
+                module.set_scale(adapters.NAME, share)
+
+
+def load(
+    config: Config, model_path: str, mesh: DeviceMesh, leader: Policy, known: Policy | None
+) -> Policy | Without | None:
+    """The run's first model, as the configuration wants it; `leader` is the policy that trains. A collective.
+
+    It is read only if it is not `known`, and has weights of its own.
+    """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
         return None
+    if config.model.lora is not None:
+        return Without(leader)
     made = known or policy.load(config.model, model_path, temperature, mesh, offload=kl.offload)
     made.temperature, made.float32_head = temperature, config.model.float32_head
     return made
+
+
+def own(reference: Policy | Without | None) -> Policy | None:
+    """The reference, if it has weights of its own."""
+    return reference if isinstance(reference, Policy) else None
 
 
 def follow(reference: Policy, leader: Policy, share: float) -> None:

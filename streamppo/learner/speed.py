@@ -18,19 +18,22 @@ MIB = 2**20
 
 
 class Size(NamedTuple):
-    """A model in numbers: parameters that a token is multiplied with, layers and width."""
+    """A model in numbers: parameters that a token is multiplied with, layers, width, and the share that is trained."""
 
     multiplied: int
     layers: int
     hidden: int
+    trained: float = 1.0
 
 
 def size_of(policy: Policy) -> Size:
     """Count the policy's parameters; a token is not multiplied with an embedding that is no head too."""
     parameters = sum(parameter.numel() for parameter in policy.lm.parameters())
+    trained = sum(parameter.numel() for parameter in policy.lm.parameters() if parameter.requires_grad)
     read, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
     config: Any = policy.lm.config
-    return Size(parameters - (0 if read is head else read.numel()), config.num_hidden_layers, config.hidden_size)
+    multiplied = parameters - (0 if read is head else read.numel())
+    return Size(multiplied, config.num_hidden_layers, config.hidden_size, trained / parameters)
 
 
 def forward_flops(size: Size, width_B: Tensor) -> float:
@@ -45,17 +48,20 @@ def forward_flops(size: Size, width_B: Tensor) -> float:
     return float((2 * size.multiplied * width_B + 2 * size.layers * size.hidden * width_B.square()).sum())
 
 
-def forward_passes(updated: Updated) -> float:
-    """Passes of the policy over its batch, in forward passes: a backward one is two, none is computed again."""
+def forward_passes(updated: Updated, trained: float = 1.0) -> float:
+    """Passes of the policy over its batch, in forward passes: a backward one is two, none is computed again.
+
+    Of a backward pass one half is for the weights, and of these only the share that is `trained` has gradients.
+    """
     rows = sum(len(minibatch.rows) for minibatch in updated.minibatches if minibatch.part != "critic")
-    return float(updated.objective.scores_policy) + 3 * rows / len(updated.batch.reward_B)
+    return float(updated.objective.scores_policy) + (2 + trained) * rows / len(updated.batch.reward_B)
 
 
 def speed(size: Size, updated: Updated, metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
     """The numbers of an update whose `metrics` have its times."""
     batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
-    tflops = forward_passes(updated) * forward_flops(size, width_B) / seconds / ranks / 1e12
+    tflops = forward_passes(updated, size.trained) * forward_flops(size, width_B) / seconds / ranks / 1e12
     made = {
         "learner_tokens_per_s": float(width_B.sum()) / seconds,
         "learner_tflops": tflops,

@@ -39,7 +39,7 @@ from streamppo.learner.metrics import (
 from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
 from streamppo.learner.policy import Part, Policy, Scored, nothing, release
-from streamppo.learner.reference import follow
+from streamppo.learner.reference import Without, follow
 from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, learned, of_server
 from streamppo.process import phase
 from streamppo.types import Learned
@@ -78,7 +78,7 @@ class Updater:
         config: Config,
         *,
         group: dist.ProcessGroup,
-        reference: Policy | None = None,
+        reference: Policy | Without | None = None,
         teacher: Policy | None = None,
     ) -> None:
         self.policy = policy
@@ -225,13 +225,14 @@ class Updater:
             scores = [_score(self.policy, batch, rows, part) for rows in pieces]
         return self._gather(batch, pieces, scores), scores[0] if single else None
 
-    def _frozen(self, model: Policy | None, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
+    def _frozen(self, model: Policy | Without | None, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
         """[B, T] log-probs of `model`, the reference or the teacher, once a batch; None without it."""
         if model is None:
             return None
         with torch.no_grad():
             scores = [_score(model, batch, rows, "policy") for rows in pieces]
-        release(model)
+        if isinstance(model, Policy):
+            release(model)
         return self._gather(batch, pieces, scores).logprobs_BT
 
     def _taught(self, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
@@ -364,7 +365,7 @@ class Updater:
 
     def _move_reference(self, version: int) -> None:
         every = self.config.algorithm.kl.follow_every
-        if self.reference is not None and every and (version + 1) % every == 0:
+        if isinstance(self.reference, Policy) and every and (version + 1) % every == 0:
             follow(self.reference, self.policy, self.config.algorithm.kl.follow_share)
             self.reference_moved = True
 
@@ -385,7 +386,7 @@ class Updater:
 
 
 @phase("forward")
-def _score(policy: Policy, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
+def _score(policy: Policy | Without, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
     """`policy` on some rows. An empty micro-batch still passes one row: the pass is a collective."""
     return policy(batch.select(rows if len(rows) else STAND_IN), part)
 

@@ -16,6 +16,7 @@ from ray.exceptions import ObjectLostError
 
 from streamppo.errors import RunError, WeightsError
 from streamppo.process import phase
+from streamppo.rollout.adapters import Source
 from streamppo.rollout.engine import Engine
 from streamppo.types import Push, decode
 from streamppo.weights.delta import Bytes
@@ -41,11 +42,13 @@ class Follower:
     `digest` follows the engine; `push_ms` are the milliseconds that all swaps took together.
     """
 
-    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", engine: Engine, replica: Replica) -> None:
+    def __init__(
+        self, name: str, queue: "ActorProxy[QueueActor]", engine: Engine, replica: Replica, source: Source
+    ) -> None:
         assert replica.push is not None, "an engine begins with a version"
         self.engine, self.digest = engine, replica.push.digest
         self.push_ms = 0.0
-        self._name, self._queue, self._replica = name, queue, replica
+        self._name, self._queue, self._replica, self._source = name, queue, replica, source
         self._swapped = asyncio.Condition()
 
     async def run(self) -> None:
@@ -75,11 +78,12 @@ class Follower:
                 self._swapped.notify_all()
 
     async def _swap(self, push: Push) -> None:
-        nbytes = sum(tensor.nbytes for tensor in push.tensors)
+        nbytes = sum(tensor.nbytes for tensor in push.tensors + push.frozen)
         limit_s = SWAP_S + nbytes / SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
-                await self.engine.update_weights(push.version, self._replica.tensors, self._replica.contents)
+                tensors, contents = await asyncio.to_thread(self._source.of, self._replica)
+                await self.engine.update_weights(push.version, tensors, contents)
         except TimeoutError:
             size = f"{nbytes / 2**30:.1f} GiB"
             raise RunError(

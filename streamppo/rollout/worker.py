@@ -22,7 +22,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, TeacherFailed
 from streamppo.process import phase
 from streamppo.queue.source import BEAT_S
-from streamppo.rollout import build, teacher
+from streamppo.rollout import adapters, build, teacher
 from streamppo.rollout.cuts import cut_for
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.follower import Follower, pull
@@ -95,10 +95,12 @@ async def start(
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
     replica = Replica()
     push = await pull(queue, name, replica, -1)
-    await asyncio.to_thread(check, replica.contents, replica.tensors.items())
-    engine = await build.engine(config, name, model_path, push.version, replica.tensors)
+    source = await asyncio.to_thread(adapters.source, config, model_path)
+    loadable = await asyncio.to_thread(source.of, replica)
+    await asyncio.to_thread(check, loadable.contents, loadable.tensors.items())
+    engine = await build.engine(config, name, model_path, push.version, loadable.tensors)
     player = Player(engine, tokenizer, config.environment)
-    follower = Follower(name, queue, engine, replica)
+    follower = Follower(name, queue, engine, replica, source)
     return Worker(config, name, queue, task, player, rewards, follower=follower, teacher=taught_by)
 
 

@@ -32,6 +32,7 @@ PHASES = {
     "decode": "rollout, embedded engine: a token for every running row",
     "swap": "rollout, embedded engine: new weights into its own form",
     "unpack": "rollout: a version made of the buckets that were pulled",
+    "merge": "rollout: adapters that were pushed into the weights beside them",
     "reward": "rollout: from asking for a score to having it; waits, so no CPU time",
     "deliver": "rollout: finished trajectories into bytes",
     "issue": "queue: tickets, given or looked for",

@@ -91,16 +91,7 @@ class Buckets:
         With `before`, which holds the version before it in the same layout, pieces are deltas where that pays: a bucket
         of which more than half would be left goes as it is.
         """
-        tensors = tuple(
-            Tensor(
-                name=name,
-                dtype=str(shard.dtype).removeprefix("torch."),
-                shape=shard.shape,
-                nbytes=int(np.prod(shard.shape, dtype=np.int64)) * shard.dtype.itemsize,
-                content=content(self.tensors[name], shard.first),
-            )
-            for name, shard in self._shards.items()
-        )
+        tensors = tuple(described(name, shard, self.tensors[name]) for name, shard in self._shards.items())
         raw = self._raw()
         deltas = [None] * len(raw) if before is None else self._deltas(raw, before._raw())
         stored = [whole if one is None else one for one, whole in zip(deltas, raw, strict=True)]
@@ -159,6 +150,17 @@ class Buckets:
             found[number] if number in found else place._replace(bucket=after[place.bucket])
             for number, place in enumerate(self._places)
         ], [*(self.arrays[number] for number in kept), *arrays]
+
+
+def described(name: str, shard: Shard, values: torch.Tensor) -> Tensor:
+    """Describe a tensor of which a rank has `values` as its `shard`: this hashes them."""
+    return Tensor(
+        name=name,
+        dtype=str(shard.dtype).removeprefix("torch."),
+        shape=shard.shape,
+        nbytes=int(np.prod(shard.shape, dtype=np.int64)) * shard.dtype.itemsize,
+        content=content(values, shard.first),
+    )
 
 
 def packed(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Packed:

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 from msgspec import structs
 
 from streamppo.errors import WeightsError
-from streamppo.types import Piece, Push
+from streamppo.types import Piece, Push, Tensor
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -97,19 +97,24 @@ def join(parts: Sequence[Push]) -> Push:
     for part in parts:
         pieces += [structs.replace(piece, bucket=piece.bucket + len(bucket_bytes)) for piece in part.pieces]
         bucket_bytes += part.bucket_bytes
-    columns = zip(*(part.tensors for part in parts), strict=True)
-    tensors = [structs.replace(same[0], content=sum(one.content for one in same) % 2**64) for same in columns]
     joined = structs.replace(
         first,
         base_version=next(iter(bases), None),
-        tensors=tuple(tensors),
+        tensors=_summed([part.tensors for part in parts]),
         pieces=tuple(pieces),
         bucket_bytes=tuple(bucket_bytes),
         rank=0,
         ranks=1,
+        frozen=_summed([part.frozen for part in parts]),
     )
     check_whole(joined)
     return joined
+
+
+def _summed(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The tensors of all ranks: the hash of each is the sum of those of its shards."""
+    columns = zip(*parts, strict=True)
+    return tuple(structs.replace(same[0], content=sum(one.content for one in same) % 2**64) for same in columns)
 
 
 def check_whole(push: Push) -> None:
@@ -125,4 +130,4 @@ def check_whole(push: Push) -> None:
 
 
 def _layout(part: Push) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    return tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in part.tensors)
+    return tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in part.tensors + part.frozen)

@@ -17,7 +17,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from streamppo.process import phase
-from streamppo.types import encode
+from streamppo.types import Tensor, encode
 from streamppo.weights.buckets import Buckets, Shard
 from streamppo.weights.ledger import Published
 
@@ -45,15 +45,23 @@ class Pusher:
 
     At most one push is under way: `push` waits for the one before, so memory holds two versions at most. Nobody
     waits for an engine. `last` is the newest push. With `deltas` a version is described by what has changed since the
-    one before, where that is less, until the ledger wants a whole one again.
+    one before, where that is less, until the ledger wants a whole one again. Tensors that are `frozen` are
+    described in each, and do not travel.
     """
 
     def __init__(
-        self, publish: Publish, bucket_bytes: int, *, deltas: bool = False, rank: int = 0, ranks: int = 1
+        self,
+        publish: Publish,
+        bucket_bytes: int,
+        *,
+        deltas: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        frozen: tuple[Tensor, ...] = (),
     ) -> None:
         self._publish = publish
         self._bucket_bytes, self._deltas = bucket_bytes, deltas
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._frozen = rank, ranks, frozen
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
         self.last: Future[Pushed] = Future()
         self.last.set_result(Pushed("", 0.0, 0))
@@ -107,7 +115,7 @@ class Pusher:
             push, arrays = filled.push(version, before, rank=self._rank, ranks=self._ranks)
         finally:
             self._described.set_result(None)
-        encoded = encode(structs.replace(push, admitted_lag=admitted_lag))
+        encoded = encode(structs.replace(push, admitted_lag=admitted_lag, frozen=self._frozen))
         refs = [ray.put(array) for array in arrays]
         self._carried[version] = encoded, refs, learned
         published = self._publish(encoded, refs, learned)

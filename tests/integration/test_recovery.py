@@ -431,6 +431,7 @@ PROXIMAL = {
 REFERENCE = {
     "following": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2", "algorithm.kl.follow_share=0.5")
 }
+ADAPTERS = {"lora": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3")}
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
 STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
 QUEUES = {
@@ -440,7 +441,7 @@ QUEUES = {
     "mean": ("queue.admission=mean", "queue.too_old=keep"),
     "adaptive": STEERED,
 }
-ALWAYS = ("grpo", "vtrace", "segments")
+ALWAYS = ("grpo", "vtrace", "segments", "lora")
 """Those that are tried in every run of the tests; the others are slow."""
 
 
@@ -448,7 +449,15 @@ ALWAYS = ("grpo", "vtrace", "segments")
     "overrides",
     [
         pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
-        for name, overrides in {**ESTIMATORS, **PROXIMAL, **REFERENCE, **SAMPLING, **QUEUES, **SHIPPED}.items()
+        for name, overrides in {
+            **ESTIMATORS,
+            **PROXIMAL,
+            **REFERENCE,
+            **ADAPTERS,
+            **SAMPLING,
+            **QUEUES,
+            **SHIPPED,
+        }.items()
     ],
 )
 def test_a_run_whose_driver_is_killed_is_resumed_and_replayed(tmp_path: Path, overrides: tuple[str, ...]) -> None:

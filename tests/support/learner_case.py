@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import objective
+from streamppo.learner import objective, reference
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.update import Updater
@@ -112,11 +112,11 @@ def group(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator
 def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     """The learner's updater on the model in `folder`, with a critic that is not zero."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    temperature, kl = config.rollout.temperature, config.algorithm.kl
+    temperature = config.rollout.temperature
     torch.manual_seed(9)
-    policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model)
+    policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model, lora=config.model.lora)
     policy.set_context(config.queue.prefix)
-    reference = model.load(config.model, folder, temperature, mesh, offload=kl.offload) if kl.on else None
+    followed = reference.load(config, str(folder), mesh, policy, None)
     taught_by = config.algorithm.teacher
     teacher = model.load(config.model, taught_by.model, temperature, mesh) if taught_by.model else None
     fill = (torch.randn(policy.value_head.weight.shape) * 0.1).to(device)
@@ -127,11 +127,11 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     return Updater(
         policy,
         # AdamW makes a full step of a gradient that is zero but for rounding; plain descent shows it as it is.
-        torch.optim.SGD(policy.parameters(), lr=config.learner.lr * 100),
+        torch.optim.SGD([one for one in policy.parameters() if one.requires_grad], lr=config.learner.lr * 100),
         objective.build(config),
         config,
         group=mesh.get_group(),
-        reference=reference,
+        reference=followed,
         teacher=teacher,
     )
 

@@ -1,4 +1,4 @@
-"""Checks that the libraries which [telemetry] asks for are installed."""
+"""Checks that the libraries which [telemetry] and model.lora ask for are installed."""
 
 from importlib.util import find_spec
 
@@ -22,6 +22,15 @@ def trackers(config: Config) -> Findings:
         else:
             extra = EXTRAS.get(kind, "tracking")
             yield Finding(kind, "error", f"is not installed: pip install 'streamppo[{extra}]', or another [telemetry]")
+
+
+def adapters(config: Config) -> Findings:
+    """Find the library of model.lora."""
+    if config.model.lora is not None:
+        if _is_here("peft"):
+            yield Finding("peft", "ok", "is installed, for model.lora")
+        else:
+            yield Finding("peft", "error", "is not installed: pip install 'streamppo[lora]', or leave out model.lora")
 
 
 def _is_here(module: str) -> bool:

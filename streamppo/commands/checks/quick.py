@@ -2,7 +2,7 @@
 
 import logging
 
-from streamppo.commands.checks import folder, machine, task, telemetry
+from streamppo.commands.checks import folder, libraries, machine, task
 from streamppo.commands.checks.finding import Findings
 from streamppo.commands.checks.notes import notes
 from streamppo.config.sections import LOCAL, Config
@@ -29,7 +29,8 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     yield from task.limit(config)
     yield machine.engine(config)
     yield from machine.places(config)
-    yield from telemetry.trackers(config)
+    yield from libraries.trackers(config)
+    yield from libraries.adapters(config)
     yield from notes(config, prompts if limit is None else None)
 
 

@@ -14,6 +14,7 @@ from ray.exceptions import ObjectLostError
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.rollout import follower as module
+from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.follower import Follower
@@ -251,7 +252,7 @@ def test_three_hundred_faults_and_no_wrong_weight_is_ever_served(monkeypatch: An
             dtype=torch.bfloat16,
         )
         engines.append(engine)
-        follower = Follower("a", any_queue, engine, replica)
+        follower = Follower("a", any_queue, engine, replica, Pushed())
         for _ in range(FAULTS):
             for _ in range(learner.dice.choice([1, 1, 3])):
                 learner.train()

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import COUNTERS
+from msgspec import structs
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import cli
@@ -41,10 +43,11 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
     for version in versions:
         with torch.no_grad():
             for parameter in updater.policy.parameters():
-                parameter.add_(0.125)
+                if parameter.requires_grad:
+                    parameter.add_(0.125)
         whole = buckets.Buckets(policy.shards(updater.policy, config.model.dtype), config.learner.bucket_bytes)
         policy.snapshot(updater.policy, whole.tensors)
-        push, _ = whole.push(version)
+        push = structs.replace(whole.push(version).push, frozen=policy.frozen(updater.policy, config.model.dtype))
         pushed = Future[Pushed]()
         pushed.set_result(Pushed(digest or push.digest, 0.0, 0))
         journal.write(Changes(COUNTERS), [Made(version=version, digest=push.digest, archived=None)])
@@ -74,6 +77,35 @@ def test_what_is_exported_has_the_digest_that_the_journal_has_of_that_version(
         assert push.digest == Journal.of(run).versions()[version].digest
         assert AutoTokenizer.from_pretrained(out)("1+1=")["input_ids"]
         assert list(out.glob("*.safetensors"))
+
+
+def test_adapters_are_exported_merged_or_alone_as_peft_loads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_at(tmp_path / "model", tied=True)
+    run, out, alone = tmp_path / "run", tmp_path / "out", tmp_path / "alone"
+    (run / "checkpoints").mkdir(parents=True)
+    config = case.config_of(f"model.path={tmp_path / 'model'}", "model.lora={rank=3, alpha=4}")
+    checkpointed(run, config, (3,))
+    assert cli.main(["export", str(run), "--to", str(out)]) == 0, capsys.readouterr().err
+    assert cli.main(["export", str(run), "--to", str(alone), "--adapter"]) == 0, capsys.readouterr().err
+    assert sorted(path.name for path in alone.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    tokens_1L = torch.arange(10)[None]
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    before = first(tokens_1L).logits
+    merged = AutoModelForCausalLM.from_pretrained(out)(tokens_1L).logits
+    adapted = PeftModel.from_pretrained(first, alone)(tokens_1L).logits
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+    assert (adapted - before).abs().max() > 0.01
+
+
+def test_a_run_without_adapters_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_at(tmp_path / "model", tied=True)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    checkpointed(run, case.config_of(f"model.path={tmp_path / 'model'}"), (3,))
+    assert cli.main(["export", str(run), "--to", str(tmp_path / "out"), "--adapter"]) == 2
+    assert "was trained without model.lora" in capsys.readouterr().err
 
 
 def test_a_folder_that_exists_is_refused_and_the_versions_are_named(

@@ -27,6 +27,8 @@ TWO_SERVERS = "rollout.engine.urls=['http://localhost:1', 'http://localhost:2']"
 SERVER = ("rollout.engine.kind=sglang", "rollout.engine.urls=['http://localhost:1']")
 LOGLINEAR = ("algorithm.proximal=loglinear", "learner.minibatches=2")
 SEGMENTS = "queue.segments={}"
+LORA = "model.lora={}"
+KL = ("algorithm.kl.loss_beta=0.1",)
 DETACHED = "queue.segments={prefix='detached'}"
 ADAPTIVE = "queue.max_lag={kind='adaptive', at_most=8}"
 BEHAVIOR = ("algorithm.proximal=behavior", "algorithm.correction.kind=off")
@@ -233,6 +235,9 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([SEGMENTS, "queue.too_old=windowed"], "too_old = 'windowed' is about whole completions"),
         ([SEGMENTS, "queue.too_old=drop"], "too_old = 'drop' is about whole completions"),
         (["queue.segments={just_in_time = false}"], "nothing would ever be cut"),
+        ([LORA, *KL, "algorithm.kl.follow_every=2"], "moves the reference, which model.lora keeps frozen"),
+        ([LORA, *KL, "algorithm.kl.offload=true"], "the reference is the policy itself, without its adapters"),
+        (["model.lora={targets = ['q_proj', 'q_proj']}"], "must be names, each once"),
         ([DETACHED, "model.attention=eager"], "'detached' is not possible with model.attention = 'eager'"),
         ([DETACHED, "model.compile=true"], "'detached' is not possible with model.compile = True"),
         ([SEGMENTS, RLOO], "algorithm.advantage = 'rloo' has none: choose gae or vtrace"),

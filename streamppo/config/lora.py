@@ -1,0 +1,34 @@
+"""The `model.lora` part of the configuration: what of the policy is trained beside its frozen weights."""
+
+from collections.abc import Iterator
+
+from streamppo.config.base import Positive, Section
+from streamppo.config.kl import Kl
+
+
+class Lora(Section, frozen=True):
+    """Low-rank adapters (arXiv:2106.09685): W + alpha / rank * B A, of which A and B are trained and pushed alone."""
+
+    rank: Positive = 16
+    """Rows of A and columns of B."""
+    alpha: Positive = 32
+    """The product of B and A counts alpha / rank times."""
+    targets: tuple[str, ...] = ()
+    """Ends of the names of the linear layers that get an adapter, such as "q_proj"; empty is all but the head."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    def contradictions(self) -> Iterator[str]:
+        """A target without a name is every module."""
+        if "" in self.targets or len(set(self.targets)) < len(self.targets):
+            yield f"targets ({', '.join(self.targets)}) must be names, each once"
+
+    def refuses(self, kl: Kl) -> Iterator[str]:
+        """A sentence for every choice that needs a reference with weights of its own: here it is the frozen policy."""
+        if kl.follow_every:
+            yield f"algorithm.kl.follow_every ({kl.follow_every}) moves the reference, which model.lora keeps frozen"
+        if kl.offload:
+            yield "algorithm.kl.offload: with model.lora the reference is the policy itself, without its adapters"

@@ -1,0 +1,89 @@
+"""The tensors that an engine loads of a version: those that were pushed, or adapters merged into frozen weights.
+
+pushed      checked against the learner's hashes -> merged, tensor by tensor -> hashed -> checked in the engine
+frozen      read once from the model's files, and compared with what the learner froze, by hash
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from streamppo.config.sections import Config
+from streamppo.errors import ModelError, WeightsError
+from streamppo.process import phase
+from streamppo.types import Push
+from streamppo.weights.adapters import merged
+from streamppo.weights.content import check, content
+from streamppo.weights.replica import Replica
+
+
+class Loadable(NamedTuple):
+    """The tensors of a model (HF names), and the hash that each of them must have where it ends up."""
+
+    tensors: Mapping[str, Tensor]
+    contents: Mapping[str, int]
+
+
+class Source(Protocol):
+    """Makes the tensors that an engine loads of the version in `replica`. Raises `WeightsError` if it is damaged."""
+
+    def of(self, replica: Replica) -> Loadable:
+        """Make it; it may change with the next version that `replica` takes."""
+        ...
+
+
+class Pushed:
+    """Versions that are whole models."""
+
+    def of(self, replica: Replica) -> Loadable:
+        """See `Source.of`. The engine compares what it has copied: here nothing is read."""
+        return Loadable(replica.tensors, replica.contents)
+
+
+class Merged:
+    """Versions that are adapters of `frozen` weights, which count `scale` times."""
+
+    def __init__(self, frozen: Mapping[str, Tensor], scale: float) -> None:
+        self._frozen, self._scale = frozen, scale
+        self._contents = {name: content(tensor) for name, tensor in frozen.items()}
+
+    @phase("merge")
+    def of(self, replica: Replica) -> Loadable:
+        """See `Source.of`."""
+        assert replica.push is not None, "there is a version"
+        self._compare(replica.push)
+        check(replica.contents, replica.tensors.items())
+        tensors = merged(self._frozen, replica.tensors, self._scale)
+        same = self._contents
+        contents = {
+            name: same[name] if tensor is self._frozen[name] else content(tensor) for name, tensor in tensors.items()
+        }
+        return Loadable(tensors, contents)
+
+    def _compare(self, push: Push) -> None:
+        theirs = {tensor.name: tensor.content for tensor in push.frozen}
+        if theirs != self._contents:
+            names = sorted(name for name in theirs | self._contents if theirs.get(name) != self._contents.get(name))
+            raise WeightsError(
+                f"version {push.version} has adapters of another model than the one in this actor's files: "
+                f"{names[0]} differs, and {len(names) - 1} more"
+            )
+
+
+def source(config: Config, model_path: str) -> Source:
+    """Choose by the configuration. With adapters the model at `model_path` is read: raises `ModelError`."""
+    if config.model.lora is None:
+        return Pushed()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        # As the learner does: read in float32, then rounded once.
+        lm = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {model_path!r} cannot be loaded: {error}") from error
+    dtype = getattr(torch, config.model.dtype)
+    return Merged({name: one.detach().to(dtype) for name, one in lm.named_parameters()}, config.model.lora.scale)

@@ -1,0 +1,40 @@
+"""Low-rank adapters and the frozen weights beside them, as one model. Pure: no Ray.
+
+    W + scale * B A        for every W [out, in] with an adapter: A [rank, in], B [out, rank]
+
+LoRA, https://arxiv.org/abs/2106.09685, equation 3.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from streamppo.errors import WeightsError
+
+A, B, WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
+
+
+def adapted(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B by the name of their W. Raises `WeightsError` for a tensor that is neither, or is alone."""
+    names = {name.removesuffix(A).removesuffix(B) for name in adapters}
+    if wrong := [name for name in names if {name + A, name + B} - adapters.keys()]:
+        raise WeightsError(f"{sorted(wrong)[0]} is no adapter, or has one of its two tensors alone")
+    return {name + WEIGHT: (adapters[name + A], adapters[name + B]) for name in sorted(names)}
+
+
+@torch.no_grad()
+def merged(frozen: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """All weights of the model, in their order in `frozen`; those without an adapter are the very tensors.
+
+    The sum is made in float32 and rounded once. Raises `WeightsError` for adapters that fit no weight.
+    """
+    pairs = adapted(adapters)
+    for name, (a, b) in pairs.items():
+        shape = None if name not in frozen else tuple(frozen[name].shape)
+        if shape != (len(b), a.shape[-1]) or len(a) != b.shape[-1]:
+            raise WeightsError(f"the adapter of {name} is {tuple(b.shape)} x {tuple(a.shape)}, the weight {shape}")
+    found = dict(frozen)
+    for name, (a, b) in pairs.items():
+        found[name] = torch.add(frozen[name].float(), b.float() @ a.float(), alpha=scale).to(frozen[name].dtype)
+    return found
