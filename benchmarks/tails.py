@@ -32,7 +32,7 @@ SAMPLES = 4
 """queue.samples_per_prompt of configs/math.toml."""
 MAX_LAGS = (0, 1, 2, 4, 8, 16)
 SEGMENTS = "segments"
-TOO_OLD = ("mask", "drop", "wait", SEGMENTS)
+TOO_OLD = ("mask", "drop", "wait", "windowed", SEGMENTS)
 """The first is that of configs/math.toml: goals are for it, and it stands for all at a lag bound of 0. The last trains
 on what is not finished, so that next to nothing grows too old; a batch then has as many segments as else completions.
 """

@@ -17,10 +17,11 @@ pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.timeout(900)
-def test_the_reward_rises_with_two_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("model.lora={}", "learner.lr=2e-3")], ids=["all-weights", "adapters"])
+def test_the_reward_rises_with_two_engines(tmp_path: Path, more: tuple[str, ...]) -> None:
     overrides = ["updates=60", "rollout.actors=2", "rollout.slots=32", "rollout.in_flight=48", "evaluation.prompts=64"]
     command = [sys.executable, "-W", "ignore", "-m", "streamppo", "run", str(REPOSITORY / "configs/math-sglang.toml")]
-    subprocess.run([*command, "--runs", str(tmp_path), *overrides], check=True, cwd=REPOSITORY)
+    subprocess.run([*command, "--runs", str(tmp_path), *overrides, *more], check=True, cwd=REPOSITORY)
     (made,) = tmp_path.iterdir()
     summary = json.loads((made / "summary.json").read_text())
     rewards = [line["reward"] for line in lines.updates(made)]

@@ -18,15 +18,26 @@ def do(where):
     if plan.get(where) == "die":
         os._exit(3)
 
-class Writer:
+class Fields:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+class Summary(Fields):
+    Value = Fields
+
+Event = SummaryMetadata = Fields
+
+class EventFileWriter:
     def __init__(self, folder):
         self.told = os.path.join(os.path.dirname(folder), "told.jsonl")
         do("open")
 
-    def add_scalar(self, name, value, step, *, wall_time, description):
+    def add_event(self, event):
         do("add")
         with open(self.told, "a") as file:
-            file.write(json.dumps([name, value, step, wall_time, description]) + "\\n")
+            for one in event.summary.value:
+                about = one.metadata.summary_description if one.metadata else None
+                file.write(json.dumps([one.tag, one.simple_value, event.step, event.wall_time, about]) + "\\n")
 
     def flush(self):
         do("flush")
@@ -38,6 +49,7 @@ class Writer:
 
 do("import")
 """
+MODULES = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.event_file_writer")
 IMPATIENT = """
 import faulthandler
 wait = faulthandler.dump_traceback_later
@@ -50,8 +62,11 @@ def install(place: Path, plan: Mapping[str, str], *, impatient: bool = False) ->
     """Write the package below `place`; return the environment in which it is found before any other."""
     package = place / "tensorboard"
     package.mkdir(parents=True, exist_ok=True)
-    (package / "__init__.py").touch()
-    (package / "summary.py").write_text(SOURCE.replace("{plan!r}", repr(dict(plan))))
+    (package / "__init__.py").write_text(SOURCE.replace("{plan!r}", repr(dict(plan))))
+    for module in MODULES:
+        path = package / f"{module.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("from tensorboard import *")
     if impatient:
         (place / "sitecustomize.py").write_text(IMPATIENT)
     paths = [str(place), str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]

@@ -99,7 +99,8 @@ def test_every_number_of_a_run_arrives_once_over_two_parts(
     rewards = [(step, value) for name, value, step, *_ in found if name == "reward"]
     lines = [json.loads(line) for line in DEFAULT_RUN[:40]]
     assert rewards == [(line["update"], line["reward"]) for line in lines if "update" in line]
-    assert {one[4] for one in found if one[0] == "reward"} == {catalogue.ENTRIES["reward"]}
+    # Once in each part: that is enough for TensorBoard.
+    assert [one[4] for one in found if one[0] == "reward" and one[4]] == 2 * [catalogue.ENTRIES["reward"]]
 
 
 def test_a_part_whose_driver_is_killed_is_sent_to_the_end(
