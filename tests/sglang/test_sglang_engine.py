@@ -19,6 +19,8 @@ from push_case import Rank, joined
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
+from streamppo.rollout.fit import Architecture
+from streamppo.rollout.sglang import layout
 from streamppo.weights.replica import Replica
 
 # What SGLang and its dependencies warn about when they are loaded is not ours.
@@ -297,10 +299,30 @@ def test_no_process_is_left_when_the_actor_is_killed(setting: case.Setting) -> N
     assert not any(case.alive(process) for process in processes)
 
 
-def test_a_mixture_of_experts_is_refused_by_name_on_a_cpu_where_nobody_can_see_its_experts(
-    run: case.Run, tmp_path: Path
+def test_a_mixture_of_experts_is_served_with_every_tensor_attested_and_experts_that_are_not_taken_are_noticed(
+    run: case.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = case.model("qwen3_moe")
     folder = case.save(made, tmp_path)
-    with pytest.raises(WeightsError, match=r"gives no checksums.*whether it has taken model.layers.0.mlp.experts.0"):
-        run(case.engine(folder, case.tensors(made)))
+    engine = run(case.engine(folder, case.tensors(made)))
+    setting = case.Setting(engine, made, folder, run)
+    try:
+        case.assert_serves(setting, made, 0)
+        held = layout.held(Architecture(made.config).as_saved(case.tensors(made)))
+        attestation = engine._life.attestation
+        assert attestation.means == "checksums"
+        assert set(attestation.exact) == held.keys() and sum("experts" in name for name in held) == 4
+        other = case.model("qwen3_moe", seed=1)
+        run(engine.update_weights(1, case.tensors(other)))
+        case.assert_serves(setting, other, 1)
+        carry = engine._life.carrier.carry
+
+        async def without_experts(version: int, tensors: Any, **options: Any) -> None:
+            await carry(version, {name: one for name, one in tensors.items() if ".experts." not in name}, **options)
+
+        monkeypatch.setattr(engine._life.carrier, "carry", without_experts)
+        with pytest.raises(WeightsError, match=r"SGLang has not taken \S+\.experts\.0\.\w+_proj"):
+            run(engine.update_weights(2, case.tensors(case.model("qwen3_moe", seed=2))))
+        case.assert_serves(setting, other, 1)
+    finally:
+        run(engine.stop())

@@ -3,19 +3,25 @@
     begin    every tensor that SGLang holds gets random values -> load -> check: each of them was written
     swap     before -> load -> check: each of them moved, unless what it is made of is the same as before
 
-SGLang without checksums (on a CPU) is compared by the values of every tensor, or by log-probs: that cannot show that an
-expert was skipped, and a mixture of experts is refused.
+On a CPU the checksum is a hash that is known here too. So each tensor whose first one is that of what was pushed, laid
+out as SGLang does, has to be exactly that after every swap.
+
+An SGLang without checksums is compared by the values of every tensor, or by log-probs: that cannot show that an expert
+was skipped, and a mixture of experts is refused.
 """
 
+# SGLang is not part of what this project is checked with.
+# pyright: reportMissingImports=false
+
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from streamppo.errors import WeightsError
-from streamppo.rollout.sglang import wire
+from streamppo.rollout.sglang import layout, wire
 from streamppo.rollout.sglang.link import Answer, Link
 
 SMALL = 1 << 20
@@ -32,6 +38,7 @@ class Witness(Protocol):
     """A means to see what SGLang holds."""
 
     means: Means
+    exact: Collection[str]
 
     async def before(self) -> None:
         """Remember what SGLang holds, ahead of a load."""
@@ -45,7 +52,7 @@ class Witness(Protocol):
 class Attestation:
     """Compares SGLang with each push, by the best means that it has for this model; `begin` makes it.
 
-    checksums    each tensor that SGLang holds has another checksum than before (its weights checker on a GPU)
+    checksums    each tensor that SGLang holds has another checksum than before, or the very one that it should have
     values       every tensor, or the first rows of every one, is that which was pushed
     log-probs    if a tensor has changed, so have the log-probs of a fixed text
     """
@@ -58,6 +65,11 @@ class Attestation:
     def means(self) -> Means:
         """The means of the last comparison."""
         return self._witness.means
+
+    @property
+    def exact(self) -> Collection[str]:
+        """SGLang's names of the tensors whose bytes are compared with those of the push."""
+        return self._witness.exact
 
     async def before(self) -> None:
         """Look at SGLang ahead of a load."""
@@ -96,6 +108,7 @@ class Checksums:
 
     def __init__(self, link: Link, seen: Mapping[str, str]) -> None:
         self._link, self._seen = link, seen
+        self.exact: Collection[str] = ()
 
     async def before(self) -> None:
         """See `Witness.before`: the checksums after the last load are those before the next."""
@@ -104,6 +117,13 @@ class Checksums:
         """See `Witness.wrong`."""
         seen, self._seen = self._seen, wire.checksums(await self._link.call("weights_checker", action="checksum"))
         unmoved = {key for key, checksum in self._seen.items() if checksum == seen.get(key)}
+        if self._link.ranks == 1:
+            known = await asyncio.to_thread(_known, tensors)
+            same = {name for name, checksum in known.items() if self._seen.get(f"0/{name}") == checksum}
+            if before is None:
+                self.exact = same
+            elif other := set(self.exact) - same:
+                return [name for name in tensors if layout.held_name(name) in other]
         return await asyncio.to_thread(_wrong, unmoved, self._seen, before, tensors)
 
 
@@ -116,6 +136,15 @@ async def _by_checksums(link: Link) -> Witness | None:
         return None
 
 
+def _known(tensors: Tensors) -> dict[str, str]:
+    """The checksum that an SGLang on a CPU has of each of its tensors, if it lays them out as `layout.held` does."""
+    try:
+        from sglang.srt.managers.mm_utils import tensor_hash
+    except ImportError:
+        return {}
+    return {name: f"{tensor_hash(one):016x}" for name, one in layout.held(tensors).items()}
+
+
 def _wrong(
     unmoved: set[str], held: "set[str] | Mapping[str, str]", before: Tensors | None, tensors: Tensors
 ) -> list[str]:
@@ -126,7 +155,7 @@ def _wrong(
     # A changed tensor may be the same in the share of one rank, never in all of them.
     moved = {_name(key) for key in held if key not in unmoved}
     still = set(names) - moved
-    suspects = [name for name in tensors if wire.held_name(name) in still]
+    suspects = [name for name in tensors if layout.held_name(name) in still]
     return [name for name in suspects if not _equal(before[name], tensors[name])]
 
 
@@ -147,6 +176,7 @@ class Values:
 
     def __init__(self, link: Link, tensors: Tensors, text: Sequence[int]) -> None:
         self.means: Means = "values"
+        self.exact: Collection[str] = ()
         self._link, self._text = link, text
         self._names = list(tensors)
         is_small = sum(tensor.numel() for tensor in tensors.values()) <= SMALL

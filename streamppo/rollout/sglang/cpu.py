@@ -10,7 +10,15 @@ from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 def activate() -> str | None:
     """Name the platform's class; None if there is an accelerator, for which SGLang has a platform of its own."""
-    return None if torch.accelerator.is_available() else f"{__name__}.Platform"
+    if torch.accelerator.is_available():
+        return None
+    # Its weights checker waits for a GPU before it hashes, and raises where there is none: all else of it works here.
+    torch.cuda.synchronize = _nothing_to_wait_for
+    return f"{__name__}.Platform"
+
+
+def _nothing_to_wait_for(device: object = None) -> None:
+    """Take the place of `torch.cuda.synchronize` in SGLang's processes."""
 
 
 class Platform(CpuDeviceMixin, SRTPlatform):

@@ -277,21 +277,6 @@ def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...]) 
 
 # --- attestation ---------------------------------------------------------------------------------------------
 
-FUSED = (
-    (r"\.(q|k|v)_proj\.", ".qkv_proj."),
-    (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.", ".experts.w13_"),
-    (r"\.experts\.\d+\.(down_proj|w2)\.", ".experts.w2_"),
-    (r"\.(gate|up)_proj\.", ".gate_up_proj."),
-)
-"""Names of tensors that SGLang keeps as parts of a larger one, as patterns, and its names."""
-
-
-def held_name(name: str) -> str:
-    """Name the tensor in which SGLang keeps the tensor that a model's files call `name`."""
-    for part, whole in FUSED:
-        name = re.sub(part, whole, name)
-    return name
-
 
 def checksums(ranks: Sequence[Mapping[str, Answer]]) -> dict[str, str]:
     """Name the weights checker's checksum of every tensor by rank/tensor."""

@@ -11,7 +11,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 
 from streamppo.errors import WeightsError
 from streamppo.rollout.fit import Architecture
-from streamppo.rollout.sglang import attest, wire
+from streamppo.rollout.sglang import attest, layout
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 16,
@@ -39,14 +39,14 @@ class Checked:
 
     def __init__(self, known: Tensors, means: str, ranks: int = 1) -> None:
         self.means, self.ranks = means, ranks
-        self.held = {wire.held_name(name): {name: 0.0} for name in known}
+        self.held = {layout.held_name(name): {name: 0.0} for name in known}
         for name in known:
-            self.held[wire.held_name(name)][name] = 0.0
+            self.held[layout.held_name(name)][name] = 0.0
         self.lost = ""
 
     def load(self, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
-            held = self.held.get(wire.held_name(name), {})
+            held = self.held.get(layout.held_name(name), {})
             if name in held and name != self.lost:
                 held[name] = float(tensor.double().sum())
 
@@ -138,6 +138,38 @@ def test_a_tensor_that_a_later_push_loses_is_an_error_by_name(
             await swap(link, attestation, {name: tensor + 2 for name, tensor in saved.items()})
 
     run(case())
+
+
+def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_its_checksum_is_known(
+    architecture: Architecture, first: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = architecture.as_saved(first)
+    strange = "lm_head.weight"
+
+    def known(tensors: Tensors) -> dict[str, str]:
+        """The sums of `Checked`, but for one tensor, which is laid out in a way that is not known."""
+        sums: dict[str, dict[str, float]] = {}
+        for name, tensor in tensors.items():
+            sums.setdefault(layout.held_name(name), {})[name] = float(tensor.double().sum())
+        return {name: str(sorted(parts.items())) for name, parts in sums.items()} | {strange: "?"}
+
+    monkeypatch.setattr(attest, "_known", known)
+
+    async def case(damaged: str) -> None:
+        link = Checked(saved, "checksums")
+        attestation = await loaded(link, saved)
+        assert set(attestation.exact) == link.held.keys() - {strange}
+        later = {name: tensor + 1 for name, tensor in saved.items()}
+        await swap(link, attestation, later)
+        last = {name: tensor + 2 for name, tensor in saved.items()}
+        await attestation.before()
+        link.load({**last, damaged: last[damaged] + 1})
+        await attestation.check(last)
+
+    with pytest.raises(WeightsError, match=r"has not taken \S*layers\.0\.\S*k_proj"):
+        run(case("model.layers.0.self_attn.k_proj.weight"))
+    # Of a tensor in an unknown layout, only whether it has moved can be seen.
+    run(case(strange))
 
 
 def test_a_mixture_of_experts_is_refused_by_an_engine_that_cannot_show_its_tensors(

@@ -229,22 +229,6 @@ def test_a_server_whose_settings_make_versions_or_caches_wrong_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "held"),
-    [
-        ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"),
-        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"),
-        ("model.layers.1.mlp.experts.12.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
-        ("model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.1.mlp.experts.w2_weight"),
-        ("model.layers.1.block_sparse_moe.experts.0.w3.weight", "model.layers.1.block_sparse_moe.experts.w13_weight"),
-        ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.weight"),
-        ("model.norm.weight", "model.norm.weight"),
-    ],
-)
-def test_tensors_are_found_behind_the_names_of_those_that_they_are_part_of(name: str, held: str) -> None:
-    assert wire.held_name(name) == held
-
-
-@pytest.mark.parametrize(
     ("output", "meaning"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "mem_fraction_static"),

@@ -1,15 +1,18 @@
 """TensorBoard: event files in runs/NAME/tensorboard, which `tensorboard --logdir runs` shows."""
 
+# Its messages are made when they are imported.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
-from tensorboard.compat.proto.summary_pb2 import (  # pyright: ignore[reportMissingImports]
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import (
     Summary,
     SummaryMetadata,
 )
-from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from streamppo.telemetry import catalogue
 from streamppo.telemetry.tracking.points import Point

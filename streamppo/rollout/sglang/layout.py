@@ -1,0 +1,38 @@
+"""The tensors of a model's files as SGLang keeps them: some of them as parts of larger ones, by its own names."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+FUSED = (
+    (r"\.(q|k|v)_proj\.", ".qkv_proj."),
+    (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.", ".experts.w13_"),
+    (r"\.experts\.\d+\.(down_proj|w2)\.", ".experts.w2_"),
+    (r"\.(gate|up)_proj\.", ".gate_up_proj."),
+)
+"""Names of tensors that SGLang keeps as parts of a larger one, as patterns, and its names."""
+ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
+"""Parts of one tensor lie in this order, one below the other."""
+
+
+def held_name(name: str) -> str:
+    """Name the tensor in which SGLang keeps the tensor that a model's files call `name`."""
+    for part, whole in FUSED:
+        name = re.sub(part, whole, name)
+    return name
+
+
+def held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a model as one rank of SGLang keeps them: experts side by side, [experts, rows, columns]."""
+    parts: dict[str, dict[int, dict[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        place = next((at for at, part in enumerate(ORDER) if f".{part}." in name), 0)
+        parts.setdefault(held_name(name), {}).setdefault(int(expert[1]) if expert else -1, {})[place] = tensor
+    found: dict[str, Tensor] = {}
+    for name, blocks in parts.items():
+        joined = [torch.cat([one for _, one in sorted(block.items())]) for _, block in sorted(blocks.items())]
+        found[name] = joined[0] if -1 in blocks else torch.stack(joined)
+    return found
