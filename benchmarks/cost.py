@@ -5,7 +5,7 @@
 Measured between two updates of a run of configs/math.toml without evaluations, when all processes are warm; a table of
 the median over the repetitions, the smallest and the largest. Below it, the phases of each process over the whole run
 (streamppo/process.py); `elsewhere` is all else of a process. `first update` is the milliseconds from the start of the
-command until the first update is made, warm start included.
+command until the first update is made, warm start included; `counting phases` is part of the processes above it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import plots
 from benchmarks.growth import look
 from benchmarks.runs import ended, machine
-from streamppo.process import WHOLE
+from streamppo.process import WHOLE, phase
 from streamppo.telemetry import metrics_file, spending
 
 CONFIG = Path(__file__).parent.parent / "configs" / "math.toml"
@@ -34,6 +34,8 @@ QUIET = ("evaluation={every=0, prompts=8}", "checkpoint.every=0")
 WARM = 40
 """Updates before the first look."""
 FIRST = "first update"
+SPANS, TRIED = "counting phases", 20_000
+"""A row that is part of the others, and how often its one call is timed."""
 NAMED = 0.025
 """A phase has a name in the plot if it is this share of the highest bar."""
 NAMES = {"ray::RolloutActor": "rollout", "ray::Rank": "learner", "ray::QueueActor": "queue", "ray::": "other actors"}
@@ -54,10 +56,11 @@ def measure(updates: int, overrides: Sequence[str]) -> dict[str, float]:
             if run.poll() or reached < last:
                 sys.exit(log.read_text()[-4000:])
         phases, start_s = _phases(Path(runs) / "math"), metrics_file.updates(Path(runs) / "math")[0]["wall_s"]
+        spans = _spans_ms(Path(runs) / "math")
     spent: defaultdict[str, float] = defaultdict(float)
     for key, seconds in then.items():
         spent[key[1]] += 1e3 * (seconds - first.get(key, 0.0)) / (reached - seen)
-    walls = {"wall": 1e3 * (end - begin) / (reached - seen), FIRST: 1e3 * start_s}
+    walls = {"wall": 1e3 * (end - begin) / (reached - seen), FIRST: 1e3 * start_s, SPANS: spans}
     return {**spent, "all": sum(spent.values()), **walls, **phases}
 
 
@@ -69,6 +72,16 @@ def _phases(run: Path) -> dict[str, float]:
             if name != WHOLE:
                 found[f"{process.partition('-')[0]}: {name}"] += one.cpu_ms
     return found
+
+
+def _spans_ms(run: Path) -> float:
+    """CPU milliseconds an update for the counting of phases: their calls, times one such call here and now."""
+    calls = sum(one.calls for spent in spending.per_update(metrics_file.read(run)).values() for one in spent.values())
+    begin = time.thread_time()
+    for _ in range(TRIED):
+        with phase("nothing"):
+            pass
+    return calls * 1e3 * (time.thread_time() - begin) / TRIED
 
 
 def _cpu_s(process: psutil.Process) -> float:

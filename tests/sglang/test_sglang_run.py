@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 import sglang_case as case
+import torch
 from conftest import REPOSITORY
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from streamppo.errors import ModelError
+from streamppo.tasks.library.arithmetic import ALPHABET
+from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.telemetry import metrics_file as lines
 
 pytest_plugins = ["sglang_case"]
+SEVENS = """
+async def score(trajectory, answer):
+    return trajectory.completion.count("7") / 5
+"""
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 
 
@@ -31,6 +39,32 @@ def test_the_reward_rises_with_two_engines(tmp_path: Path, more: tuple[str, ...]
     assert summary["engines"]["swaps"] > 20
     assert summary["failed"] == {}
     assert {*summary["restarts"].values(), summary["engines"]["restarts"]} == {0}
+
+
+@pytest.mark.timeout(900)
+def test_a_mixture_of_experts_learns_and_is_replayed(tmp_path: Path) -> None:
+    """From random weights, for a reward that any model can learn; every push is compared tensor by tensor."""
+    tokenizer = character_tokenizer(ALPHABET)
+    tokens = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "pad_token", "eos_token")} | {
+        "vocab_size": len(tokenizer)
+    }
+    torch.manual_seed(0)
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**case.SHAPE | case.EXPERTS | tokens | {"initializer_range": 0.02}))
+    for one in (made, tokenizer):
+        one.save_pretrained(tmp_path / "model")
+    (tmp_path / "sevens.py").write_text(SEVENS)
+    overrides = [f"model.path={tmp_path / 'model'}", f"reward.function={tmp_path / 'sevens.py'}:score", "updates=30"]
+    overrides += ["queue.batch_size=128", "rollout.slots=16", "rollout.in_flight=48", "learner.lr=3e-3"]
+    command = [sys.executable, "-W", "ignore", "-m", "streamppo"]
+    config, runs = REPOSITORY / "configs" / "math-sglang.toml", tmp_path / "runs"
+    subprocess.run([*command, "run", str(config), "--runs", str(runs), *overrides], check=True, cwd=REPOSITORY)
+    (run,) = runs.iterdir()
+    found = lines.updates(run)
+    assert found[0]["reward"] < 0.2 and found[-1]["reward"] > 0.5
+    assert max(line["mismatch"] for line in found if line["lag_mean"] == 0) < 1e-4
+    engines = json.loads((run / "summary.json").read_text())["engines"]
+    assert ([one["version"] for one in engines["actors"]], engines["restarts"]) == ([30], 0)
+    subprocess.run([*command, "replay", str(run)], check=True, cwd=REPOSITORY)
 
 
 @pytest.mark.parametrize(
