@@ -441,7 +441,7 @@ QUEUES = {
     "mean": ("queue.admission=mean", "queue.too_old=keep"),
     "adaptive": STEERED,
 }
-ALWAYS = ("grpo", "vtrace", "segments", "lora")
+ALWAYS = ("grpo", "segments", "lora")
 """Those that are tried in every run of the tests; the others are slow."""
 
 
