@@ -33,6 +33,9 @@ BLAME_S = 5.0
 CLOSING_S = 10.0
 """How long Ray may take to end its processes."""
 
+TOO_LATE = "timed out during startup"
+"""A part of what Ray says when its processes have not started after 30 s, which nothing can change."""
+
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +82,7 @@ def init_ray(config: Config) -> None:
             runtime_env={"env_vars": variables},
         )
         return
-    with environment.of_own_ray():
+    with environment.of_own_ray(), _in_a_sentence():
         ray.init(
             address=LOCAL,
             num_cpus=cluster.cpus or int(plan(config).total("CPU")),
@@ -88,6 +91,17 @@ def init_ray(config: Config) -> None:
             logging_level=logging.ERROR,
             _node_ip_address=environment.LOOPBACK,
         )
+
+
+@contextmanager
+def _in_a_sentence() -> Generator[None]:
+    """Raise `RunError` if Ray says that its processes have not started in time: it has no error of its own for that."""
+    try:
+        yield
+    except Exception as error:
+        if TOO_LATE not in str(error):
+            raise
+        raise RunError("Ray has not started within its 30 s: this machine does too much else; try again") from error
 
 
 def here() -> NodeAffinitySchedulingStrategy:

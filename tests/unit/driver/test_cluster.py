@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from streamppo.config.sections import Config
 from streamppo.driver import cluster
 from streamppo.driver.cluster import describe, ray_session
-from streamppo.errors import JournalError
+from streamppo.errors import JournalError, RunError
 
 
 def test_of_an_actor_that_died_while_it_was_made_the_reason_is_said() -> None:
@@ -34,6 +35,25 @@ def test_hashes_are_the_same_in_every_process(
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     cluster.init_ray(math_config())
     assert seeds == ["0", "7"]
+
+
+def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_errors_as_they_are(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(said: str, **options: object) -> None:
+        raise Exception(said)
+
+    for said, kind, told in (
+        (
+            "The current node timed out during startup. This could happen because",
+            RunError,
+            "this machine does too much",
+        ),
+        ("no such thing", Exception, "no such thing"),
+    ):
+        monkeypatch.setattr(cluster.ray, "init", partial(fail, said))
+        with pytest.raises(kind, match=told):
+            cluster.init_ray(math_config())
 
 
 def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hide_the_error(
