@@ -4,6 +4,7 @@ pushed      checked against the learner's hashes -> merged, tensor by tensor -> 
 frozen      read once from the model's files, and compared with what the learner froze, by hash
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -29,7 +30,7 @@ class Loadable(NamedTuple):
 class Source(Protocol):
     """Makes the tensors that an engine loads of the version in `replica`. Raises `WeightsError` if it is damaged."""
 
-    def of(self, replica: Replica) -> Loadable:
+    async def of(self, replica: Replica) -> Loadable:
         """Make it; it may change with the next version that `replica` takes."""
         ...
 
@@ -37,7 +38,7 @@ class Source(Protocol):
 class Pushed:
     """Versions that are whole models."""
 
-    def of(self, replica: Replica) -> Loadable:
+    async def of(self, replica: Replica) -> Loadable:
         """See `Source.of`. The engine compares what it has copied: here nothing is read."""
         return Loadable(replica.tensors, replica.contents)
 
@@ -49,9 +50,12 @@ class Merged:
         self._frozen, self._scale = frozen, scale
         self._contents = {name: content(tensor) for name, tensor in frozen.items()}
 
+    async def of(self, replica: Replica) -> Loadable:
+        """See `Source.of`. The event loop stays free for rewards and deliveries."""
+        return await asyncio.to_thread(self._merge, replica)
+
     @phase("merge")
-    def of(self, replica: Replica) -> Loadable:
-        """See `Source.of`."""
+    def _merge(self, replica: Replica) -> Loadable:
         assert replica.push is not None, "there is a version"
         self._compare(replica.push)
         check(replica.contents, replica.tensors.items())

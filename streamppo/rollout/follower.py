@@ -82,7 +82,7 @@ class Follower:
         limit_s = SWAP_S + nbytes / SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
-                tensors, contents = await asyncio.to_thread(self._source.of, self._replica)
+                tensors, contents = await self._source.of(self._replica)
                 await self.engine.update_weights(push.version, tensors, contents)
         except TimeoutError:
             size = f"{nbytes / 2**30:.1f} GiB"

@@ -96,7 +96,7 @@ async def start(
     replica = Replica()
     push = await pull(queue, name, replica, -1)
     source = await asyncio.to_thread(adapters.source, config, model_path)
-    loadable = await asyncio.to_thread(source.of, replica)
+    loadable = await source.of(replica)
     await asyncio.to_thread(check, loadable.contents, loadable.tensors.items())
     engine = await build.engine(config, name, model_path, push.version, loadable.tensors)
     player = Player(engine, tokenizer, config.environment)

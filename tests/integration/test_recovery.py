@@ -96,7 +96,7 @@ def all_accounted(run: Path) -> chaos.Trial:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["learner", "driver", "queue", "rollout"],
+            ["learner", "driver", "queue"],
             ("learner.ranks=2", "queue.max_lag=0", "learner.deltas=on", "model.dtype=bfloat16", "learner.lr=1e-6"),
             id="two-ranks-with-deltas",
         ),
@@ -237,6 +237,7 @@ def wait_for_batches_by(run: Path, names: set[str]) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_calls_that_ray_repeats_or_loses_train_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_testing_rpc_failure", json.dumps(RPC_FAILURES))
     finished(tmp_path, *SHORT, "watchdog.max_restarts=100")
@@ -315,10 +316,8 @@ def test_without_any_checkpoint_the_whole_archive_is_redone_as_it_was_made(tmp_p
     all_accounted(tmp_path / "math")
 
 
-@pytest.mark.parametrize(
-    ("folder", "error"),
-    [("archive", "JournalError"), pytest.param("checkpoints", "CheckpointError", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("folder", "error"), [("archive", "JournalError"), ("checkpoints", "CheckpointError")])
 def test_a_folder_that_refuses_stops_the_run_with_the_reason_and_it_goes_on_later(
     tmp_path: Path, folder: str, error: str
 ) -> None:
@@ -441,7 +440,7 @@ QUEUES = {
     "mean": ("queue.admission=mean", "queue.too_old=keep"),
     "adaptive": STEERED,
 }
-ALWAYS = ("grpo", "segments", "lora")
+ALWAYS = ("segments", "lora")
 """Those that are tried in every run of the tests; the others are slow."""
 
 

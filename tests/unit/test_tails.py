@@ -170,7 +170,7 @@ def test_the_cases_of_the_goals_come_first_and_a_lag_bound_of_0_has_one_treatmen
     judged = [(shape, lag) for shape in ("equal", "pareto") for lag in (0, 4)]
     assert made[:8] == [Case(*one, "mask", number) for number in (1, 2) for one in judged]
     treatments = [case.too_old for case in made[8:]]
-    assert treatments == ["mask"] * 8 + ["drop"] * 10 + ["wait"] * 10 + ["segments"] * 10
+    assert treatments == ["mask"] * 8 + ["drop"] * 10 + ["wait"] * 10 + ["windowed"] * 10 + ["segments"] * 10
     assert all(case.round == 1 and case.max_lag for case in made[8:]) and len(set(made)) == len(made)
     assert tails.cases(["equal"], [0, 4], ["drop"], 1) == [Case("equal", 0, "mask"), Case("equal", 4, "drop")]
 

@@ -1,5 +1,6 @@
 """Adapters under FSDP: what is trained, pushed and saved of a policy whose weights are frozen."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -85,7 +86,7 @@ def digest(path: str, dtype: str) -> str:
     replica, gathered = pushed(policy, config), model.gathered(policy, dtype, config.model.lora)
     if dist.get_rank():
         return ""
-    found = source(config, path).of(replica)
+    found = asyncio.run(source(config, path).of(replica))
     check(found.contents, found.tensors.items())
     assert list(found.tensors) == list(gathered)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in gathered.items())
@@ -111,7 +112,7 @@ def test_the_learner_scores_as_the_merged_model_does(folder: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     first = scores(Policy(lm, 1.0), batch)
     assert (scores(policy, batch) - first).abs().max() > 0.1
-    whole = source(config, str(folder / "model")).of(pushed(policy, config)).tensors
+    whole = asyncio.run(source(config, str(folder / "model")).of(pushed(policy, config))).tensors
     with torch.no_grad():
         for name, one in lm.named_parameters():
             one.copy_(whole[name])
@@ -208,13 +209,13 @@ def test_adapters_of_another_model_or_damaged_ones_are_refused_by_name(folder: P
     assert names.keys() == still.keys()
     still["model.norm.weight"][3] += 1
     with pytest.raises(WeightsError, match=r"another model .*model\.norm\.weight differs, and 0 more"):
-        Merged(still, 2.0).of(replica)
+        asyncio.run(Merged(still, 2.0).of(replica))
     still["model.norm.weight"][3] -= 1
-    Merged(still, 2.0).of(replica)
+    asyncio.run(Merged(still, 2.0).of(replica))
     broken = replica.tensors["model.layers.0.self_attn.q_proj.lora_A.weight"]
     broken[0, 0] += 1
     with pytest.raises(WeightsError, match=r"q_proj\.lora_A"):
-        Merged(still, 2.0).of(replica)
+        asyncio.run(Merged(still, 2.0).of(replica))
 
 
 @pytest.mark.usefixtures("alone")
