@@ -1,6 +1,7 @@
 """The same gauges as Ray's own metrics: the nodes of a cluster give them to its Prometheus, as ray_streamppo_...
 
-Ray keeps the newest value of each, and sends it beside the run; nothing here waits.
+Ray sends them beside the run; nothing here waits. It forgets a gauge that was not set for some time, such as the
+accuracy between two evaluations: with every line all of them are set again.
 """
 
 import logging
@@ -23,6 +24,7 @@ class RayGauges:
         self._run = run
         self._points = Points()
         self._gauges: dict[str, Gauge] = {}
+        self._newest: dict[str, float] = {}
         self._lost = False
 
     def line(self, line: Line) -> None:
@@ -31,8 +33,9 @@ class RayGauges:
             return
         try:
             for point in self._points.of([line], time.time()):
-                for metric, value in {**point.values, names.VERSION: self._points.version}.items():
-                    self._set(metric, value)
+                self._newest |= {**point.values, names.VERSION: self._points.version}
+            for metric, value in self._newest.items():
+                self._set(metric, value)
         except (RayError, RuntimeError, ValueError, TypeError) as error:
             self._lost = True
             log.warning("Ray's metrics are given up, the run goes on without them: %s", error)

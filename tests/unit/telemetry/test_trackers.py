@@ -131,6 +131,7 @@ class FakeGauge:
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
         self.description, self.tag_keys = description, tag_keys
         self.values: dict[tuple[str, ...], float] = {}
+        self.sets = 0
         assert name not in self.made
         self.made[name] = self
 
@@ -139,6 +140,7 @@ class FakeGauge:
             raise RuntimeError("no such worker")
         assert tuple(tags) == self.tag_keys
         self.values[tuple(tags.values())] = value
+        self.sets += 1
 
 
 @pytest.fixture
@@ -156,6 +158,15 @@ def test_rays_gauges_are_those_of_the_endpoint(gauges: dict[str, FakeGauge]) -> 
     assert gauges["streamppo_reward"].description == catalogue.ENTRIES["reward"]
     assert gauges["streamppo_version"].values == {("math",): REWARDS[-1][0]}
     assert set(gauges["streamppo_ess_lag_of"].values) == {("math", "0"), ("math", "1"), ("math", "2")}
+
+
+def test_what_only_some_lines_have_is_set_again_with_every_line(gauges: dict[str, FakeGauge]) -> None:
+    sink = RayGauges("math")
+    sink.line({"evaluation": 0, "wall_s": 0.0, "accuracy": 0.25, "failed": 0})
+    for update in (1, 2, 3):
+        sink.line({"update": update, "wall_s": 1.0, "lag_histogram": {}, "reward": 0.5})
+    assert gauges["streamppo_evaluation_accuracy"].values == {("math",): 0.25}
+    assert (gauges["streamppo_evaluation_accuracy"].sets, gauges["streamppo_reward"].sets) == (4, 3)
 
 
 def test_an_error_of_ray_ends_its_gauges_and_nothing_else(
