@@ -98,10 +98,9 @@ def _in_a_sentence() -> Generator[None]:
     """Raise `RunError` if Ray says that its processes have not started in time: it has no error of its own for that."""
     try:
         yield
-    except Exception as error:
-        if TOO_LATE not in str(error):
-            raise
-        raise RunError("Ray has not started within its 30 s: this machine does too much else; try again") from error
+    finally:
+        if (error := sys.exception()) is not None and TOO_LATE in str(error):
+            raise RunError("Ray has not started within its 30 s: this machine does too much else; try again") from error
 
 
 def here() -> NodeAffinitySchedulingStrategy:
