@@ -16,6 +16,7 @@ import sglang_case as case
 
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Sampling
+from streamppo.rollout.sglang import layout
 
 pytest_plugins = ["sglang_case"]
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
@@ -158,7 +159,8 @@ def test_a_recomputed_cache_is_exactly_that_of_the_new_weights(setting: case.Set
     async def use() -> None:
         engine = await case.engine(folder, case.tensors(before), "rollout.engine.kv=recompute")
         try:
-            assert engine._life.attestation.means == "values"
+            attestation, own = engine._life.attestation, case.tensors(before)
+            assert (attestation.means, set(attestation.exact)) == ("checksums", layout.held(own).keys())
             ends = await asyncio.gather(*(engine.generate(prompt, Sampling(450)) for prompt in case.prompts(8)))
             assert all((done.tokens == 1).nonzero()[0].tolist() == [len(done.tokens) - 1] for done in ends)
             assert {done.finish for done in ends} == {"stop"}
