@@ -215,9 +215,10 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     """
     learner, critic = config.learner, config.algorithm.critic.model
     own = critic != "head"
-    trained = model.trained + (model.body if own else 0)
+    own_body = model.body if own else 0
+    trained = model.trained + own_body
     frozen_bytes = (model.parameters - model.trained) * model.element
-    small = model.parameters + trained - model.trained <= SHARD_LAYERS_ABOVE
+    small = model.parameters + own_body <= SHARD_LAYERS_ABOVE
     whole = model.parameters if small else model.rest + 2 * model.layer
     # Only what is trained has gradients: of the whole, that share.
     gradients = model.trained / model.parameters

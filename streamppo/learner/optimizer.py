@@ -6,11 +6,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamppo.config.sections import Config, Learner
-from streamppo.learner.policy import Policy
+from streamppo.learner.policy import Policy, local
 
 Norm = Literal["2-norm", "max-norm"]
 
@@ -88,7 +88,7 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm, group: di
         total = torch.nn.utils.clip_grad_norm_(owners, bound)
         return float((total.full_tensor() if isinstance(total, DTensor) else total).item())
     # torch's own max-norm fails on a rank that holds no row of some parameter.
-    shards = [_local(owner.grad) for owner in owners if owner.grad is not None]
+    shards = [local(owner.grad) for owner in owners if owner.grad is not None]
     sizes = [shard.abs().max() for shard in shards if shard.numel()]
     largest = torch.stack(sizes).max() if sizes else shards[0].new_zeros(())
     # A maximum over ranks may lose a NaN, and never an infinity.
@@ -98,7 +98,3 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm, group: di
         for shard in shards:
             shard.mul_(bound / largest)
     return float(largest.item())
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -291,7 +291,7 @@ def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
     """The tensors of a version that stand still, in `dtype`: with the hash of this rank's share, and never pushed."""
     target = getattr(torch, dtype)
     return tuple(
-        described(name, _shard(parameter, target), _local(parameter).to("cpu", target))
+        described(name, _shard(parameter, target), local(parameter).to("cpu", target))
         for name, parameter in adapters.frozen(policy.lm).items()
     )
 
@@ -317,10 +317,11 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
     """Write this rank's shards to `into`, which has them as `shards` says. No collective."""
     for name, parameter in adapters.trained(policy.lm).items():
         if into[name].numel():
-            into[name].copy_(_local(parameter))
+            into[name].copy_(local(parameter))
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a weight, or of its gradient."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

@@ -5,12 +5,11 @@ With adapters it is the policy without them, and no second model.
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from streamppo.config.sections import Config
 from streamppo.learner import adapters, policy
 from streamppo.learner.batch import PaddedBatch
-from streamppo.learner.policy import Part, Policy, Scored
+from streamppo.learner.policy import Part, Policy, Scored, local
 
 
 class Without:
@@ -74,10 +73,5 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
     theirs = dict(leader.lm.named_parameters())
     with torch.no_grad():
         for name, parameter in reference.lm.named_parameters():
-            own, target = _shard(parameter), _shard(theirs[name])
+            own, target = local(parameter), local(theirs[name])
             own.lerp_(target.to(own.device, own.dtype), share)
-
-
-def _shard(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -13,22 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
+from test_grafana import FILE, panels
 
 from streamppo.telemetry.tracking import names
 from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import Run
 
 PROMETHEUS = shutil.which("prometheus")
-DASHBOARD = json.loads((REPOSITORY / "examples" / "grafana.json").read_text())
+DASHBOARD = json.loads(FILE.read_text())
 WITHIN_S = 60.0
 VERSION = 7
 pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus is installed (apt-get install prometheus)")
-
-
-def panels() -> list[Any]:
-    inside = [panel for row in DASHBOARD["panels"] for panel in row.get("panels", [])]
-    return [panel for panel in [*DASHBOARD["panels"], *inside] if panel["type"] != "row"]
 
 
 @pytest.fixture
