@@ -38,25 +38,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import ciphers, plots
 from benchmarks.campaign import Campaign, Row
 from benchmarks.runs import Goal, machine, table, told
+from benchmarks.world import World, alone, build, next_batch, reward, sampled
 from streamppo.algorithms.advantages import gae
 from streamppo.config import file as configfile
-from streamppo.config.sections import Config
-from streamppo.learner import objective, optimizer, policy, tiny
+from streamppo.learner import optimizer, tiny
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.policy import Scored
-from streamppo.learner.update import Updater
-from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Completion, Sampling
-from streamppo.tasks import task as tasks
-from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Batch, Identity, Ints, Prompt, ScoredText, Trajectory
+from streamppo.types import Batch, Trajectory
 
 CONFIG = Path(__file__).parent / "ciphers.toml"
 CUTS, CONTINUATIONS = 200, 64
@@ -87,23 +82,12 @@ class Cut(NamedTuple):
     place: int
 
 
-class World(NamedTuple):
-    """Everything that a run has in several processes."""
-
-    config: Config
-    task: tasks.Task
-    tokenizer: Tokenizer
-    engine: EmbeddedEngine
-    updater: Updater
-
-
 def main() -> None:
     """Measure both policies of the chosen seeds, print a table and the verdicts, and write them down."""
     options = _options()
     about, campaign = machine(), Campaign(options.json)
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        alone(Path(folder))
         for seed in options.seeds:
             for name in POLICIES:
                 campaign.row(
@@ -140,10 +124,10 @@ def _measured(folder: Path, seed: int, name: str, model: Path | None) -> Mapping
 async def _measure(folder: Path, seed: int, name: str, model: Path) -> Mapping[str, Any]:
     """The columns of each critic of a policy: a number for every cut."""
     warm_up = UPDATES if name == "initial" else 0
-    world = _world(folder, seed, warm_up, model)
+    world = await _world(folder, seed, warm_up, model)
     if name == "trained":
         await _train(world, UPDATES)
-    rows = await _sampled(world, range(UNSEEN, UNSEEN + COMPLETIONS), 0)
+    rows = await sampled(world, range(UNSEEN, UNSEEN + COMPLETIONS), 0)
     cuts = draw([one.num_tokens for one in rows], CUTS, np.random.default_rng(seed))
     truth = await _truth(world, rows, cuts)
     critics = {POLICIES[name][0]: columns(pad_all(rows), _scored(world, rows), cuts) | truth}
@@ -155,7 +139,7 @@ async def _measure(folder: Path, seed: int, name: str, model: Path) -> Mapping[s
     return {"accuracy": accuracy, "reward": statistics.fmean(one.reward for one in rows), "critics": critics}
 
 
-def _world(folder: Path, seed: int, warm_up: int, model: Path) -> World:
+async def _world(folder: Path, seed: int, warm_up: int, model: Path) -> World:
     data = folder / "data"
     if not data.exists():
         ciphers.write(data, "lognormal")
@@ -164,63 +148,16 @@ def _world(folder: Path, seed: int, warm_up: int, model: Path) -> World:
     config = configfile.load(CONFIG, [*places, *overrides, f"algorithm.critic.warmup_updates={warm_up}"])
     if not model.exists():
         tiny.make(configfile.load(CONFIG, places), model)
-    torch.manual_seed(seed)
-    mesh = init_device_mesh("cpu", (1,))
-    trained = policy.load(config.model, model, config.rollout.temperature, mesh)
-    adamw = optimizer.adamw(trained, config)
-    updater = Updater(trained, adamw, objective.build(config), config, group=mesh.get_group())
-    tokenizer = Tokenizer(str(model))
-    engine = EmbeddedEngine(
-        trained.lm.config,
-        policy.whole(trained, config.model.dtype),
-        version=0,
-        slots=256,
-        max_total_tokens=2 * ciphers.LONGEST + 8,
-        eos_ids={tokenizer.eos_id or 0},
-        seed=seed,
-    )
-    return World(config, tasks.build(config.task, seed, tokenizer), tokenizer, engine, updater)
+    return await build(config, model, slots=256, max_total_tokens=2 * ciphers.LONGEST + 8)
 
 
 async def _train(world: World, updates: int) -> None:
     """Sample, update and swap so many times, one after another."""
-    queue = world.config.queue
-    count = queue.batch_size // queue.samples_per_prompt
     for version in range(updates):
-        numbers = [version * count + n for n in range(count) for _ in range(queue.samples_per_prompt)]
-        rows = await _sampled(world, numbers, version)
+        rows = await next_batch(world, version, version)
         optimizer.follow_schedule(world.updater.optimizer, world.config, version)
         world.updater.update(pad(Batch(version=version, min_version=version, trajectories=tuple(rows))))
-        await world.engine.update_weights(version + 1, policy.whole(world.updater.policy, world.config.model.dtype))
-
-
-async def _sampled(world: World, numbers: Sequence[int], version: int) -> list[Trajectory]:
-    prompts = [world.task.prompt(number) for number in numbers]
-    sampling = Sampling(world.config.rollout.max_tokens, world.config.rollout.temperature)
-    done = await asyncio.gather(*(world.engine.generate(world.tokenizer.encode(one), sampling) for one in prompts))
-    made: list[Trajectory] = []
-    for place, (number, prompt, one) in enumerate(zip(numbers, prompts, done, strict=True)):
-        sample = place % world.config.queue.samples_per_prompt
-        made.append(
-            Trajectory(
-                identity=Identity(task="ciphers", prompt=number, sample=sample),
-                actor="cut_bias",
-                prompt_tokens=world.tokenizer.encode(prompt).tobytes(),
-                tokens=one.tokens.tobytes(),
-                logprobs=one.logprobs.tobytes(),
-                versions=np.full(len(one.tokens), version, np.int32).tobytes(),
-                mask=bytes([1]) * len(one.tokens),
-                finish=one.finish,
-                reward=await _reward(world, prompt, one.tokens, one.finish),
-            )
-        )
-    return made
-
-
-async def _reward(world: World, prompt: Prompt, tokens: Ints, finish: Any) -> float:
-    said = world.tokenizer.decode(tokens)
-    text = ScoredText(prompt=prompt.text, completion=said, finish=finish, num_tokens=len(tokens))
-    return await ciphers.score(text, str(prompt.columns["answer"]))
+        await world.swap(version + 1)
 
 
 async def _truth(world: World, rows: Sequence[Trajectory], cuts: Sequence[Cut]) -> dict[str, list[float]]:
@@ -241,7 +178,9 @@ async def _continued(world: World, row: Trajectory, place: int) -> list[float]:
     done: list[Completion] = await asyncio.gather(
         *(world.engine.generate(whole, sampling) for _ in range(CONTINUATIONS))
     )
-    return [await _reward(world, prompt, np.concatenate([before, one.tokens]), one.finish) for one in done]
+    return [
+        await reward(world, prompt, np.concatenate([before, one.tokens]), finished=one.finish == "stop") for one in done
+    ]
 
 
 def pad_all(rows: Sequence[Trajectory]) -> PaddedBatch:

@@ -1,0 +1,383 @@
+"""How old may data be? Treatments of old data at an exact lag, and the lag that steers itself beside its rivals.
+
+    python benchmarks/lags.py --part fixed --json lags.json --plot lags.png [--seeds 1 2 3] [--only mask] [--lags 0 16]
+
+Each run is one process (world.py), and the batch of update u is sampled by version u - lag, every token of it. A real
+run with that `max_lag` has younger tokens too: this is the hardest case of it, and no run's speed has a say. Sums of a
+number up to 19 and one of two digits, 128 completions an update; all runs of a seed begin with the same model.
+
+    fixed       corrections, V-trace and the ratio to the behavior policy, with gae and with grpo, at each lag
+    steered     eight policy losses, four minibatches: at fixed lags; and at most 64, with the lag steered by ESS
+                (`max_lag = adaptive`) or by the rivals' signals: the cosine of successive gradients
+                (https://arxiv.org/abs/2603.01501) in the place of ESS, and the learning rate alone, times the root of
+                the sequences' ESS, at fixed lags (VCPO, https://arxiv.org/abs/2602.17616, without its baseline)
+    default     configs/math.toml as it is, at lag 0 and 16
+
+A run has collapsed if its held-out accuracy at the end is below that of the model that it began with.
+The goals were written down before the first run. Every run is a line of lags.jsonl as soon as it has ended: the same
+command goes on after those that are there, seed by seed.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import plots, world
+from benchmarks.campaign import Campaign, Row
+from benchmarks.runs import Goal, machine, table, told
+from streamppo.algorithms.diagnostics import off_policy_of, off_policy_sums
+from streamppo.algorithms.lag import Lag, lr_share
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.learner import optimizer, policy, steering, tiny
+from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.fetch import lag_histogram
+from streamppo.types import Batch
+
+CONFIG = Path("configs/math.toml")
+LAGS = (0, 1, 2, 4, 8, 16, 32, 64)
+AT_MOST = 64
+"""The bound where the lag is steered."""
+SMALL = ("task.first=[1,19]", "queue.batch_size=128", "updates=300", "evaluation.prompts=256")
+"""A task and batches that a run learns in half a minute."""
+TREATMENTS = {
+    "off": ("algorithm.correction.kind=off",),
+    "truncate": (),
+    "mask": ("algorithm.correction.kind=mask",),
+    "second_moment": ("algorithm.correction.kind=second_moment",),
+    "vtrace": ("algorithm.advantage.kind=vtrace",),
+    "behavior": ("algorithm.proximal=behavior", "algorithm.correction.kind=off"),
+}
+LOSSES = ("clip", "cispo", "gspo", "sapo", "dppo_tv", "ipo", "importance_weighted", "reinforce")
+STEERED_LAGS = (0, 4, 16, 64)
+ALIGNED, UNALIGNED = 0.3, 0.1
+"""The cosine of successive gradients above which less lag is admitted, and below which more is."""
+GOALS = {
+    "default": Goal("default task: final accuracy at lag 16 over lag 0", least=0.98),
+    "collapses": Goal("adaptive: runs that collapsed", most=0),
+    "accuracy": Goal("adaptive: final accuracy over synchronous", least=0.98),
+    "lag": Goal("adaptive: mean lag of trained tokens", least=16),
+}
+
+
+class Case(NamedTuple):
+    """One run; `pace` says who chooses the lag."""
+
+    part: str
+    treatment: str
+    advantage: str
+    pace: str
+    lag: int
+    seed: int
+
+
+class Pace(Protocol):
+    """Who chooses the lag, and the policy's learning rate."""
+
+    @property
+    def admitted(self) -> int:
+        """How many versions old a batch may be."""
+        ...
+
+    def before(self, batch: PaddedBatch) -> float:
+        """Return the share of the learning rate for the update on a batch."""
+        ...
+
+    def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
+        """Learn from the update on a batch, which has been described in `metrics`."""
+        ...
+
+
+def main() -> None:
+    """Measure the chosen cases, print a table and the verdicts, and write them down with the machine."""
+    options = _options()
+    about, campaign = machine(), Campaign(options.json)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        world.alone(Path(folder))
+        for case in cases(options.part, options.seeds, options.only, options.lags):
+            key = {**case._asdict(), "updates": options.updates}
+            rows.append(campaign.row(key, partial(_measured, case, options.updates, Path(folder))))
+            print(_line(rows[-1]), flush=True)
+        torch.distributed.destroy_process_group()
+    lines, verdicts = summed(rows), judge(rows)
+    print(table(lines), *map(told, verdicts), sep="\n")
+    if options.json:
+        result = {"machine": about, "goals": verdicts, "summary": lines, "runs": rows}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        _plot(lines, options.plot)
+
+
+def cases(
+    part: str, seeds: Sequence[int], only: Sequence[str] | None = None, lags: Sequence[int] | None = None
+) -> Iterator[Case]:
+    """List the cases of a part, seed by seed."""
+    for seed, case in product(seeds, _of_part(part)):
+        if (not only or case.treatment in only) and (not lags or case.pace != "fixed" or case.lag in lags):
+            yield case._replace(seed=seed)
+
+
+def _of_part(part: str) -> Iterator[Case]:
+    match part:
+        case "fixed":
+            for lag, treatment, advantage in product(LAGS, TREATMENTS, ("gae", "grpo")):
+                if advantage == "gae" or treatment != "vtrace":
+                    yield Case(part, treatment, advantage, "fixed", lag, 0)
+        case "steered":
+            for loss in LOSSES:
+                yield from (Case(part, loss, "gae", "fixed", lag, 0) for lag in STEERED_LAGS)
+                yield from (Case(part, loss, "gae", pace, AT_MOST, 0) for pace in ("adaptive", "cosine"))
+                yield from (Case(part, loss, "gae", "rate", lag, 0) for lag in STEERED_LAGS[1:])
+        case _:
+            yield from (Case(part, "truncate", "gae", "fixed", lag, 0) for lag in (0, 16))
+
+
+def overrides(case: Case, updates: int) -> list[str]:
+    """Return all that differs from configs/math.toml in one case; `updates` of 0 are as many as the part has."""
+    lag = f"{{kind='adaptive',at_most={case.lag}}}" if case.pace == "adaptive" else case.lag
+    chosen = [f"seed={case.seed}", f"queue.max_lag={lag}", *(() if case.part == "default" else SMALL)]
+    if updates:
+        chosen.append(f"updates={updates}")
+    if case.advantage == "grpo":
+        chosen.append("algorithm.advantage={kind='grpo'}")
+    if case.part == "steered":
+        return [*chosen, f"algorithm.policy_loss.kind={case.treatment}", "learner.minibatches=4"]
+    return [*chosen, *TREATMENTS[case.treatment]]
+
+
+# --- a run -----------------------------------------------------------------------------------------------------
+
+
+def _measured(case: Case, updates: int, folder: Path) -> Mapping[str, Any]:
+    config = configfile.load(CONFIG, overrides(case, updates))
+    model = folder / f"{'default' if case.part == 'default' else 'small'}-{case.seed}"
+    if not model.is_dir():
+        tiny.make(config, model)
+    return asyncio.run(_measure(case, config, model))
+
+
+async def _measure(case: Case, config: Config, model: Path) -> Mapping[str, Any]:
+    """Sample, update and swap, one after another, with as many batches ahead as the lag asks for."""
+    made = await world.build(config, model, slots=256, max_total_tokens=32)
+    pace = _pace(case, config, made)
+    ahead: deque[Batch] = deque()
+    accuracies, found = [await world.accuracy(made)], defaultdict[str, list[float]](list)
+    batches = 0
+    for version in range(config.updates):
+        while len(ahead) <= pace.admitted:
+            rows = await world.next_batch(made, batches, version)
+            ahead.append(Batch(version=version, min_version=0, trajectories=tuple(rows)))
+            batches += 1
+        batch = pad(replace(ahead.popleft(), version=version))
+        optimizer.follow_schedule(made.updater.optimizer, config, version)
+        share = pace.before(batch)
+        optimizer.lower_policy(made.updater.optimizer, share)
+        metrics = made.updater.metrics(made.updater.update(batch))
+        await made.swap(version + 1)
+        lag = max(lag_histogram(batch))
+        for name, value in {"reward": metrics["reward"], "ess": metrics["ess"], "lag": lag, "share": share}.items():
+            found[name].append(value)
+        pace.after(batch, metrics)
+        if (version + 1) % max(1, config.updates // 10) == 0:
+            accuracies.append(await world.accuracy(made))
+    await made.engine.stop()
+    return {
+        "accuracy": accuracies[-1],
+        "first_accuracy": accuracies[0],
+        "reward": statistics.fmean(found["reward"][-20:]),
+        "ess": statistics.fmean(found["ess"]),
+        "lag_mean": statistics.fmean(found["lag"]),
+        "lag_max": max(found["lag"]),
+        "lr_share": statistics.fmean(found["share"]),
+        "accuracies": accuracies,
+        "lags": found["lag"][:: max(1, config.updates // 50)],
+    }
+
+
+def _pace(case: Case, config: Config, made: world.World) -> Pace:
+    match case.pace:
+        case "adaptive":
+            return Adaptive(config)
+        case "cosine":
+            return Cosine(made.updater.policy)
+        case "rate":
+            return Rate(case.lag, made.updater.policy)
+        case _:
+            return Fixed(case.lag)
+
+
+class Fixed:
+    """A lag that stays as it is."""
+
+    def __init__(self, lag: int) -> None:
+        self.admitted = lag
+
+    def before(self, batch: PaddedBatch) -> float:
+        """Leave the learning rate."""
+        return 1.0
+
+    def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
+        """Learn nothing."""
+
+
+class Adaptive:
+    """The rule of `queue.max_lag = adaptive`, as the learner has it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lag = steering.go_on(config, None) or Lag(0)
+
+    @property
+    def admitted(self) -> int:
+        """The lag that the last decision admits."""
+        return self._lag.admitted
+
+    def before(self, batch: PaddedBatch) -> float:
+        """Leave what the rule leaves."""
+        return lr_share(self._lag, lag_histogram(batch))
+
+    def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
+        """Decide."""
+        self._lag = steering.steered(self._config, self._lag, batch.version, metrics, lag_histogram(batch))
+
+
+class Cosine(Fixed):
+    """One more lag while successive gradients have next to nothing in common, half of it once they are aligned."""
+
+    def __init__(self, trained: policy.Policy) -> None:
+        super().__init__(1)
+        self._policy = trained
+        self._before: Tensor | None = None
+
+    def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
+        """Compare the gradient of the last step with that of the update before."""
+        gradients = [policy.local(one.grad).flatten() for one in self._policy.lm.parameters() if one.grad is not None]
+        gradient, before = torch.cat(gradients), self._before
+        self._before = gradient
+        if before is None:
+            return
+        cosine = torch.nn.functional.cosine_similarity(gradient, before, dim=0).item()
+        if cosine > ALIGNED:
+            self.admitted //= 2
+        elif abs(cosine) < UNALIGNED:
+            self.admitted = min(AT_MOST, self.admitted + 1)
+
+
+class Rate(Fixed):
+    """The learning rate times the root of the sequences' effective sample size, which a pass of its own finds."""
+
+    def __init__(self, lag: int, trained: policy.Policy) -> None:
+        super().__init__(lag)
+        self._policy = trained
+
+    @torch.no_grad()
+    def before(self, batch: PaddedBatch) -> float:
+        """Leave the less, the fewer sequences count."""
+        logprobs_BT = self._policy(batch, "policy").logprobs_BT
+        sums = off_policy_sums(logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
+        return math.sqrt(off_policy_of(sums).overall.ess_sequence)
+
+
+# --- what came of it -------------------------------------------------------------------------------------------
+
+
+def collapsed(row: Row) -> bool:
+    """Return True if the policy is worse than it was at first."""
+    return row["accuracy"] < row["first_accuracy"]
+
+
+def summed(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Medians over seeds with the least and the greatest final accuracy, and the number of collapses."""
+    groups: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[name] for name in ("part", "treatment", "advantage", "pace", "lag"))].append(row)
+    lines: list[dict[str, Any]] = []
+    for (part, treatment, advantage, pace, lag), some in groups.items():
+        line = {"part": part, "treatment": treatment, "advantage": advantage, "pace": pace, "lag": lag}
+        found = [row["accuracy"] for row in some]
+        line |= {"seeds": len(some), "accuracy": statistics.median(found), "least": min(found), "most": max(found)}
+        line |= {name: statistics.median(row[name] for row in some) for name in ("ess", "lag_mean", "lr_share")}
+        lines.append({**line, "collapsed": sum(map(collapsed, some))})
+    return lines
+
+
+def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the verdict on every goal; accuracies are compared within a seed and a loss."""
+    synchronous = {_world_of(row): row for row in rows if row["pace"] == "fixed" and row["lag"] == 0}
+
+    def over_synchronous(some: Sequence[Row]) -> list[float]:
+        return [
+            row["accuracy"] / synchronous[_world_of(row)]["accuracy"] for row in some if _world_of(row) in synchronous
+        ]
+
+    late = [row for row in rows if row["part"] == "default" and row["lag"] > 0]
+    adaptive = [row for row in rows if row["pace"] == "adaptive"]
+    measured = {
+        "default": over_synchronous(late),
+        "collapses": [sum(map(collapsed, adaptive))] if adaptive else [],
+        "accuracy": over_synchronous(adaptive),
+        "lag": [row["lag_mean"] for row in adaptive],
+    }
+    return [goal.verdict(*measured[name]) for name, goal in GOALS.items()]
+
+
+def _world_of(row: Row) -> tuple[Any, ...]:
+    return row["part"], row["treatment"], row["advantage"], row["seed"]
+
+
+def _line(row: Row) -> str:
+    numbers = "  ".join(f"{name} {row[name]:.3f}" for name in ("accuracy", "reward", "ess", "lag_mean", "lr_share"))
+    names = "  ".join(str(row[name]) for name in ("seed", "treatment", "advantage", "pace", "lag"))
+    return f"{names}  {numbers}{'  collapsed' if collapsed(row) else ''}"
+
+
+def _plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the final accuracy by lag, a line for each treatment; steered lags at the mean that came about."""
+    advantages = list(dict.fromkeys(line["advantage"] for line in lines))
+    with plots.axes(path, len(advantages), sharey=True) as made:
+        for axis, advantage in zip(made, advantages, strict=True):
+            of_axis = [line for line in lines if line["advantage"] == advantage]
+            for number, name in enumerate(dict.fromkeys(line["treatment"] for line in of_axis)):
+                some = [line for line in of_axis if line["treatment"] == name]
+                fixed = sorted((line["lag"], line["accuracy"]) for line in some if line["pace"] == "fixed")
+                axis.plot(*zip(*fixed, strict=True), marker="o", color=f"C{number}", label=name)
+                for pace, marker in (("adaptive", "*"), ("cosine", "x")):
+                    found = [(line["lag_mean"], line["accuracy"]) for line in some if line["pace"] == pace]
+                    axis.plot(*zip(*found, strict=True) if found else ((), ()), marker, color=f"C{number}")
+            axis.set(title=advantage, xlabel="lag, versions", ylim=(0, 1))
+            axis.set_xscale("symlog", linthresh=1)
+            axis.legend(fontsize="small")
+        made[0].set(ylabel="held-out accuracy at the end, median")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("fixed", "steered", "default"), required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--only", nargs="+", choices=[*TREATMENTS, *LOSSES])
+    parser.add_argument("--lags", type=int, nargs="+", help="of those that are fixed")
+    parser.add_argument("--updates", type=int, default=0, help="of each run; 0 are as many as the part has")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
