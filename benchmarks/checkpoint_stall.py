@@ -96,8 +96,8 @@ def _trained(size: str, folder: Path) -> tuple[checkpoint.Trained, checkpoint.Sa
 
 def _save(trained: checkpoint.Trained, saver: checkpoint.Saver, folder: Path, version: int) -> None:
     pushed = Future[Pushed]()
-    pushed.set_result(Pushed("", 0.0))
-    state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=0)
+    pushed.set_result(Pushed("", 0.0, 0))
+    state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
     saver.start(folder, state, trained, pushed)
 
 

@@ -191,12 +191,18 @@ def _transformer(implementation: str, checkpointing: Any, compiled: bool) -> Res
     from streamppo.learner import attention
     from streamppo.learner import layers as of_model
 
-    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    sizes: dict[str, Any] = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    }
     if not ON_GPU:
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    config = Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=1000, attn_implementation=implementation)
-    body = Qwen2Model(config).to(DEVICE, torch.bfloat16)
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "attn_implementation": implementation}
+    body: Any = Qwen2Model(Qwen2Config(**sizes))
+    body.to(DEVICE, torch.bfloat16)
     of_model.checkpoint_activations(body, checkpointing)
     if compiled:
         of_model.compile_layers(body)

@@ -15,12 +15,12 @@ def by_lengths(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[
 
 
 @contextmanager
-def axes(path: Path, count: int, *, width: float = 5, height: float = 4, **shared: bool) -> Iterator[Any]:
+def axes(path: Path, count: int, *, width: float = 5, height: float = 4, **shared: Any) -> Iterator[Any]:
     """Give `count` axes in a row, each of `width` times `height` inches, and write `path` after the block."""
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, made = pyplot.subplots(1, count, figsize=(width * count, height), squeeze=False, **shared)
     yield made[0]

@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -56,13 +57,13 @@ SETTLED_S = 0.3
 class Load:
     """Simulated engines and a learner around one queue, and the times of their calls in seconds."""
 
-    def __init__(self, queue: QueueActor, engines: int, tokens: int) -> None:
+    def __init__(self, queue: Any, engines: int, tokens: int) -> None:
         self.queue, self.engines, self.tokens = queue, engines, tokens
         self.version = 0
         self.deliver_s: list[float] = []
         self.ticket_s: list[float] = []
         random = np.random.default_rng(0)
-        self._columns = {
+        self._columns: dict[str, Any] = {
             "prompt_tokens": random.integers(0, VOCABULARY, PROMPT_TOKENS, dtype="<i4").tobytes(),
             "tokens": random.integers(0, VOCABULARY, tokens, dtype="<i4").tobytes(),
             "logprobs": (-random.random(tokens, dtype="<f4")).tobytes(),
@@ -129,8 +130,9 @@ class Load:
 async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> dict[str, float]:
     batch = max(SMALLEST_BATCH, min(engines, BATCH_TOKENS // tokens))
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
-    queue = QueueActor(
-        msgspec.msgpack.encode(_config(batch, tokens)), str(folder), str(folder), put=lambda encoded: encoded
+    # Its methods are typed as those of an actor elsewhere.
+    queue: Any = QueueActor(
+        msgspec.msgpack.encode(_config(batch, tokens)), str(folder), str(folder), put=cast(Any, lambda encoded: encoded)
     )
     await queue.begin(0)
     await queue.publish(_push(0), [], b"", 0)

@@ -43,7 +43,8 @@ SHAPE: dict[str, Any] = {
 
 def _model(dtype: torch.dtype, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, initializer_range=0.1)).to(dtype).eval()
+    made: Any = Qwen2ForCausalLM(Qwen2Config(**SHAPE, initializer_range=0.1))
+    return made.to(dtype).eval()
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ is transformers' batched `generate` on the same weights, one thread, in turns wi
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def _run(options: argparse.Namespace, max_lag: int, latency_s: float) -> dict[st
     return _measure(done.updates, done.summary, max_lag, latency_s)
 
 
-def _measure(updates: list[dict[str, Any]], summary: dict[str, Any], max_lag: int, latency_s: float) -> dict[str, Any]:
+def _measure(
+    updates: Sequence[Mapping[str, Any]], summary: dict[str, Any], max_lag: int, latency_s: float
+) -> dict[str, Any]:
     steady, engines = updates[WARM_UP:], summary["engines"]
     seconds = steady[-1]["wall_s"] - updates[WARM_UP - 1]["wall_s"]
     return {

@@ -85,9 +85,9 @@ def main() -> None:
 
 def _trainer(job: Job, config: Config, clock: Clock) -> Any:
     import torch
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOTrainer
+    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(job.model, padding_side="left")
@@ -113,7 +113,7 @@ def _row(prompt: Prompt) -> dict[str, str]:
 
 def _settings(job: Job, config: Config) -> Any:
     """Map the configuration to TRL's, name by name. "dapo" is the mean over all tokens of the batch."""
-    from trl import GRPOConfig
+    from trl import GRPOConfig  # pyright: ignore[reportMissingImports]
 
     learner, algorithm, queue = config.learner, config.algorithm, config.queue
     return GRPOConfig(
