@@ -98,7 +98,11 @@ class Queue(Section, frozen=True):
     @property
     def cut_age(self) -> int:
         """The age at which a segment is cut: with some room, so that an engine may be a version behind."""
-        return self.flow_lag - (self.flow_lag > 2)
+        return _with_room(self.flow_lag)
+
+    def aim(self, admitted: int | None) -> int:
+        """The age at which a segment is cut if there is room, where this lag is admitted; 0 where none is steered."""
+        return 0 if admitted is None else max(1, _with_room(min(admitted, self.flow_lag)))
 
     def contradictions(self) -> Iterator[str]:
         """The rest of a segment cannot be sampled again, and with lag 0 there is none while it is trained on.
@@ -114,9 +118,11 @@ class Queue(Section, frozen=True):
             yield "admission = 'mean' has no bound on age that could be steered: give max_lag as a number"
         if self.segments is None:
             return
-        if isinstance(self.max_lag, AdaptiveLag):
-            yield "segments are cut by a max_lag that stays as it is: give it as a number"
         if self.bound == 0:
             yield "segments need max_lag of at least 1: a completion goes on while its segment is trained on"
         if self.too_old != "mask":
             yield f"too_old = {self.too_old!r} is about whole completions: with segments choose 'mask'"
+
+
+def _with_room(lag: int) -> int:
+    return lag - (lag > 2)

@@ -3,7 +3,12 @@
 A segment whose oldest token is `age` versions old has `max_age` - `age` versions left. If many became due at once, the
 learner could not train on them in time. So at every swap as many are cut as a batch has room for, the oldest first:
 
-    of the completions whose segment is of an age a or more, at most (max_age - a) * share go on without a cut
+    under way                                                          at most max_age * share
+    of those whose segment is of an age a or more, without a cut       at most (max_age - a) * share
+    of those of an age `aim` or more, which is the lag that is wanted  as many as then still fit into `share`
+
+The first line makes the second cost no more than `share` cuts at a swap. An actor that had got the tickets of others
+would cut more than a batch has room for at every swap, until tokens grow too old.
 
 A completion that waits for its reward, or for an environment, may have no token to come, and the reward needs one to
 stand on. So it keeps its tokens of the newest version, and the queue waits for them before they are too old.
@@ -20,16 +25,27 @@ def due_before_swap(version: int, running: Sequence[tuple[Cuts, int]]) -> list[i
     if not running:
         return []
     one, _ = running[0]
-    return due([version - oldest for _, oldest in running], one.max_age, one.share)
+    return due([version - oldest for _, oldest in running], one.max_age, one.share, one.aim())
 
 
-def due(ages: Sequence[int], max_age: int, share: float) -> list[int]:
-    """The places in `ages` of the segments to be cut, with the ages that they have under the new version."""
+def most_under_way(max_age: int, share: float) -> int:
+    """The completions that an actor may have under way, so that a batch has room for all that it has to cut."""
+    return max(1, int(max_age * share))
+
+
+def due(ages: Sequence[int], max_age: int, share: float, aim: int = 0) -> list[int]:
+    """The places in `ages` of the segments to be cut, with the ages that they have under the new version.
+
+    Without an `aim` none is cut before it has to be.
+    """
     oldest_first = sorted(range(len(ages)), key=lambda place: -ages[place])
     cut: list[int] = []
     for age in range(max_age, 0, -1):
         going_on = [place for place in oldest_first if ages[place] >= age and place not in cut]
         cut += going_on[: max(0, len(going_on) - int((max_age - age) * share))]
+    if aim:
+        wanted = [place for place in oldest_first if ages[place] >= aim and place not in cut]
+        cut += wanted[: max(0, int(share) - len(cut))]
     return cut
 
 

@@ -72,7 +72,8 @@ class Cuts(NamedTuple):
     """One completion is cut after `max_tokens` tokens (0: never), and by its age (`max_age` = 0: never; see cuts.py).
 
     `take` gets all tokens of the completion so far, with `finish` "cut", in the engine's event loop. `share` are the
-    segments of a batch that one engine makes. `oldest` is the version of tokens of earlier calls that were not handed
+    segments of a batch that one engine makes; `aim` gives the age from which they are cut if there is room, 0 for none.
+    `oldest` is the version of tokens of earlier calls that were not handed
     over. The last token never is: the completion that `generate` returns has it.
     """
 
@@ -80,6 +81,7 @@ class Cuts(NamedTuple):
     max_tokens: int = 0
     max_age: int = 0
     share: float = 0.0
+    aim: Callable[[], int] = int
     oldest: int | None = None
 
     def next_by_length(self, handed: int) -> int:

@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 class Follower:
     """Swaps every new version into `engine`, which has begun with what `replica` holds.
 
-    `digest` follows the engine; `push_ms` are the milliseconds that all swaps took together.
+    `digest` follows the engine, and `admitted_lag` the lag that the learner admits, if it steers it; `push_ms` are the
+    milliseconds that all swaps took together.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Follower:
     ) -> None:
         assert replica.push is not None, "an engine begins with a version"
         self.engine, self.digest = engine, replica.push.digest
+        self.admitted_lag = replica.push.admitted_lag
         self.push_ms = 0.0
         self._name, self._queue, self._replica, self._source = name, queue, replica, source
         self._swapped = asyncio.Condition()
@@ -62,6 +64,7 @@ class Follower:
             try:
                 push = await pull(self._queue, self._name, self._replica, self.engine.version)
                 start = time.perf_counter()
+                self.admitted_lag = push.admitted_lag
                 await self._swap(push)
             except WeightsError as error:
                 log.info("keeps version %d: %s", self.engine.version, error)

@@ -18,15 +18,23 @@ from streamppo.types import Ints, Reward, Ticket, Trajectory
 class Handing:
     """Makes trajectories of what is sampled of a ticket; without segments in `config`, none before the end.
 
-    `identity` is that of the segment to come, and `prefix` are the tokens before it, which were handed over. `sharing`
-    actors make the segments of a batch.
+    `identity` is that of the segment to come, and `prefix` are the tokens before it, which were handed over. `share`
+    are the segments of a batch that this actor makes; `aim` gives the age from which they are cut if there is room.
     """
 
     def __init__(
-        self, ticket: Ticket, actor: str, config: Config, hand_over: Callable[[Trajectory], None], *, sharing: int
+        self,
+        ticket: Ticket,
+        actor: str,
+        config: Config,
+        hand_over: Callable[[Trajectory], None],
+        *,
+        share: float,
+        aim: Callable[[], int] = int,
     ) -> None:
         self.identity, self.prefix = ticket.identity, 0
-        self._actor, self._config, self._hand_over, self._sharing = actor, config, hand_over, sharing
+        self._actor, self._config, self._hand_over = actor, config, hand_over
+        self._share, self._aim = share, aim
         self._waiting: Episode | None = None
 
     def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
@@ -41,7 +49,8 @@ class Handing:
             take=lambda sampled: self._cut(so_far(sampled)),
             max_tokens=queue.segments.max_tokens,
             max_age=queue.cut_age if queue.segments.just_in_time else 0,
-            share=queue.batch_size / self._sharing,
+            share=self._share,
+            aim=self._aim,
             oldest=int(waiting.min()) if len(waiting) else None,
         )
 

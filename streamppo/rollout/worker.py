@@ -23,7 +23,7 @@ from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, Teacher
 from streamppo.process import phase
 from streamppo.queue.source import BEAT_S
 from streamppo.rollout import adapters, build, teacher
-from streamppo.rollout.cuts import cut_for
+from streamppo.rollout.cuts import cut_for, most_under_way
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.follower import Follower, pull
 from streamppo.rollout.handing import Handing
@@ -171,15 +171,32 @@ class Worker:
         """Ask for as many tickets as there is room for, without end; before and during a request more room appears."""
         room, call = self._config.rollout.in_flight, 0
         while True:
-            if room == 0:
+            if not self._wanted(room):
                 await self._free.acquire()
-                room = 1
+                room += 1
             await asyncio.sleep(GATHER_S)
             while not self._free.locked():
                 await self._free.acquire()
                 room += 1
-            answer = await self._queue.issue.remote(self._name, self._engine.version, room, call)
-            room, call = self._admit(answer, group, room, call)
+            if wanted := self._wanted(room):
+                answer = await self._queue.issue.remote(self._name, self._engine.version, wanted, call)
+                room, call = self._admit(answer, group, room, call)
+
+    def _wanted(self, room: int) -> int:
+        """The tickets to ask for, if `room` are free of those that may be in flight."""
+        queue, in_flight = self._config.queue, self._config.rollout.in_flight
+        if queue.segments and queue.segments.just_in_time:
+            under_way = in_flight - room
+            return max(0, min(room, most_under_way(queue.cut_age, self._share) - under_way))
+        return room
+
+    @property
+    def _share(self) -> float:
+        """The segments of a batch that this actor makes."""
+        return self._config.queue.batch_size / self._sharing
+
+    def _aim(self) -> int:
+        return self._config.queue.aim(self._follower.admitted_lag)
 
     @phase("admit")
     def _admit(self, answer: bytes, group: asyncio.TaskGroup, room: int, call: int) -> tuple[int, int]:
@@ -196,7 +213,7 @@ class Worker:
     async def _sample(self, ticket: Ticket) -> None:
         """Take one trajectory from its ticket to the next delivery."""
         episode: Episode | None = None
-        handing = Handing(ticket, self._name, self._config, self._hand_over, sharing=self._sharing)
+        handing = Handing(ticket, self._name, self._config, self._hand_over, share=self._share, aim=self._aim)
         self._under_way.add(handing)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)

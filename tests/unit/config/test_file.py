@@ -228,7 +228,6 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["queue.admission=mean"], "takes both, admission = 'mean' and too_old = 'keep'"),
         (["queue.too_old=keep"], "takes both, admission = 'mean' and too_old = 'keep'"),
         ([ADAPTIVE, "queue.admission=mean", "queue.too_old=keep"], "no bound on age that could be steered"),
-        ([ADAPTIVE, SEGMENTS], "segments are cut by a max_lag that stays as it is"),
         ([ADAPTIVE, *BEHAVIOR, "algorithm.target_kl=0.01"], r"queue.max_lag \(8\) that counts the age of the data"),
         (["queue.max_lag={kind='adaptive'}"], "missing required field `at_most`"),
         (["queue.max_lag={kind='adaptive', at_most=8, ess=1}"], "must be a number above 0 and below 1, not 1"),

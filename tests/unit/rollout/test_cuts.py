@@ -1,13 +1,15 @@
 """Segments of running completions: which are due, and what is handed over."""
 
+import math
+import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.rollout.cuts import cut_for, due
-from streamppo.rollout.engine import Candidates, Completion
+from streamppo.rollout.cuts import cut_for, due, due_before_swap, most_under_way
+from streamppo.rollout.engine import Candidates, Completion, Cuts
 from streamppo.rollout.episode import Columns, _one_turn
 from streamppo.rollout.handing import Handing
 from streamppo.tasks.environments import Done
@@ -40,6 +42,36 @@ def test_the_oldest_are_cut_and_no_more_go_on_than_can_be_trained_on_in_time(
     assert set(found) == cut
 
 
+@pytest.mark.parametrize(
+    ("ages", "aim", "cut"),
+    [
+        ([0, 1, 2, 3, 3], 2, {3, 4}),
+        ([0, 0, 1, 2], 2, {3}),
+        ([0, 0, 1, 2], 0, set()),
+        ([9, 9, 9, 5], 2, {0, 1, 2}),
+    ],
+)
+def test_those_older_than_wanted_are_cut_as_far_as_a_batch_has_room(ages: list[int], aim: int, cut: set[int]) -> None:
+    assert set(due(ages, 9, 2.0, aim)) == cut
+    assert set(due(ages, 9, 2.0)) <= cut
+    cuts = Cuts(list[Completion]().append, max_age=9, share=2.0, aim=lambda: aim)
+    assert set(due_before_swap(12, [(cuts, 12 - age) for age in ages])) == cut
+
+
+@pytest.mark.parametrize(("max_age", "share"), [(1, 4.0), (2, 4.0), (2, 2.5), (7, 2.0)])
+def test_with_as_many_under_way_as_may_be_a_swap_never_cuts_more_than_a_batch_has_room_for(
+    max_age: int, share: float
+) -> None:
+    draw = random.Random(1)
+    ages = [0] * most_under_way(max_age, share)
+    for _ in range(200):
+        aim = draw.randint(0, max_age)
+        found = due([age + 1 for age in ages], max_age, share, aim)
+        assert len(found) <= math.ceil(share)
+        # The rest of a completion begins anew, and so does the one that takes the place of one that has ended.
+        ages = [0 if place in found or draw.random() < 0.1 else age + 1 for place, age in enumerate(ages)]
+
+
 def completion(count: int, finish: str = "cut") -> Completion:
     """The first tokens of one and the same completion: 10, 11, ...; two of each version; n + 1 candidates each."""
     tokens = np.arange(10, 10 + count, dtype=np.int32)
@@ -57,10 +89,10 @@ def test_segments_of_several_turns_put_together_are_the_whole_and_its_rewards(
     math_config: Callable[..., Config],
 ) -> None:
     handed: list[Trajectory] = []
-    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append, sharing=2)
+    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append, share=2.0)
     columns = Columns(np.array([1, 2, 3], np.int32))
     first = handing.cuts(columns.cut, columns.versions())
-    assert first and (first.max_tokens, first.max_age, first.share, first.oldest) == (2, 2, 16.0, None)
+    assert first and (first.max_tokens, first.max_age, first.share, first.oldest) == (2, 2, 2.0, None)
     first.take(completion(2))
     columns.add_turn(completion(3, "stop"), "abc")
     columns.add_observation(np.array([7, 7], np.int32))
@@ -91,7 +123,7 @@ def test_an_environment_is_waited_for_with_the_tokens_of_the_newest_version_alon
     math_config: Callable[..., Config],
 ) -> None:
     handed: list[Trajectory] = []
-    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append, sharing=2)
+    handing = Handing(TICKET, "a", math_config(*SEGMENTS), handed.append, share=2.0)
     assert handing.cut_waiting(9) is None, "nothing waits"
     columns = Columns(np.array([1, 2, 3], np.int32))
     columns.add_turn(completion(6, "stop"), "abcdef")
@@ -122,7 +154,7 @@ def test_an_engine_is_behind_the_oldest_that_it_keeps() -> None:
 
 
 def test_without_segments_nothing_is_cut(math_config: Callable[..., Config]) -> None:
-    handing = Handing(TICKET, "a", math_config(), list[Trajectory]().append, sharing=2)
+    handing = Handing(TICKET, "a", math_config(), list[Trajectory]().append, share=2.0)
     assert handing.cuts(lambda sampled: pytest.fail("cut"), np.zeros(0, np.int32)) is None
     handing.wait(_one_turn(np.zeros(1, np.int32), completion(4)))
     assert handing.cut_waiting(99) is None

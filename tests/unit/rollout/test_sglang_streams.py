@@ -324,7 +324,7 @@ def test_the_segments_of_two_turns_put_together_are_all_that_was_sampled(math_co
     async def case() -> None:
         fake, handed = Streaming(), list[Trajectory]()
         engine = await opened(fake, vocabulary=10**6)
-        handing, columns = Handing(ticket, "a", config, handed.append, sharing=1), Columns(PROMPT)
+        handing, columns = Handing(ticket, "a", config, handed.append, share=4.0), Columns(PROMPT)
         for turn in (0, 1):
             cuts = handing.cuts(columns.cut, columns.versions())
             playing = asyncio.ensure_future(engine.generate(columns.context(), Sampling(100), cuts))
