@@ -7,11 +7,12 @@ run with that `max_lag` has younger tokens too: this is the hardest case of it, 
 number up to 19 and one of two digits, 128 completions an update; all runs of a seed begin with the same model.
 
     fixed       corrections, V-trace and the ratio to the behavior policy, with gae and with grpo, at each lag
-    steered     eight policy losses, four minibatches: at fixed lags; and at most 64, with the lag steered by ESS
-                (`max_lag = adaptive`) or by the rivals' signals: the cosine of successive gradients
-                (https://arxiv.org/abs/2603.01501) in the place of ESS, and the learning rate alone, times the root of
-                the sequences' ESS, at fixed lags (VCPO, https://arxiv.org/abs/2602.17616, without its baseline)
-    default     configs/math.toml as it is, at lag 0 and 16
+    steered     eight policy losses, four minibatches, at fixed lags, and with the lag steered up to 64:
+                `adaptive` is `max_lag = adaptive`, ESS steers the lag, and the learning rate with it
+                `alone` is that without the learning rate (`lr_by_ess = off`)
+                `rate` is the learning rate without the lag (VCPO, https://arxiv.org/abs/2602.17616, but its baseline)
+                `cosine` steers the lag by the cosine of successive gradients (https://arxiv.org/abs/2603.01501)
+    default     configs/math.toml as it is, at lag 0 and 16, and there with that learning rate
 
 A run has collapsed if its held-out accuracy at the end is below that of the model that it began with.
 The goals were written down before the first run. Every run is a line of lags.jsonl as soon as it has ended: the same
@@ -21,7 +22,6 @@ command goes on after those that are there, seed by seed.
 import argparse
 import asyncio
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import plots, world
 from benchmarks.campaign import Campaign, Row
 from benchmarks.runs import Goal, machine, table, told
-from streamppo.algorithms.diagnostics import off_policy_of, off_policy_sums
 from streamppo.algorithms.lag import Lag, lr_share
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
@@ -143,16 +142,18 @@ def _of_part(part: str) -> Iterator[Case]:
         case "steered":
             for loss in LOSSES:
                 yield from (Case(part, loss, "gae", "fixed", lag, 0) for lag in STEERED_LAGS)
-                yield from (Case(part, loss, "gae", pace, AT_MOST, 0) for pace in ("adaptive", "cosine"))
+                yield from (Case(part, loss, "gae", pace, AT_MOST, 0) for pace in ("adaptive", "alone", "cosine"))
                 yield from (Case(part, loss, "gae", "rate", lag, 0) for lag in STEERED_LAGS[1:])
         case _:
             yield from (Case(part, "truncate", "gae", "fixed", lag, 0) for lag in (0, 16))
+            yield Case(part, "truncate", "gae", "rate", 16, 0)
 
 
 def overrides(case: Case, updates: int) -> list[str]:
     """Return all that differs from configs/math.toml in one case; `updates` of 0 are as many as the part has."""
-    lag = f"{{kind='adaptive',at_most={case.lag}}}" if case.pace == "adaptive" else case.lag
+    lag = f"{{kind='adaptive',at_most={case.lag}}}" if case.pace in ("adaptive", "alone") else case.lag
     chosen = [f"seed={case.seed}", f"queue.max_lag={lag}", *(() if case.part == "default" else SMALL)]
+    chosen.append(f"learner.lr_by_ess={'on' if case.pace in ('rate', 'adaptive') else 'off'}")
     if updates:
         chosen.append(f"updates={updates}")
     if case.advantage == "grpo":
@@ -170,10 +171,10 @@ def _measured(case: Case, updates: int, folder: Path) -> Mapping[str, Any]:
     model = folder / f"{'default' if case.part == 'default' else 'small'}-{case.seed}"
     if not model.is_dir():
         tiny.make(config, model)
-    return asyncio.run(_measure(case, config, model))
+    return asyncio.run(measure(case, config, model))
 
 
-async def _measure(case: Case, config: Config, model: Path) -> Mapping[str, Any]:
+async def measure(case: Case, config: Config, model: Path) -> Mapping[str, Any]:
     """Sample, update and swap, one after another, with as many batches ahead as the lag asks for."""
     made = await world.build(config, model, slots=256, max_total_tokens=32)
     pace = _pace(case, config, made)
@@ -187,11 +188,11 @@ async def _measure(case: Case, config: Config, model: Path) -> Mapping[str, Any]
             batches += 1
         batch = pad(replace(ahead.popleft(), version=version))
         optimizer.follow_schedule(made.updater.optimizer, config, version)
-        share = pace.before(batch)
-        optimizer.lower_policy(made.updater.optimizer, share)
+        scheduled = made.updater.optimizer.param_groups[0]["lr"]
+        optimizer.lower_policy(made.updater.optimizer, pace.before(batch))
         metrics = made.updater.metrics(made.updater.update(batch))
         await made.swap(version + 1)
-        lag = max(lag_histogram(batch))
+        lag, share = max(lag_histogram(batch)), metrics["lr"] / scheduled
         for name, value in {"reward": metrics["reward"], "ess": metrics["ess"], "lag": lag, "share": share}.items():
             found[name].append(value)
         pace.after(batch, metrics)
@@ -213,12 +214,10 @@ async def _measure(case: Case, config: Config, model: Path) -> Mapping[str, Any]
 
 def _pace(case: Case, config: Config, made: world.World) -> Pace:
     match case.pace:
-        case "adaptive":
+        case "adaptive" | "alone":
             return Adaptive(config)
         case "cosine":
             return Cosine(made.updater.policy)
-        case "rate":
-            return Rate(case.lag, made.updater.policy)
         case _:
             return Fixed(case.lag)
 
@@ -278,21 +277,6 @@ class Cosine(Fixed):
             self.admitted //= 2
         elif abs(cosine) < UNALIGNED:
             self.admitted = min(AT_MOST, self.admitted + 1)
-
-
-class Rate(Fixed):
-    """The learning rate times the root of the sequences' effective sample size, which a pass of its own finds."""
-
-    def __init__(self, lag: int, trained: policy.Policy) -> None:
-        super().__init__(lag)
-        self._policy = trained
-
-    @torch.no_grad()
-    def before(self, batch: PaddedBatch) -> float:
-        """Leave the less, the fewer sequences count."""
-        logprobs_BT = self._policy(batch, "policy").logprobs_BT
-        sums = off_policy_sums(logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
-        return math.sqrt(off_policy_of(sums).overall.ess_sequence)
 
 
 # --- what came of it -------------------------------------------------------------------------------------------

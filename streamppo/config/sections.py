@@ -151,6 +151,8 @@ class Learner(Machine, frozen=True, kw_only=True):
     """Fall of the learning rate until the last update."""
     final_lr_share: Fraction = 0.0
     """The learning rate at the end of the decay, as a share of lr."""
+    lr_by_ess: Literal["auto", "on", "off"] = "auto"
+    """The rate times the root of a batch's effective sample size (VCPO); `auto` does so with an adaptive lag."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's moments."""
     weight_decay: NonNegative = 0.0
@@ -333,6 +335,11 @@ def _proximal(config: Config) -> Iterator[str]:
         yield (
             "algorithm.proximal = 'loglinear' approximates log-probs that are exact and free where "
             "an update is one step: learner.epochs (1) times learner.minibatches (1)"
+        )
+    if learner.lr_by_ess == "on" and algorithm.proximal != "recompute":
+        yield (
+            f"learner.lr_by_ess weighs a batch before its first step, and algorithm.proximal = {algorithm.proximal!r} "
+            "passes over it only to learn from it: choose recompute"
         )
     steps, is_behavior = learner.epochs * learner.minibatches, algorithm.proximal == "behavior"
     if isinstance(algorithm.exploration, KlCov) and steps == 1 and not is_behavior:

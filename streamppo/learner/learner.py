@@ -69,21 +69,28 @@ class Learner:
         """The function that finds the rows whose tokens this rank reads; None for a rank alone, which reads all."""
         return self.updater.own_rows if self.updater.ranks > 1 else None
 
-    def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> dict[str, float]:
-        """Set the learning rate of the update on a batch with these tokens; returns what the lag has left of it."""
+    def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> float:
+        """Set the learning rate of the update on a batch with these tokens; returns the policy's by the schedule."""
         optimizer.follow_schedule(self.optimizer, self.config, self.version)
-        if self.lag is None:
-            return {}
-        share = lr_share(self.lag, tokens_by_lag)
-        optimizer.lower_policy(self.optimizer, share)
-        return {"lr_share": share}
+        scheduled = self.optimizer.param_groups[0]["lr"]
+        if self.lag is not None:
+            optimizer.lower_policy(self.optimizer, lr_share(self.lag, tokens_by_lag))
+        return scheduled
 
-    def steer(self, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int]) -> dict[str, float]:
-        """Steer the lag by an update that has been described in `metrics`; returns what is admitted from here on."""
-        if self.lag is None:
-            return {}
-        self.lag = steering.steered(self.config, self.lag, self.version, metrics, tokens_by_lag)
-        return {"admitted_lag": float(self.lag.admitted)}
+    def steer(
+        self, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int], scheduled: float
+    ) -> dict[str, float]:
+        """Steer the lag by an update that has been described in `metrics`.
+
+        Returns what is admitted from here on, and what was left of the rate that was `scheduled`.
+        """
+        made: dict[str, float] = {}
+        if self.lag is not None or steering.is_lowered_by_ess(self.config):
+            made["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
+        if self.lag is not None:
+            self.lag = steering.steered(self.config, self.lag, self.version, metrics, tokens_by_lag)
+            made["admitted_lag"] = float(self.lag.admitted)
+        return made
 
     def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
         """How fast an update was that has been described in `metrics`."""

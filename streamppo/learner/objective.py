@@ -34,6 +34,7 @@ from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.correction import Correct, Filter
 from streamppo.learner.exploration import Exploration
 from streamppo.learner.policy import Part, Scored
+from streamppo.learner.steering import is_lowered_by_ess
 
 Advantages: TypeAlias = Callable[[PaddedBatch, Scored, Tensor], Estimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
@@ -101,7 +102,7 @@ class Objective(NamedTuple):
 def build(config: Config) -> Objective:
     """The functions that `config` chooses."""
     choice, one_step = config.algorithm, config.learner.epochs * config.learner.minibatches == 1
-    anchor = _anchor(choice, one_step=one_step)
+    anchor = _anchor(choice, one_step=one_step and not is_lowered_by_ess(config))
     scored: Part | None = "critic" if choice.has_critic else None
     if anchor is None or choice.needs_proximal_first:
         scored = "both" if choice.has_critic else "policy"

@@ -104,11 +104,11 @@ class Rank:
         assert fetched.batch.version == learner.version, "a batch of another version"
         if learner.version + 1 < learner.config.updates:
             self._fetcher.start(learner.version + 1, learner.own_rows)
-        left = learner.follow_schedule(fetched.lags)
+        scheduled = learner.follow_schedule(fetched.lags)
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
         metrics, learned = updater.metrics(updated), encode(updater.learned(updated))
-        metrics |= left | learner.steer(metrics, fetched.lags) | learner.speed(updated, metrics)
+        metrics |= learner.steer(metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
         learner.version += 1
         pushed = learner.push(learned)
         metrics |= {

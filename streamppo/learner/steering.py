@@ -1,11 +1,17 @@
-"""From the configuration's adaptive lag to the rule of `algorithms.lag`, and to its metrics."""
+"""How the age of the data steers an update: the lag by the rule of `algorithms.lag`, and the learning rate."""
 
+import math
 from collections.abc import Mapping
 
-from streamppo.algorithms.diagnostics import LAG_BUCKETS
+import torch
+
+from streamppo.algorithms.diagnostics import LAG_BUCKETS, off_policy_of, off_policy_sums
 from streamppo.algorithms.lag import Lag, next_lag
 from streamppo.config.queue import AdaptiveLag
 from streamppo.config.sections import Config
+from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.optimizer import lower_policy
+from streamppo.learner.policy import Scored
 
 
 def go_on(config: Config, lag: Lag | None) -> Lag | None:
@@ -28,3 +34,22 @@ def steered(
         return lag
     named = {name: metrics[f"ess_lag_{name}"] for name in LAG_BUCKETS if f"ess_lag_{name}" in metrics}
     return next_lag(lag, named, tokens_by_lag, at_most=config.queue.flow_lag, ess=chosen.ess)
+
+
+def is_lowered_by_ess(config: Config) -> bool:
+    """Return True if the learning rate follows the effective sample size; that takes a pass before the first step."""
+    automatic = config.queue.first_lag is not None and config.algorithm.proximal == "recompute"
+    return automatic if config.learner.lr_by_ess == "auto" else config.learner.lr_by_ess == "on"
+
+
+def lower_by_ess(config: Config, optimizer: torch.optim.Optimizer, batch: PaddedBatch, scored: Scored) -> None:
+    """Lower the policy's learning rate for the update on `batch`, if `config` asks for it.
+
+    With W = proximal / behavior of each of n sequences, the rate is multiplied by the root of their effective sample
+    size, sum(W)^2 / (n sum(W^2)): AdamW's step is to grow with the root of the number of samples that a gradient rests
+    on (VCPO, https://arxiv.org/abs/2602.17616). On-policy it is 1.
+    """
+    if not is_lowered_by_ess(config):
+        return
+    sums = off_policy_sums(scored.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
+    lower_policy(optimizer, math.sqrt(off_policy_of(sums).overall.ess_sequence))

@@ -22,7 +22,7 @@ from streamppo.algorithms.kl import kl, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
-from streamppo.learner import attention
+from streamppo.learner import attention, steering
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.division import STAND_IN, Division
 from streamppo.learner.left_out import left_out_shares
@@ -136,6 +136,7 @@ class Updater:
         if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:
             objective = objective.warm_up()
         targets, graph = self._prepare(objective, batch)
+        steering.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
         minibatches: list[Minibatch] = []

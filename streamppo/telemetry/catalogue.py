@@ -111,7 +111,7 @@ SOMETIMES = {
     "kl_beta": "weight of the KL in the reward; with [algorithm.kl]",
     "entropy_weight": "weight of the entropy bonus in this update; with [algorithm.entropy_control]",
     "admitted_lag": "versions, the lag that is admitted after this update; with an adaptive queue.max_lag",
-    "lr_share": "share of the policy's learning rate that is left to this update; with an adaptive queue.max_lag",
+    "lr_share": "share of the policy's learning rate left to this update; with an adaptive lag or learner.lr_by_ess",
     "singled_out": "share of the trained tokens that algorithm.exploration treats otherwise",
     "teacher_kl": "nats per token, k3 estimate of KL(proximal || teacher), by weight; with [algorithm.teacher]",
     "positive_nll": "nats per token of right answers, -mean log-prob by the learner; with algorithm.positive_nll",

@@ -1,8 +1,10 @@
 """The adaptive lag in the learner: begun, carried on, bounded, and the same on every rank."""
 
+import math
 from pathlib import Path
 
 import learner_case as case
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -78,3 +80,54 @@ def test_one_rank_and_two_decide_alike_under_every_estimator_and_proximal_policy
     assert torch.equal(both[0], both[1])
     assert torch.equal(alone[0], both[0])
     assert (alone[0, :, -1, 0] < 4).all(), "the data of the case are far off"
+
+
+RATE = "learner.lr=0.01"
+"""A hundredth of the rate of the case's optimizer."""
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("algorithm.advantage.kind=grpo",), ("algorithm.advantage.kind=grpo", "learner.minibatches=3"), (ADAPTIVE,)],
+)
+def test_the_learning_rate_is_lowered_by_the_root_of_the_sequences_effective_sample_size(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    case.save_model(tmp_path)
+
+    batch, chosen = pad(case.batch()), (RATE, *overrides)
+    with case.group(0, 1, tmp_path / "store"):
+        lowered, metrics = case.updated(tmp_path, batch, *chosen, "learner.lr_by_ess=on")
+        share = math.sqrt(metrics["ess_sequence"])
+        assert 0.1 < share < 0.9
+        assert metrics["lr"] == pytest.approx(share)
+        same, _ = case.updated(tmp_path, batch, *chosen, f"learner.lr={0.01 * share!r}", "learner.lr_by_ess=off")
+        full, _ = case.updated(tmp_path, batch, *chosen, "learner.lr_by_ess=off")
+    case.assert_same_weights(lowered, same)
+    assert any(not torch.allclose(weight, full[name]) for name, weight in lowered.items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_lowered"),
+    [
+        ((), False),
+        (("learner.lr_by_ess=on",), True),
+        ((ADAPTIVE,), True),
+        ((ADAPTIVE, "learner.lr_by_ess=off"), False),
+        ((ADAPTIVE, *CHOICES["behavior"]), False),
+    ],
+)
+def test_a_steered_lag_lowers_it_too_where_the_policy_is_scored_first(
+    overrides: tuple[str, ...], is_lowered: bool
+) -> None:
+    assert steering.is_lowered_by_ess(case.config_of(*overrides)) == is_lowered
+
+
+def test_data_of_the_policy_itself_leave_all_of_the_learning_rate(tmp_path: Path) -> None:
+    case.save_model(tmp_path)
+    with case.group(0, 1, tmp_path / "store"):
+        made, batch = case.updater(case.config_of(RATE, "learner.lr_by_ess=on"), tmp_path), pad(case.batch())
+        with torch.no_grad():
+            found = made.policy(batch, "both")
+        made.update(batch._replace(behavior_logprobs_BT=found.logprobs_BT))
+        assert made.optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
