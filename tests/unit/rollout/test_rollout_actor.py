@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from push_case import Remote
 
 from streamppo.config.sections import Config
@@ -67,7 +68,7 @@ class Queue:
         push, arrays = buckets.packed(1, {"w": torch.arange(8.0)}, 1 << 20)
         if self.pulls <= self.damaged:
             arrays[0][3] ^= 1
-        return [(encode(push), [_value(array) for array in arrays])]
+        return [(encode(structs.replace(push, admitted_lag=3)), [_value(array) for array in arrays])]
 
     async def _swapped(self, name: str, version: int) -> None:
         self.swaps.append(version)
@@ -102,6 +103,7 @@ def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -
         made = Follower("rollout-0", queue, _engine(), version_0(), Pushed())
         task = asyncio.create_task(made.run())
         await made.reach(1)
+        assert made.admitted_lag == 3
         assert made.push_ms > 0 and made.digest == buckets.packed(1, {"w": torch.arange(8.0)}, 1).push.digest
         task.cancel()
         return queue
@@ -233,6 +235,27 @@ def test_a_trajectory_that_fails_is_delivered_as_a_failure_of_its_stage(
     # Tickets that have arrived end the call, and the room that they took comes back.
     assert [call for _, call in queue.asked[1:]] == [1] * len(queue.asked[1:])
     assert in_flight - 2 <= queue.asked[-1][0] <= in_flight
+
+
+def test_with_segments_no_more_is_under_way_than_cuts_have_room_for(math_config: Callable[..., Config]) -> None:
+    """Four actors share a batch of 8, and segments are cut at an age of 1."""
+    config = math_config("queue.segments={}", "queue.max_lag=2", "queue.batch_size=8", "rollout.actors=2")
+
+    class Slow(Player):
+        async def play(self, prompt: Prompt, sampling: Any, cutter: Any = None) -> Episode:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def story() -> list[tuple[int, int]]:
+        worker, queue = working(config, "1+1=")
+        worker._player = Slow()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        running = asyncio.create_task(worker.run())
+        while len(queue.asked) < 2:
+            await asyncio.wait({running}, timeout=0.01)
+        running.cancel()
+        return queue.asked
+
+    assert asyncio.run(story()) == [(2, 0), (1, 1)]
 
 
 def test_every_trajectory_has_its_own_limit_and_greedy_answers_that_of_none(math_config: Callable[..., Config]) -> None:
