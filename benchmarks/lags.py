@@ -12,7 +12,7 @@ number up to 19 and one of two digits, 128 completions an update; all runs of a 
                 `alone` is that without the learning rate (`lr_by_ess = off`)
                 `rate` is the learning rate without the lag (VCPO, https://arxiv.org/abs/2602.17616, but its baseline)
                 `cosine` steers the lag by the cosine of successive gradients (https://arxiv.org/abs/2603.01501)
-    default     configs/math.toml as it is, at lag 0 and 16, there with that learning rate, and with drifted tokens masked
+    default     configs/math.toml as it is, at lag 0 and 16; there with that learning rate, and with it and `mask`
 
 A run has collapsed if its held-out accuracy at the end is below that of the model that it began with.
 The goals were written down before the first run. Every run is a line of lags.jsonl as soon as it has ended: the same
