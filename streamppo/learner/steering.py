@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from streamppo.algorithms.diagnostics import LAG_BUCKETS, off_policy_of, off_policy_sums
+from streamppo.algorithms.diagnostics import LAG_BUCKETS, off_policy
 from streamppo.algorithms.lag import Lag, next_lag
 from streamppo.config.queue import AdaptiveLag
 from streamppo.config.sections import Config
@@ -51,5 +51,5 @@ def lower_by_ess(config: Config, optimizer: torch.optim.Optimizer, batch: Padded
     """
     if not is_lowered_by_ess(config):
         return
-    sums = off_policy_sums(scored.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
-    lower_policy(optimizer, math.sqrt(off_policy_of(sums).overall.ess_sequence))
+    found = off_policy(scored.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
+    lower_policy(optimizer, math.sqrt(found.overall.ess_sequence))
