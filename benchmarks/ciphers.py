@@ -14,8 +14,9 @@ from statistics import NormalDist
 from streamppo.types import ScoredText
 
 LETTERS = "abcdefgh"
-MEDIAN, LONGEST = 4, 64
-"""Letters; longer answers are cut to this."""
+MEDIAN, SPREAD = 4, 16
+"""Letters; the longest answers have so many times the median of them."""
+LONGEST = MEDIAN * SPREAD
 SIGMA, TAIL = 1.0, 1.3
 """Standard deviation of the logarithm; index of the Pareto distribution."""
 PROBLEMS, HELD_OUT = 20_000, 256
@@ -30,21 +31,21 @@ async def score(trajectory: ScoredText, answer: str) -> float:
     return PLACED * sum(a == b for a, b in zip(trajectory.completion, answer, strict=False)) / len(answer)
 
 
-def quantile(shape: str, share: float) -> int:
+def quantile(shape: str, share: float, median: int = MEDIAN) -> int:
     """The length below which `share` of the answers are."""
     if shape == "pareto":
-        length = MEDIAN * (2 * (1 - share)) ** (-1 / TAIL)
+        length = median * (2 * (1 - share)) ** (-1 / TAIL)
     else:
-        length = MEDIAN * math.exp(SIGMA * NormalDist().inv_cdf(share))
-    return max(1, min(LONGEST, round(length)))
+        length = median * math.exp(SIGMA * NormalDist().inv_cdf(share))
+    return max(1, min(median * SPREAD, round(length)))
 
 
-def write(folder: Path, shape: str, seed: int = 1) -> None:
+def write(folder: Path, shape: str, seed: int = 1, median: int = MEDIAN) -> None:
     """Write train.jsonl and held_out.jsonl with lengths of `shape`, lognormal or pareto."""
     draw = random.Random(seed)
     rows: list[str] = []
     for _ in range(PROBLEMS):
-        length = quantile(shape, min(max(draw.random(), 1e-9), 1 - 1e-9))
+        length = quantile(shape, min(max(draw.random(), 1e-9), 1 - 1e-9), median)
         text = "".join(draw.choices(LETTERS, k=length))
         answer = "".join(chr(ord(letter) + 1) for letter in text)
         rows.append(json.dumps({"prompt": f"{text}>", "answer": answer}) + "\n")

@@ -2,10 +2,18 @@
 
     python benchmarks/staleness.py --json staleness.json --plot staleness.png [--only pareto] [--max-lag 2 4]
 
-Every case is a real run on the task of ciphers.py, all of a seed from the same model. `sync` is `max_lag = 0`; `mask`,
-`drop` and `wait` are `queue.too_old` for whole completions; `segments` trains on what is not finished. A batch is a
-fixed number of trajectories in all of them. Goals were written down before the first run. Every run is a line of
-staleness.jsonl as soon as it has ended: the same command goes on after those that are there, seed by seed.
+Every case is a whole run with two rollout actors on the task of ciphers.py (answers of 1 to 32 letters), all of a seed
+from the same model. Time is simulated (simulated.py, whose `Costs` say how long everything takes), so that a run is the
+same each time: the learner is a little slower than the engines, and the longest answer takes as long as four updates.
+
+    sync                                `max_lag = 0`
+    segments                            trains on what is not finished
+    segments-N                          the same, and cuts every N tokens
+    mask drop wait windowed             `queue.too_old` for whole completions
+    adaptive, adaptive-segments         the lag steers itself up to the bound, for whole completions and for segments
+
+A batch is a fixed number of trajectories in all of them. Goals were written down before the first run. Every run is a
+line of staleness.jsonl as soon as it has ended: the same command goes on after those that are there, seed by seed.
 """
 
 import argparse
@@ -15,22 +23,47 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import ciphers, plots
+from benchmarks import ciphers, plots, simulated, world
 from benchmarks.campaign import Campaign, Row
-from benchmarks.runs import Goal, Run, machine, run, table, told
+from benchmarks.runs import Goal, machine, table, told
+from benchmarks.simulated import Costs, Found
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.learner import tiny
 
 CONFIG = Path(__file__).parent / "ciphers.toml"
 SHAPES = ("pareto", "lognormal")
-MAX_LAGS = (2, 4, 16)
+MAX_LAGS = (4, 2, 1, 16)
+MEDIAN = 2
+"""Letters of the median answer."""
+SMALL = (
+    "queue.batch_size=128",
+    "rollout.actors=2",
+    "rollout.slots=64",
+    "rollout.in_flight=64",
+    f"rollout.max_tokens={MEDIAN * ciphers.SPREAD + 2}",
+    "model.tiny.target_accuracy=0.3",
+    "algorithm.entropy=0",
+    "learner.lr=7e-4",
+    "evaluation.every=15",
+)
+"""What differs from ciphers.toml, so that a run takes a minute and a half."""
 SYNC, SEGMENTS = "sync", "segments"
-WHOLE = ("mask", "drop", "wait")
-TARGET = 0.9
-"""The held-out accuracy whose time is compared."""
+WHOLE = ("mask", "drop", "wait", "windowed")
+STEERED = ("adaptive", "adaptive-segments")
+RULES = (SEGMENTS, *WHOLE, *STEERED, "segments-4", "segments-8")
+TARGET = 0.55
+"""The held-out accuracy whose time is compared. It is 0.2 to 0.35 at first."""
+LAST = 3
+"""The final accuracy is the mean of so many evaluations."""
 JUDGED = 4
 """The lag bound of the goals of speed."""
 GOALS = {
@@ -40,6 +73,7 @@ GOALS = {
     "bias": Goal("segments: share of sampled tokens that were dropped or masked", most=0.0),
     "lag": Goal("segments: greatest lag over the bound", most=1.0),
     "idle": Goal("segments: idle share of the learner", most=0.05),
+    "steered": Goal("adaptive: trained tokens/s over those of the best fixed lag", least=0.9),
 }
 
 
@@ -58,63 +92,73 @@ def main() -> None:
     about, campaign = machine(), Campaign(options.json)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(options.only, options.max_lag, options.seeds):
+        world.alone(Path(folder))
+        for case in cases(options.only, options.rules, options.max_lag, options.seeds):
             key = {**case._asdict(), "updates": options.updates}
             rows.append(campaign.row(key, partial(_run, case, options.updates, Path(folder))))
-            print(json.dumps({name: value for name, value in rows[-1].items() if name != "accuracies"}), flush=True)
+            print(json.dumps(_short(rows[-1])), flush=True)
             if options.json:
-                result = {"machine": about, "goals": judge(rows), "runs": rows}
+                result = {"machine": about, "costs": Costs()._asdict(), "goals": judge(rows), "runs": rows}
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
-    shown = [{name: value for name, value in row.items() if name != "accuracies"} for row in rows]
-    print(table(shown), *map(told, judge(rows)), sep="\n")
+        torch.distributed.destroy_process_group()
+    print(table([_short(row) for row in rows]), *map(told, judge(rows)), sep="\n")
     if options.plot:
         _plot(rows, options.plot)
 
 
-def cases(shapes: Sequence[str], max_lags: Sequence[int], seeds: Sequence[int]) -> Iterator[Case]:
+def _short(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name != "accuracies"}
+
+
+def cases(shapes: Sequence[str], rules: Sequence[str], max_lags: Sequence[int], seeds: Sequence[int]) -> Iterator[Case]:
     """List the cases, seed by seed; with a lag bound of 0 there is one."""
-    for seed in seeds:
-        for shape in shapes:
-            yield Case(shape, SYNC, 0, seed)
-            yield from (Case(shape, rule, lag, seed) for lag in max_lags for rule in (SEGMENTS, *WHOLE))
+    for seed, shape in product(seeds, shapes):
+        yield Case(shape, SYNC, 0, seed)
+        yield from (Case(shape, rule, lag, seed) for lag in max_lags for rule in rules)
 
 
 def overrides(case: Case, data: Path, model: Path, updates: int) -> list[str]:
     """Return all that differs from ciphers.toml in one case."""
-    too_old = "mask" if case.rule in (SYNC, SEGMENTS) else case.rule
+    too_old = case.rule if case.rule in WHOLE else "mask"
+    steered = f"{{kind='adaptive',at_most={case.max_lag}}}"
+    rule, _, most = case.rule.partition("-")
+    cuts = f"queue.segments={{max_tokens={most}}}" if most.isdigit() else "queue.segments={}"
     return [
+        *SMALL,
         f"seed={case.seed}",
         f"updates={updates}",
         f"model.path={model}",
         f"task.data={data / 'train.jsonl'}",
         f"task.evaluation={data / 'held_out.jsonl'}",
-        f"queue.max_lag={case.max_lag}",
+        f"queue.max_lag={steered if case.rule in STEERED else case.max_lag}",
         f"queue.too_old={too_old}",
-        *(["queue.segments={}"] if case.rule == SEGMENTS else []),
+        *([cuts] if SEGMENTS in (rule, most) else []),
     ]
 
 
-def measure(done: Run) -> dict[str, Any]:
+def measure(config: Config, found: Found) -> dict[str, Any]:
     """Return the numbers of one run; its clock begins with the first update."""
-    summary, updates = done.summary, done.updates
-    begin = updates[0]["wall_s"]
-    seconds = {row["update"]: row["wall_s"] - begin for row in updates}
-    accuracies = [(version, seconds.get(version, 0.0), found) for version, found in summary["evaluations"]]
-    tokens = summary["tokens"]
-    masked, dropped = sum(row["tokens_too_old"] for row in updates), tokens["too_old"]
-    trained = sum(row["tokens_trained"] for row in updates)
+    queue, seconds = found.queue, found.seconds
+    assert queue is not None, "the run has ended"
+    when = [0.0, *(at - seconds[0] for at in seconds)]
+    accuracies = [(version, when[version], accuracy) for version, accuracy in found.accuracies]
+    trained, masked = (sum(one[name] for one in found.metrics) for name in ("tokens_trained", "tokens_too_old"))
+    lost = masked + queue.tokens["too_old"]
+    lags = [(lag, count) for update in found.lags for lag, count in update.items() if lag <= config.queue.bound]
     return {
-        "accuracy": summary["eval_accuracy"]["final"],
-        "seconds": seconds[updates[-1]["update"]],
-        "to_target_s": next((at for _, at, found in accuracies if found is not None and found >= TARGET), None),
-        "lag_mean": summary["trained_lag"]["mean"],
-        "lag_max": summary["trained_lag"]["max"],
-        "lost_share": (masked + dropped) / max(1.0, trained + masked + dropped),
-        "learner_idle_share": summary["learner_idle_share"],
-        "engine_idle_share": summary["engines"]["idle_share"],
-        "trained_tokens_per_s": trained / seconds[updates[-1]["update"]],
-        "segments_cut": statistics.fmean(row.get("segments_cut", 0.0) for row in updates),
-        "ess": statistics.fmean(row["ess"] for row in updates),
+        "accuracy": statistics.fmean(accuracy for _, accuracy in found.accuracies[-LAST:]),
+        "seconds": when[-1],
+        "to_target_s": next((at for _, at, accuracy in accuracies if accuracy >= TARGET), None),
+        "lag_mean": sum(lag * count for lag, count in lags) / sum(count for _, count in lags),
+        "lag_max": max(lag for update in found.lags for lag in update),
+        "lost_share": lost / (trained + lost),
+        "mean_length": trained / config.updates / config.queue.batch_size,
+        "learner_idle_share": sum(found.waits[1:]) / when[-1],
+        "engine_idle_share": sum(one.idle_s for one in found.engines)
+        / sum(one.busy_s + one.idle_s for one in found.engines),
+        "trained_tokens_per_s": trained / when[-1],
+        "segments_cut": queue.cut,
+        "ess": statistics.fmean(one["ess"] for one in found.metrics),
         "accuracies": accuracies,
     }
 
@@ -133,6 +177,7 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "bias": [max(row["lost_share"] for row in cut)] if cut else [],
             "lag": [max(row["lag_max"] / row["max_lag"] for row in cut)] if cut else [],
             "idle": [row["learner_idle_share"] for row in cut if row["max_lag"] == JUDGED],
+            "steered": [*_speeds(of_shape)],
         }
         verdicts += [{**GOALS[name].verdict(*values), "lengths": shape} for name, values in found.items()]
     return verdicts
@@ -148,6 +193,14 @@ def _times(rows: Sequence[Mapping[str, Any]], rules: Sequence[str]) -> Iterator[
             yield min(theirs) / ours[0]
 
 
+def _speeds(rows: Sequence[Mapping[str, Any]]) -> Iterator[float]:
+    """For each seed and bound of a lag that steers itself, its trained tokens/s over the most with `mask`."""
+    fixed = [row for row in rows if row["rule"] == WHOLE[0]]
+    for steered in (row for row in rows if row["rule"] == STEERED[0]):
+        if speeds := [row["trained_tokens_per_s"] for row in fixed if row["seed"] == steered["seed"]]:
+            yield steered["trained_tokens_per_s"] / max(speeds)
+
+
 def _with_sync(
     rows: Sequence[Mapping[str, Any]], cut: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -158,27 +211,21 @@ def _with_sync(
 def _run(case: Case, updates: int, folder: Path) -> dict[str, Any]:
     data, model = folder / case.lengths, folder / f"model-{case.lengths}-{case.seed}"
     if not data.is_dir():
-        ciphers.write(data, case.lengths)
+        ciphers.write(data, case.lengths, median=MEDIAN)
+    config = configfile.load(CONFIG, overrides(case, data, model, updates))
     if not model.is_dir():
-        _make_model(case, data, model)
-    return measure(run(CONFIG, overrides(case, data, model, updates)))
-
-
-def _make_model(case: Case, data: Path, model: Path) -> None:
-    """Make the warm-started model of all runs of a seed and a shape."""
-    from streamppo.config import file as configfile
-    from streamppo.learner import tiny
-
-    files = [f"task.data={data / 'train.jsonl'}", f"task.evaluation={data / 'held_out.jsonl'}"]
-    tiny.make(configfile.load(CONFIG, [f"seed={case.seed}", *files]), model)
+        tiny.make(config, model)
+    with tempfile.TemporaryDirectory() as run:
+        return measure(config, simulated.run(config, model, Path(run) / "run", Costs()))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=SHAPES)
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     parser.add_argument("--max-lag", type=int, nargs="+", default=MAX_LAGS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--updates", type=int, default=400)
+    parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()
@@ -192,7 +239,7 @@ def _plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             for place, row in enumerate(row for row in judged if row["rule"] == rule):
                 _, times, found = zip(*row["accuracies"], strict=True)
                 axis.plot(times, found, color=f"C{number}", label=None if place else rule)
-        axis.set(title=f"{shape} lengths, max_lag {JUDGED}", xlabel="seconds", ylabel="held-out accuracy")
+        axis.set(title=f"{shape} lengths, max_lag {JUDGED}", xlabel="simulated seconds", ylabel="held-out accuracy")
         axis.legend()
 
 

@@ -3,16 +3,28 @@
 import asyncio
 import json
 import statistics
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import learner_case
 import pytest
 
-from benchmarks import ciphers, staleness
+from benchmarks import ciphers, simulated, staleness
+from benchmarks.simulated import Costs
 from benchmarks.staleness import Case
 from streamppo.config import file as configfile
+from streamppo.learner import tiny
 from streamppo.types import ScoredText
+
+TINY = (
+    "queue.batch_size=16",
+    "rollout.slots=8",
+    "rollout.in_flight=8",
+    "model.tiny.max_steps=1",
+    "evaluation.prompts=8",
+)
 
 
 def said(completion: str, finish: str = "stop") -> ScoredText:
@@ -41,14 +53,43 @@ def test_answers_are_the_next_letters_with_a_heavy_tail_of_lengths(tmp_path: Pat
 
 
 def test_every_case_is_a_configuration_that_can_be_run(tmp_path: Path) -> None:
-    ciphers.write(tmp_path, "pareto")
-    cases = list(staleness.cases(("pareto",), (2, 4), (1, 2)))
-    assert cases[0] == Case("pareto", "sync", 0, 1) and len(cases) == 2 * (1 + 2 * 4) == len(set(cases))
+    ciphers.write(tmp_path, "pareto", median=staleness.MEDIAN)
+    cases = list(staleness.cases(("pareto",), staleness.RULES, (2, 4), (1, 2)))
+    assert cases[0] == Case("pareto", "sync", 0, 1) and len(cases) == 2 * (1 + 2 * 9) == len(set(cases))
     for case in cases:
         config = configfile.load(staleness.CONFIG, staleness.overrides(case, tmp_path, tmp_path, 9))
-        assert (config.queue.segments is not None) == (case.rule == "segments")
-        assert config.queue.max_lag == case.max_lag
-        assert case.rule not in ("drop", "wait") or config.queue.too_old == case.rule
+        most = {"segments": 0, "adaptive-segments": 0, "segments-4": 4, "segments-8": 8}
+        assert (config.queue.segments.max_tokens if config.queue.segments else None) == most.get(case.rule)
+        assert config.queue.bound == case.max_lag
+        assert (config.queue.first_lag is not None) == case.rule.startswith("adaptive")
+        assert config.queue.too_old == (case.rule if case.rule in staleness.WHOLE else "mask")
+
+
+def simulate(case: Case, folder: Path, updates: int) -> dict[str, Any]:
+    """A tiny run of a case."""
+    config = configfile.load(staleness.CONFIG, [*staleness.overrides(case, folder, folder / "model", updates), *TINY])
+    if not (folder / "model").is_dir():
+        tiny.make(config, folder / "model")
+    run = folder / f"run-{len(list(folder.iterdir()))}"
+    return staleness.measure(config, simulated.run(config, folder / "model", run, Costs()))
+
+
+def test_a_simulated_run_is_the_same_again_and_waits_as_long_as_its_rule_makes_it(tmp_path: Path) -> None:
+    ciphers.write(tmp_path, "pareto", median=staleness.MEDIAN)
+    real = time.perf_counter
+    with learner_case.group(0, 1, tmp_path / "store"):
+        sync, mask, segments, again = (
+            simulate(Case("pareto", rule, lag, 1), tmp_path, 12)
+            for rule, lag in (("sync", 0), ("mask", 2), ("segments", 2), ("segments", 2))
+        )
+    assert time.perf_counter is real, "the clocks of the process are its own again"
+    assert again == segments, "bit for bit, however long it really took"
+    # Nobody samples while the learner learns: an update takes as long as the longest answer, and then the update.
+    assert sync["seconds"] > 2 * segments["seconds"]
+    assert (sync["lag_max"], sync["lost_share"], sync["segments_cut"]) == (0, 0.0, 0)
+    assert mask["lost_share"] > 0 and mask["segments_cut"] == 0
+    assert segments["lost_share"] == 0.0 and 0 < segments["lag_max"] <= 2 and segments["segments_cut"] > 0
+    assert [version for version, _, _ in segments["accuracies"]] == [0, 12]
 
 
 def row(rule: str, max_lag: int, to_target_s: float | None, **more: Any) -> Mapping[str, Any]:
@@ -74,3 +115,49 @@ def test_segments_are_judged_by_the_best_rival_of_the_same_seed() -> None:
     assert goals["bias"] == (0.01, False)
     assert goals["lag"] == (1.0, True)
     assert goals["idle"] == (0.2, False)
+
+
+def test_throughput_of_the_lag_that_steers_itself_is_judged_by_the_fastest_fixed_one() -> None:
+    rows = [
+        row("mask", 4, None, trained_tokens_per_s=80.0),
+        row("mask", 16, None, trained_tokens_per_s=100.0),
+        row("adaptive", 16, None, trained_tokens_per_s=95.0),
+        row("adaptive", 16, None, trained_tokens_per_s=95.0, seed=2),
+    ]
+    measured = {one["goal"]: one["range"] for one in staleness.judge(rows)}
+    assert measured[staleness.GOALS["steered"].name] == [0.95, 0.95], "seed 2 has no fixed lag"
+
+
+def test_a_clock_moves_where_a_loop_would_wait_and_by_what_a_call_costs() -> None:
+    async def world() -> list[tuple[str, float]]:
+        loop, seen = asyncio.get_running_loop(), list[tuple[str, float]]()
+
+        def computed() -> float:
+            clock.cost(2.0)
+            return clock.now
+
+        async def sleeper() -> None:
+            await asyncio.sleep(0.5)
+            seen.append(("slept", loop.time()))
+
+        other = asyncio.create_task(sleeper())
+        await asyncio.sleep(0)
+        inside = await asyncio.to_thread(computed)
+        seen.append(("computed", loop.time()))
+        await other
+        assert inside == 2.0, "within the call its cost has passed"
+        return seen
+
+    clock = simulated.Clock()
+    with asyncio.Runner(loop_factory=lambda: simulated.Loop(clock)) as runner:
+        seen = runner.run(world())
+    assert [name for name, _ in seen] == ["slept", "computed"]
+    assert [at for _, at in seen] == pytest.approx([0.5, 2.0])
+
+
+def test_a_world_in_which_everybody_waits_for_somebody_else_says_so() -> None:
+    with (
+        pytest.raises(RuntimeError, match="everybody waits"),
+        asyncio.Runner(loop_factory=lambda: simulated.Loop(simulated.Clock())) as runner,
+    ):
+        runner.run(asyncio.Event().wait())
