@@ -53,6 +53,7 @@ SMALL = (
     "model.tiny.target_accuracy=0.3",
     "algorithm.entropy=0",
     "learner.lr=7e-4",
+    "learner.decay=linear",
     "evaluation.every=15",
 )
 """What differs from ciphers.toml, so that a run takes a minute and a half."""
@@ -225,7 +226,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     parser.add_argument("--max-lag", type=int, nargs="+", default=MAX_LAGS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()
