@@ -33,12 +33,27 @@ WIDE = Products(partial(torch.mm, out_dtype=torch.float32), parts=2)
 """Products of 16-bit factors, summed and returned in float32: a GPU's tensor cores have them, a CPU has not."""
 
 
+class Shape(NamedTuple):
+    """The way from a head's products, with its bias, to logits: soft_cap * tanh(scale * product / soft_cap).
+
+    Gemma has a cap, Granite and Cohere have a scale. A cap of 0 is none.
+    """
+
+    scale: float = 1.0
+    soft_cap: float = 0.0
+
+
+AS_IT_IS = Shape()
+"""Products are logits."""
+
+
 class Extent(NamedTuple):
-    """Tokens whose logits exist at one time, the candidates that these are cut to, and the products that make them."""
+    """Tokens whose logits exist at one time, the candidates that these are cut to, and how they are made."""
 
     chunk: int
     candidates: Candidates | None
     products: Products = PLAIN
+    shape: Shape = AS_IT_IS
 
 
 class HeadContext(FunctionCtx):
@@ -52,23 +67,26 @@ class HeadContext(FunctionCtx):
 class ChunkedHead(torch.autograd.Function):
     """(logprobs_N, entropy_N) of a token's logits z, one chunk of tokens at a time.
 
-        z        = hidden @ weight.T * inverse_temperature
+        y        = scale * (hidden @ weight.T + bias)
+        z        = soft_cap * tanh(y / soft_cap) * inverse_temperature
         log_p    = z - logsumexp(z)
         logprob  = log_p[target]
         entropy  = -sum_k(p_k * log_p_k)
 
         d logprob / d z_k = (1 if k == target else 0) - p_k
         d entropy / d z_k = -p_k * (log_p_k + entropy)
+        d z_k / d y_k     = (1 - tanh(y_k / soft_cap)^2) * inverse_temperature
 
     With candidates, z_k is -inf for every other token, so that p_k is 0 there, and so is its gradient. A token that had
     no alternative has log-prob 0 and no gradient. Autocast stays outside: it would round the logits to bfloat16.
     """
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # noqa: PLR0917  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: HeadContext,
         hidden_ND: Tensor,
         weight_VD: Tensor,
+        bias_V: Tensor | None,
         targets_N: Tensor,
         inverse_temperature_N: Tensor | None,
         extent: Extent,
@@ -76,7 +94,8 @@ class ChunkedHead(torch.autograd.Function):
         rows: list[tuple[Tensor, Tensor, Tensor]] = []
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for part in slices(hidden_ND.shape[0], extent.chunk):
-                logits_CV = chunk_logits(hidden_ND[part], weight_VD, at(inverse_temperature_N, part), extent.products)
+                logits_CV = chunk_logits(hidden_ND[part], weight_VD, bias_V, extent)
+                logits_CV = tempered(logits_CV, at(inverse_temperature_N, part))
                 outside_CV = mask_logits(logits_CV, extent.candidates, part)
                 normaliser_C = logits_CV.logsumexp(-1)
                 logprobs_C = logits_CV.gather(-1, targets_N[part, None]).squeeze(-1) - normaliser_C
@@ -87,7 +106,7 @@ class ChunkedHead(torch.autograd.Function):
                 entropy_C = -torch.einsum("cv,cv->c", p_CV, logits_CV)
                 rows.append((logprobs_C, entropy_C, normaliser_C))
         logprobs_N, entropy_N, normaliser_N = (torch.cat(column) for column in zip(*rows, strict=True))
-        saved = (hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N)
+        saved = (hidden_ND, weight_VD, bias_V, targets_N, inverse_temperature_N, normaliser_N, entropy_N)
         ctx.save_for_backward(*saved)  # pyright: ignore[reportArgumentType]
         ctx.extent = extent
         return logprobs_N, entropy_N
@@ -97,15 +116,18 @@ class ChunkedHead(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: HeadContext, grad_logprobs_N: Tensor, grad_entropy_N: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, targets_N, inverse_temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        products = ctx.extent.products
+        hidden_ND, weight_VD, bias_V, targets_N, inverse_temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        products, shape = ctx.extent.products, ctx.extent.shape
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype) if wants_weight else None
+        grad_bias_V = normaliser_N.new_zeros(len(weight_VD)) if wants_bias else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for part in slices(hidden_ND.shape[0], ctx.extent.chunk):
                 inverse_C = at(inverse_temperature_N, part)
-                log_p_CV = chunk_logits(hidden_ND[part], weight_VD, inverse_C, products)
+                logits_CV = chunk_logits(hidden_ND[part], weight_VD, bias_V, ctx.extent)
+                slope_CV = (logits_CV / shape.soft_cap).square_().neg_().add_(1) if shape.soft_cap else None
+                log_p_CV = tempered(logits_CV, inverse_C)
                 outside_CV = mask_logits(log_p_CV, ctx.extent.candidates, part)
                 log_p_CV -= normaliser_N[part, None]
                 p_CV = log_p_CV.exp()
@@ -116,13 +138,20 @@ class ChunkedHead(torch.autograd.Function):
                 grad_CV.scatter_add_(-1, targets_N[part, None], grad_logprobs_N[part, None])
                 if inverse_C is not None:
                     grad_CV.mul_(inverse_C[:, None])
+                if slope_CV is not None:
+                    grad_CV.mul_(slope_CV)
+                if shape.scale != 1:
+                    grad_CV.mul_(shape.scale)
+                if grad_bias_V is not None:
+                    grad_bias_V += grad_CV.sum(0)
                 factors = split(grad_CV, weight_VD.dtype, products.parts)
                 if grad_hidden_ND is not None:
                     grad_hidden_ND[part] = sum_products(products, factors, weight_VD).to(hidden_ND.dtype)
                 if grad_weight_VD is not None:
                     add_products(grad_weight_VD, factors, hidden_ND[part].to(weight_VD.dtype), products)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight, None, None, None
+        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_ND, grad_weight, grad_bias, None, None, None
 
 
 def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -> Tensor | None:
@@ -169,12 +198,21 @@ def at(inverse_temperature_N: Tensor | None, part: slice) -> Tensor | None:
     return None if inverse_temperature_N is None else inverse_temperature_N[part]
 
 
-def chunk_logits(
-    hidden_CD: Tensor, weight_VD: Tensor, inverse_temperature_C: Tensor | None, products: Products
-) -> Tensor:
-    """[C, V] float32 (float64 stays): the product as `products` has it, the rest in float32."""
-    logits_CV = products.multiply(hidden_CD.to(weight_VD.dtype), weight_VD.T)
+def chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, extent: Extent) -> Tensor:
+    """[C, V] float32 (float64 stays) at temperature 1: the products as `extent` has them, the rest in float32."""
+    logits_CV = extent.products.multiply(hidden_CD.to(weight_VD.dtype), weight_VD.T)
     logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+    if bias_V is not None:
+        logits_CV += bias_V
+    if extent.shape.scale != 1:
+        logits_CV *= extent.shape.scale
+    if cap := extent.shape.soft_cap:
+        logits_CV.div_(cap).tanh_().mul_(cap)
+    return logits_CV
+
+
+def tempered(logits_CV: Tensor, inverse_temperature_C: Tensor | None) -> Tensor:
+    """The logits at the temperatures of their tokens."""
     return logits_CV if inverse_temperature_C is None else logits_CV * inverse_temperature_C[:, None]
 
 
@@ -192,10 +230,12 @@ def chunked_logprobs_entropy(
     chunk: int = 1024,
     float32_matmul: bool = True,
     candidates: Candidates | None = None,
+    bias_V: Tensor | None = None,
+    shape: Shape = AS_IT_IS,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs_N, entropy_N) of a linear head, differentiable in hidden and weight.
+    """(logprobs_N, entropy_N) of a linear head, differentiable in hidden, weight and bias.
 
-        logprobs = log_softmax(hidden @ weight.T / temperature)[target]
+        logprobs = log_softmax(shape(hidden @ weight.T + bias) / temperature)[target]
 
     Entropy is that of the full distribution. With `candidates` [N], log-probs and entropy are of the distribution
     over these alone, and every target must be one of its own. `temperature` is the one the tokens were sampled at, a
@@ -228,5 +268,6 @@ def chunked_logprobs_entropy(
     if isinstance(temperature, Tensor) or temperature != 1:
         temperature_ = torch.as_tensor(temperature, dtype=wide, device=hidden_ND.device)
         inverse_temperature_N = temperature_.reciprocal().expand(N)
-    arguments = (hidden_ND, weight_VD, targets_N, inverse_temperature_N, Extent(chunk, candidates, products))
+    extent = Extent(chunk, candidates, products, shape)
+    arguments = (hidden_ND, weight_VD, bias_V, targets_N, inverse_temperature_N, extent)
     return cast(tuple[Tensor, Tensor], ChunkedHead.apply(*arguments))  # pyright: ignore[reportUnknownMemberType]

@@ -1,6 +1,7 @@
 """The layers of a transformer: computed again in the backward pass, wholly or in part, and compiled."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 Checkpointing: TypeAlias = Literal["off", "selective", "full"]
 """Layers keep their activations, a part of them, or their input alone."""
+PLACES = ("layers", "h", "language_model.layers")
+"""The names of the layers: of most models, of GPT-2 and its like, and of the text part of those that see."""
 MATRIX = ("aten::mm", "aten::addmm")
 """Names of the products of activations and weights."""
 ATTENTION = ("attention", "flash_attn")
@@ -42,10 +45,12 @@ class Selection:
 
 
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
-    """The layers of `transformer`. Raises `ModelError` for a model that keeps them elsewhere than under `layers`."""
-    if not hasattr(transformer, "layers"):
-        raise ModelError(f"{type(transformer).__name__} keeps its layers elsewhere than under `layers`: not supported")
-    return transformer.layers
+    """The layers of `transformer`. Raises `ModelError` for a model that keeps them elsewhere than under `PLACES`."""
+    for place in PLACES:
+        with suppress(AttributeError):
+            return transformer.get_submodule(place)
+    where = ", ".join(PLACES)
+    raise ModelError(f"{type(transformer).__name__} keeps its layers elsewhere than under {where}: not supported")
 
 
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
-from streamppo.errors import ModelError
-from streamppo.learner import adapters, attention, context, layers, pretrained, shared
+from streamppo.learner import adapters, attention, context, head, layers, pretrained, shared
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
@@ -35,8 +34,6 @@ Part: TypeAlias = Literal["policy", "critic", "both"]
 """The result of a pass: log-probs and entropies, values, or all of them."""
 HEAD_CHUNK = 4096
 """Tokens whose logits exist at one time."""
-HEAD_GAP, PROBED = 1e-3, 4
-"""Nats between a model's log-probs and `Policy`'s in float32, and the tokens on which they are compared."""
 SHARD_LAYERS_ABOVE = 16_000_000
 """Parameters above which every layer is gathered on its own; a smaller model is gathered at once."""
 
@@ -80,7 +77,8 @@ class Policy(nn.Module):
         self.layout = layout
         self.share_prompts = share_prompts
         self.detach_context = False
-        self.value_head = nn.Linear((lm if critic is None else critic).config.hidden_size, 1)
+        self.head_shape = head.shape_of(lm)
+        self.value_head = nn.Linear((lm if critic is None else critic).config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -103,6 +101,8 @@ class Policy(nn.Module):
                 chunk=HEAD_CHUNK,
                 float32_matmul=self.float32_head,
                 candidates=None if rows.candidates is None else rows.candidates.at(valid_BT),
+                bias_V=head.bias_of(self.lm),
+                shape=self.head_shape,
             )
             scored = scored._replace(
                 logprobs_BT=scored.logprobs_BT.masked_scatter(valid_BT, logprobs_N),
@@ -224,7 +224,7 @@ def _whole(path: str | Path, critic: str, lora: Lora | None) -> Policy:
     """All weights, on the CPU."""
     with torch.random.fork_rng(devices=[]):
         lm, own = _read(path, critic, "eager", weights=True)
-        _check_head(lm, path)
+        head.check(lm, path)
         if lora is not None:
             adapters.add(lm, lora, "float32")
         policy = Policy(lm, 1.0, own.transformer)
@@ -232,21 +232,6 @@ def _whole(path: str | Path, critic: str, lora: Lora | None) -> Policy:
         with torch.no_grad():
             policy.value_head.weight.copy_(own.head_1D)
     return policy
-
-
-@torch.no_grad()
-def _check_head(lm: Any, path: str | Path) -> None:
-    """`Policy` computes logits as hidden states times the head's weights, and some models do more than that."""
-    head_VD = lm.get_output_embeddings().weight
-    tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
-    theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
-    hidden_1LD = lm.base_model(tokens_1L).last_hidden_state
-    ours_1LV = nn.functional.linear(hidden_1LD, head_VD).float().log_softmax(-1)
-    if (gap := (ours_1LV - theirs_1LV).abs().max().item()) > HEAD_GAP:
-        raise ModelError(
-            f"the model {str(path)!r} does more to its logits than to multiply with its head's weights (a soft cap, a "
-            f"scale or a bias): the learner's log-probs would be up to {gap:.2g} nats from its own"
-        )
 
 
 def _fill(policy: Policy, whole: Policy | None, device: str) -> None:

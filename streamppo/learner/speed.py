@@ -31,7 +31,7 @@ def size_of(policy: Policy) -> Size:
     parameters = sum(parameter.numel() for parameter in policy.lm.parameters())
     trained = sum(parameter.numel() for parameter in policy.lm.parameters() if parameter.requires_grad)
     read, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
-    config: Any = policy.lm.config
+    config: Any = policy.lm.config.get_text_config()
     multiplied = parameters - (0 if read is head else read.numel())
     return Size(multiplied, config.num_hidden_layers, config.hidden_size, trained / parameters)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
-from streamppo.algorithms.chunked_head import ChunkedHead, Extent, Products, chunked_logprobs_entropy
+from streamppo.algorithms.chunked_head import ChunkedHead, Extent, Products, Shape, chunked_logprobs_entropy
 
 N, D, V = 7, 5, 11
 
@@ -50,6 +50,27 @@ def test_gradients_of_both_outputs_equal_those_of_the_naive_form(chunk: int, per
     got = chunked_logprobs_entropy(*leaves, targets, temperature=knob, chunk=chunk)
     for actual, wanted in zip(torch.autograd.grad((torch.stack(got) * up).sum(), leaves), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(scale=0.3), Shape(soft_cap=2.0), Shape(scale=1.7, soft_cap=3.0)])
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_a_bias_a_scale_and_a_soft_cap_are_those_of_the_naive_form(shape: Shape, temperature: float) -> None:
+    hidden, weight, targets = tensors()
+    bias = torch.randn(V, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    up = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    y_NV = shape.scale * (hidden @ weight.T + bias)
+    z_NV = shape.soft_cap * torch.tanh(y_NV / shape.soft_cap) if shape.soft_cap else y_NV
+    log_p_NV = (z_NV / temperature).log_softmax(-1)
+    wanted = torch.stack([log_p_NV.gather(-1, targets[:, None])[:, 0], -(log_p_NV.exp() * log_p_NV).sum(-1)])
+    found = torch.stack(
+        chunked_logprobs_entropy(hidden, weight, targets, temperature=temperature, chunk=3, bias_V=bias, shape=shape)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad((found * up).sum(), leaves), torch.autograd.grad((wanted * up).sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_a_frozen_weight_gets_no_gradient_and_logprobs_alone_can_be_used() -> None:
@@ -273,7 +294,7 @@ def test_gradcheck_agrees(candidates: Candidates | None) -> None:
     hidden, weight, _ = tensors()
     targets, inverse = targets_of(), torch.linspace(0.5, 1.5, N).double()
     assert torch.autograd.gradcheck(
-        lambda h, w: ChunkedHead.apply(h, w, targets, inverse, Extent(3, candidates)),
+        lambda h, w: ChunkedHead.apply(h, w, None, targets, inverse, Extent(3, candidates)),
         (hidden.requires_grad_(), weight.requires_grad_()),
     )
 
