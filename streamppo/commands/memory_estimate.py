@@ -230,16 +230,16 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
         kept = model.hidden * model.element
         kept += model.selected_per_layer if config.model.gradient_checkpointing == "selective" else 0
         layers = tokens * (kept * model.layers + model.activations_per_layer)
-    reference, teacher = config.algorithm.kl, config.algorithm.teacher
+    reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, learner.mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None
     frozen = [is_second, bool(teacher.model) and not teacher.offload]
     return RankMemory(
-        state=(trained * (MASTER + GRADIENT + MOMENTS) + frozen_bytes) // learner.ranks,
+        state=(trained * (MASTER + GRADIENT + MOMENTS) + frozen_bytes) // shards,
         gathered=gathered,
         activations=layers * (1 + own),
         head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
         + model.vocabulary * model.hidden * 4 * 2 * config.model.float32_head,
-        reference=sum(frozen) * model.parameters * MASTER // learner.ranks,
+        reference=sum(frozen) * model.parameters * MASTER // shards,
         batch=config.queue.batch_size * longest * BATCH,
     )
 

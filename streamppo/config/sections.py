@@ -16,6 +16,7 @@ from streamppo.config.base import Count, Fraction, NonNegative, Positive, Positi
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
 from streamppo.config.lora import Lora
+from streamppo.config.mesh import Mesh
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
 from streamppo.config.task import Environment, Task
@@ -145,6 +146,8 @@ class Learner(Machine, frozen=True, kw_only=True):
     """AdamW's learning rate."""
     ranks: Positive = 1
     """Learner ranks, one Ray actor each."""
+    mesh: Mesh = Mesh()
+    """Division of the model between ranks."""
     warmup_updates: Count = 0
     """Updates over which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -387,6 +390,7 @@ def _gpus(config: Config) -> Iterator[str]:
             f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
             f"and its share of the {rollout.actors} rollout actors have one between them"
         )
+    yield from learner.mesh.refuses(learner.ranks)
     if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
         yield f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
 

@@ -16,6 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +25,7 @@ from streamppo.config.sections import Checkpoint
 from streamppo.errors import CheckpointError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import Damaged, Files, State
+from streamppo.learner.policy import rank_in_copy
 from streamppo.weights.transport import Pushed
 
 METADATA = ".metadata"
@@ -65,7 +67,13 @@ class Saver:
         if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
         tensors = _tensors(trained, state)
-        written = dcp.async_save(tensors, checkpoint_id=durable.aside(final), process_group=self._group)
+        written = dcp.async_save(
+            tensors,
+            checkpoint_id=durable.aside(final),
+            process_group=self._group,
+            # Of several copies of the model the first one writes.
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        )
         assert isinstance(written, Future), "async_save gives a future unless it is asked for more"
         self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads)
 
@@ -141,7 +149,9 @@ def load(path: Path, trained: Trained) -> State:
     Raises `CheckpointError` on all ranks if another number of ranks wrote it, or if a rank lacks a file; `Damaged` if a
     file is not as it was written.
     """
-    state = _verify(path)
+    parameter = next(trained.policy.parameters())
+    assert isinstance(parameter, DTensor), "a policy is sharded"
+    state = _verify(path, rank_in_copy(parameter.device_mesh))
     if state.ranks != dist.get_world_size():
         raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
     tensors = _tensors(trained, state)
@@ -161,11 +171,14 @@ def load(path: Path, trained: Trained) -> State:
     return state
 
 
-def _verify(path: Path) -> State:
-    """Let every rank verify its files; the first error of any rank is raised by all, a missing file before damage."""
+def _verify(path: Path, shards_of: int) -> State:
+    """Let every rank verify the files that it reads, of which the rank `shards_of` wrote the shards.
+
+    The first error of any rank is raised by all, a missing file before damage.
+    """
     found: State | CheckpointError
     try:
-        found = manifest.verify(path, dist.get_rank())
+        found = manifest.verify(path, dist.get_rank(), shards_of)
     except CheckpointError as error:
         found = error
     errors = [one for one in _gather(found, dist.group.WORLD) if isinstance(one, CheckpointError)]

@@ -7,8 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from streamppo.config.mesh import Mesh
 from streamppo.errors import RunError
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
@@ -67,10 +68,26 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int) 
     )
 
 
+def mesh_of(device: str, config: Mesh) -> DeviceMesh:
+    """All ranks: [ranks], or [copies, ranks of a copy] where the model has several. FSDP2 shards over the last.
+
+    A collective.
+    """
+    ranks = dist.get_world_size()
+    if config.replicate == 1:
+        return init_device_mesh(device, (ranks,))
+    return init_device_mesh(device, (config.replicate, config.shards(ranks)), mesh_dim_names=("replicate", "shard"))
+
+
+def everybody() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    assert dist.group.WORLD is not None, "join comes first"
+    return dist.group.WORLD
+
+
 def expect_updates(mesh: DeviceMesh) -> None:
     """Shorten the limit of collectives: everything is loaded."""
-    for group in (dist.group.WORLD, mesh.get_group()):
-        assert group is not None, "join comes first"
+    for group in (everybody(), *mesh.get_all_groups()):
         group.set_timeout(UPDATE)
 
 

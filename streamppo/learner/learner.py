@@ -15,6 +15,7 @@ from streamppo.config.sections import LOCAL, Config
 from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, reference, steering, teacher
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
+from streamppo.learner.device import everybody
 from streamppo.learner.fetch import OwnRows
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
@@ -58,7 +59,7 @@ class Learner:
         same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
         taught_by = teacher.load(config, self.model_path, self.mesh, self.updater.teacher if same else None)
         before = self.updater
-        self.updater = _updater(config, self.policy, self.optimizer, self.mesh, (followed, taught_by))
+        self.updater = _updater(config, self.policy, self.optimizer, (followed, taught_by))
         moved = before.reference_moved
         self.updater.remember(before.beta, before.in_a_row, before.steered_bonus, reference_moved=moved)
         self.lag = steering.go_on(config, self.lag)
@@ -155,7 +156,7 @@ def build(
     followed = reference.load(config, model_path, mesh, loaded, None)
     frozen = followed, teacher.load(config, model_path, mesh, None)
     adamw = optimizer.adamw(loaded, config)
-    updater = _updater(config, loaded, adamw, mesh, frozen)
+    updater = _updater(config, loaded, adamw, frozen)
     trained, version, lag = Trained(loaded, adamw, reference.own(updater.reference)), 0, None
     if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), trained)):
         version, lag = state.version, Lag(*state.lag) if state.lag else None
@@ -179,9 +180,8 @@ def _updater(
     config: Config,
     trained: Policy,
     adamw: torch.optim.Optimizer,
-    mesh: DeviceMesh,
     frozen: tuple[Policy | Without | None, Policy | None],
 ) -> Updater:
     """The updater of `trained` beside the `frozen` reference and teacher."""
     chosen, (followed, taught_by) = objective.build(config), frozen
-    return Updater(trained, adamw, chosen, config, group=mesh.get_group(), reference=followed, teacher=taught_by)
+    return Updater(trained, adamw, chosen, config, group=everybody(), reference=followed, teacher=taught_by)

@@ -90,19 +90,22 @@ def read(path: Path) -> Manifest:
     return manifest
 
 
-def verify(path: Path, rank: int) -> State:
+def verify(path: Path, rank: int, shards_of: int | None = None) -> State:
     """The state in the checkpoint at `path`, once the files that `rank` reads are verified.
 
+    They are its own, and those of the rank `shards_of`, which wrote the shards of both if a model has several copies.
     Raises `Damaged`, or `CheckpointError` for a file that is not there; both name it.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: not on the disk of rank {rank}, which wrote a part of it")
+        raise CheckpointError(f"{path}: not on the disk of rank {rank}, which reads a part of it")
     manifest = read(path)
-    own = manifest.files.ranks[rank] if rank < manifest.state.ranks else {}
-    for name, expected in {**manifest.files.shared, **own}.items():
+    writers = {rank, rank if shards_of is None else shards_of}
+    read_here = [manifest.files.ranks[writer] for writer in writers if writer < manifest.state.ranks]
+    files = {name: expected for some in (manifest.files.shared, *read_here) for name, expected in some.items()}
+    for name, expected in files.items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{file}: not on the disk of rank {rank}, which wrote a part of the checkpoint")
+            raise CheckpointError(f"{file}: not on the disk of rank {rank}, which reads it")
         if durable.sha256(file) != expected:
             raise Damaged(f"{file}: damaged (its SHA-256 is not the manifest's)")
     return manifest.state

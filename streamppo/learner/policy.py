@@ -289,11 +289,16 @@ def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
         return Shard(dtype, shape, 0, whole.rows if dist.get_rank() == 0 else 0)
     # FSDP cuts the first dimension. Where it leaves a rank nothing, that rank has no chunk.
     chunks: list[Any] = parameter.__create_chunk_list__()
-    if not chunks or not parameter.to_local().numel():
+    if not chunks or not parameter.to_local().numel() or rank_in_copy(parameter.device_mesh) != dist.get_rank():
         return Shard(dtype, shape, 0, 0)
     (chunk,) = chunks
     assert tuple(chunk.sizes[1:]) == shape[1:], "sharded along another dimension than the first"
     return Shard(dtype, shape, chunk.offsets[0], chunk.sizes[0])
+
+
+def rank_in_copy(mesh: DeviceMesh) -> int:
+    """The rank of the first copy of the model that has the same shards as this one."""
+    return dist.get_rank() % mesh.size(-1)
 
 
 @phase("snapshot")

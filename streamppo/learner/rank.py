@@ -71,14 +71,12 @@ class Rank:
     @ray.method
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None) -> int:
         """Join the group, load the model or a checkpoint, push the first version. Returns that version."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         from streamppo.learner import device
 
         ranks, critic = self._config.learner.ranks, self._config.algorithm.critic
         place = device.acquire(self._config.learner.gpus, exact=self._config.learner.exact)
         device.join(place, address, self._rank, ranks)
-        mesh = init_device_mesh(place.type, (ranks,))
+        mesh = device.mesh_of(place.type, self._config.learner.mesh)
         learner = self._built = self._build(self._config, model_path, mesh, self._publish, resume_from)
         device.expect_updates(mesh)
         if critic.pretrain and resume_from is None:

@@ -93,7 +93,7 @@ class Updater:
         self.bonus = Bonus(config.algorithm.entropy, config.algorithm.entropy)
         self.device = next(policy.parameters()).device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        width, is_padded = policy.lm.config.hidden_size, policy.layout is attention.padded
+        width, is_padded = policy.lm.config.get_text_config().hidden_size, policy.layout is attention.padded
         self.division = Division(config, self.rank, self.ranks, width, is_padded)
         self.bad_steps = 0
         self.critic_bad_steps = 0

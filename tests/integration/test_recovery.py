@@ -100,6 +100,12 @@ def all_accounted(run: Path) -> chaos.Trial:
             ("learner.ranks=2", "queue.max_lag=0", "learner.deltas=on", "model.dtype=bfloat16", "learner.lr=1e-6"),
             id="two-ranks-with-deltas",
         ),
+        pytest.param(
+            ["learner", "driver"],
+            ("learner.ranks=4", "learner.mesh.replicate=2", "queue.max_lag=1"),
+            id="two-copies-of-two-ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(

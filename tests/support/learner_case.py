@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config import file as configfile
@@ -20,6 +19,7 @@ from streamppo.config.sections import Config
 from streamppo.learner import objective, reference
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.device import everybody, mesh_of
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory, flags, ints
 
@@ -111,7 +111,7 @@ def group(rank: int, ranks: int, store: Path, backend: str = "gloo") -> Iterator
 
 def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     """The learner's updater on the model in `folder`, with a critic that is not zero."""
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = mesh_of(device, config.learner.mesh)
     temperature = config.rollout.temperature
     torch.manual_seed(9)
     policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model, lora=config.model.lora)
@@ -130,7 +130,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
         torch.optim.SGD([one for one in policy.parameters() if one.requires_grad], lr=config.learner.lr * 100),
         objective.build(config),
         config,
-        group=mesh.get_group(),
+        group=everybody(),
         reference=followed,
         teacher=teacher,
     )
