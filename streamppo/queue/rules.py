@@ -90,8 +90,9 @@ class QueueRules:
         bound = (engine_version + lag + 1 - state.version) * settings.batch_size
         # The tokens of an engine that is behind would be older than those that the slot was opened for.
         is_strict = settings.segments is not None or settings.window is not None
-        again = state.open and not (is_strict and engine_version < state.version and state.held > bound)
-        return bool(again) or state.held < bound
+        held = state.held + segments.to_come(settings, state)
+        again = state.open and not (is_strict and engine_version < state.version and held > bound)
+        return bool(again) or held < bound
 
     @phase("store")
     def put_all(self, trajectories: Sequence[Trajectory]) -> None:

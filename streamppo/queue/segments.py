@@ -8,8 +8,9 @@ Update u trains from version u. `S` is the lag that the flow aims at, `L` is max
     admission   as for whole completions, with S in the place of L, and with the slowest actor's last cut as version
     the take    the segments with the oldest tokens come first; it waits for actors whose cuts could still be due
 
-So those that are due find room in a batch. Cuts by length open places that nobody has counted: if engines sample more
-segments than the learner takes, tokens grow too old, and are masked.
+So those that are due find room in a batch. Cuts by length open places too, before they have to: each completion under way
+is counted with as many of them as the average one has had. That is an average, and not a bound: where it errs, tokens may
+grow too old, and are masked.
 """
 
 from typing import NamedTuple
@@ -29,6 +30,14 @@ class Chosen(NamedTuple):
 def last_cut(state: QueueState) -> int | None:
     """The version for which all actors that sample have cut and delivered; None if nobody samples."""
     return min((state.cut_for.get(actor, -1) for actor in state.issued), default=None)
+
+
+def to_come(settings: Settings, state: QueueState) -> int:
+    """The places that completions under way will open by cuts by length, if they are like those that have ended."""
+    if settings.segments is None or not settings.segments.max_tokens:
+        return 0
+    cut, ended = state.counts["cut"], state.counts["stored"] - state.counts["cut"]
+    return sum(state.issued.values()) * cut // max(1, ended)
 
 
 def is_behind(settings: Settings, state: QueueState, min_version: int) -> bool:

@@ -251,10 +251,15 @@ def test_the_learner_waits_for_rewards_before_tokens_grow_too_old(max_lag: int, 
     assert masked + given_up <= bound, f"{masked} tokens masked, {given_up} of {consumed} segments too old"
 
 
-@pytest.mark.parametrize("max_lag", [1, 4])
-def test_segments_by_length_are_whole_too_and_those_that_grow_too_old_are_counted(max_lag: int) -> None:
+@pytest.mark.parametrize("max_lag", [1, 9])
+def test_segments_by_length_are_whole_too_and_next_to_none_grow_too_old(max_lag: int) -> None:
+    lost = consumed = 0
     for seed in range(12):
-        in_any_order(seed, max_lag, 3)
+        counted = report.report(in_any_order(seed, max_lag, 3).rules.state)
+        lost, consumed = lost + counted.masked_tokens + counted.tokens["too_old"], consumed + counted.tokens["consumed"]
+    # At a lag of 1 a version is all the time there is, and hostile orders take longer.
+    bound = 0.01 if max_lag == 1 else 0.002
+    assert lost <= bound * consumed, f"{lost} of {consumed} tokens were too old"
 
 
 def in_any_order(
