@@ -23,7 +23,7 @@ from streamppo.driver.cluster import describe, init_ray
 from streamppo.driver.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
 from streamppo.learner import manifest
-from streamppo.queue import archive
+from streamppo.queue import archive, continuation
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
 from streamppo.queue.source import ArchiveSource, as_source
@@ -53,7 +53,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     """
     journal = Journal.of(run)
     recorded = journal.versions()
-    configs = {version: msgspec.msgpack.decode(config, type=Config) for version, config in journal.configs().items()}
+    configs = continuation.configs(journal)
     journal.close()
     last = max(recorded, default=0) if to is None else to
     if last not in recorded:

@@ -8,10 +8,9 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
+from streamppo.queue import continuation
 from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.journal import Journal
 from streamppo.telemetry import metrics_file
@@ -28,7 +27,8 @@ def lost_lines(record: Record, folder: Path) -> None:
         return
     try:
         journal = Journal.of(folder)
-        archive, configs = Archive(folder / "archive", checksums(journal.versions().values())), journal.configs()
+        archive = Archive(folder / "archive", checksums(journal.versions().values()))
+        configs = continuation.configs(journal)
         journal.close()
     except JournalError as error:
         log.info("%s: the lines of updates %s are lost: %s", metrics_file.METRICS, _ranges(lost), error)
@@ -42,7 +42,7 @@ def lost_lines(record: Record, folder: Path) -> None:
         )
 
 
-def _remake(record: Record, archive: Archive, configs: Mapping[int, bytes], version: int) -> bool:
+def _remake(record: Record, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
     """Write the line of an update again. False, with a log line, if its batch cannot be read."""
     # Lines are seldom lost, and these import torch.
     from streamppo.learner.batch import pad
@@ -55,7 +55,7 @@ def _remake(record: Record, archive: Archive, configs: Mapping[int, bytes], vers
     except JournalError as error:
         log.info("%s: the line of update %d is lost: %s", metrics_file.METRICS, version, error)
         return False
-    config = msgspec.msgpack.decode(configs[max(one for one in configs if one < version)], type=Config)
+    config = configs[max(one for one in configs if one < version)]
     record.remade(version, described(batch, trained_tokens(config.algorithm, batch)), lag_histogram(batch))
     return True
 

@@ -11,10 +11,23 @@ from streamppo.errors import CheckpointError, JournalError
 from streamppo.queue.journal import Journal
 
 
+def configs(journal: Journal) -> dict[int, Config]:
+    """The configurations that the run has had, by the version from which each of them held.
+
+    Raises `JournalError` for one that another version of streamppo wrote.
+    """
+    try:
+        return {version: msgspec.msgpack.decode(one, type=Config) for version, one in journal.configs().items()}
+    except msgspec.ValidationError as error:
+        raise JournalError(
+            f"{journal.path}: has a configuration of another version of streamppo: {error}. The version that began the "
+            "run can go on with it"
+        ) from error
+
+
 def newest_config(journal: Journal) -> Config | None:
-    """The configuration that the run had last; None if it never began."""
-    configs = list(journal.configs().values())
-    return msgspec.msgpack.decode(configs[-1], type=Config) if configs else None
+    """The configuration that the run had last; None if it never began. Raises the errors of `configs`."""
+    return next(reversed(configs(journal).values()), None)
 
 
 def refuse_other(before: Config | None, config: Config, newest: int, start: Callable[[], int]) -> None:

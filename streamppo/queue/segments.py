@@ -8,9 +8,9 @@ Update u trains from version u. `S` is the lag that the flow aims at, `L` is max
     admission   as for whole completions, with S in the place of L, and with the slowest actor's last cut as version
     the take    the segments with the oldest tokens come first; it waits for actors whose cuts could still be due
 
-So those that are due find room in a batch. Cuts by length open places too, before they have to: each completion under way
-is counted with as many of them as the average one has had. That is an average, and not a bound: where it errs, tokens may
-grow too old, and are masked.
+So those that are due find room in a batch. Cuts by length open places too, before they have to: each completion under
+way is counted with as many of them as the average one has had. That is an average, and not a bound: where it errs,
+tokens may grow too old, and are masked.
 """
 
 from typing import NamedTuple

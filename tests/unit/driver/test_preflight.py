@@ -74,6 +74,13 @@ def test_a_new_run_and_one_that_was_stopped_go_on(math_config: Load, tmp_path: P
     preflight.verify(math_config("learner.lr=1e-5"), tmp_path)
 
 
+def test_a_run_of_another_version_of_streamppo_is_named(math_config: Load, tmp_path: Path) -> None:
+    run = trained(tmp_path, math_config(), checkpoint=2)
+    KEPT[-1].configure(2, msgspec.msgpack.encode(msgspec.to_builtins(math_config()) | {"gone": 1}))
+    error = refusal(math_config(), run)
+    assert "a configuration of another version of streamppo: Object contains unknown field `gone`" in str(error)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
