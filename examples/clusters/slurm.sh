@@ -1,0 +1,42 @@
+#!/bin/bash
+# One run on a Slurm cluster:   sbatch --nodes=3 --job-name=math examples/clusters/slurm.sh configs/math.toml [name=value ...]
+#
+# Every node starts Ray, and the first one runs streamppo. The folder in which sbatch is called, and HOME, must be on a
+# disk that all nodes see under the same path; GPUs are asked for by --gpus-per-node. The job's name is that of the run: the
+# same command goes on with it. A job that is preempted, or runs out of time, has two minutes to save a checkpoint.
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@120
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+run="runs/$SLURM_JOB_NAME"
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address="$head:${RAY_PORT:-6379}"
+# A run cannot set these from outside of Ray: no record of each call, and no nice value.
+export RAY_task_events_report_interval_ms=0 RAY_worker_niceness=0
+# Who reaches Ray's ports and has this token runs code as this user. It lies in HOME, closed to others.
+export RAY_AUTH_MODE=token
+ray get-auth-token --generate > /dev/null
+
+nodes=()
+trap 'kill "${nodes[@]}" 2> /dev/null || true' EXIT
+srun --nodes=1 --ntasks=1 --nodelist="$head" \
+    ray start --head --node-ip-address="$head" --port="${address##*:}" --include-dashboard=false --block &
+nodes+=($!)
+for _ in $(seq 60); do ray status --address "$address" > /dev/null 2>&1 && break || sleep 2; done
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+    others=$((SLURM_JOB_NUM_NODES - 1))
+    srun --nodes="$others" --ntasks="$others" --exclude="$head" ray start --address="$address" --block &
+    nodes+=($!)
+fi
+
+resume=()
+[ -d "$run" ] && resume=(--resume)
+# It waits until there is room for all of it, so for all nodes that it needs.
+streamppo run "$1" "${resume[@]}" "name=$SLURM_JOB_NAME" "cluster.address=$address" "${@:2}" &
+training=$!
+trap 'kill -TERM "$training"' TERM
+# A signal ends the first wait; the second one is for the checkpoint.
+wait "$training" || wait "$training"

@@ -1,0 +1,113 @@
+"""The recipes of examples/clusters: Slurm's script runs here by two Ray nodes of one machine, the others are read."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import MATH, REPOSITORY
+from test_run import MARK, family, gone, summary, wait_for_updates
+
+from streamppo.config import file as configfile
+
+CLUSTERS = REPOSITORY / "examples" / "clusters"
+SHORT = ("queue.batch_size=64", "model.tiny.max_steps=20", "evaluation.every=0", "evaluation.prompts=8")
+SRUN = '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexec "$@"\n'
+"""Runs the command of a step here."""
+SCONTROL = "#!/bin/bash\necho 127.0.0.1\necho 127.0.0.1\n"
+"""Names two nodes."""
+
+
+def job(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
+    """The script as Slurm would start it on the first of two nodes. It finds the run of an earlier job by its name."""
+    tools = folder / "bin"
+    tools.mkdir(exist_ok=True)
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NAME": "math"}
+    path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, **slurm, "PATH": path, "RAY_PORT": "6391", MARK: str(folder / "runs")}
+    return subprocess.Popen(
+        ["bash", str(CLUSTERS / "slurm.sh"), str(MATH), *SHORT, *overrides],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_slurm_job_that_is_told_to_end_saves_a_checkpoint_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    try:
+        first = job(tmp_path, "updates=100000")
+        wait_for_updates(runs, 3)
+        first.send_signal(signal.SIGTERM)
+        said, _ = first.communicate(timeout=120)
+        assert first.returncode == 128 + signal.SIGTERM, said
+        made = summary(runs)["updates"]
+        assert (runs / "math" / "checkpoints" / f"{made:08d}").is_dir(), said
+        assert gone(runs), [one.cmdline() for one in family(runs)]
+        second = job(tmp_path, f"updates={made + 3}")
+        said, _ = second.communicate(timeout=300)
+        assert second.returncode == 0, said
+        assert summary(runs)["updates"] == made + 3
+        assert [path.name for path in runs.iterdir()] == ["math"], "the second job went on with the run of the first"
+    finally:
+        for left in family(runs):
+            left.kill()
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every `streamppo run` in a text, without what a shell would put in."""
+    lines = re.findall(r"^.*?\b(streamppo run .*)$", text.replace("\\\n", " "), re.MULTILINE)
+    return [[word for word in shlex.split(line, comments=True) if "$" not in word and word != "&"] for line in lines]
+
+
+@pytest.mark.parametrize("name", ["rayjob.yaml", "sky.yaml"])
+def test_every_run_of_a_recipe_is_one_that_the_configuration_allows(name: str) -> None:
+    found = yaml.safe_load((CLUSTERS / name).read_text())
+    (words,) = commands(found["run"] if "run" in found else found["spec"]["entrypoint"])
+    overrides = [word for word in words[3:] if re.match(r"[a-z_.]+=", word)]
+    config = configfile.load(REPOSITORY / words[2].removeprefix("/streamppo/"), overrides)
+    assert config.rollout.actors == 2
+    if name == "rayjob.yaml":
+        assert config.cluster.address == "auto"
+
+
+def test_pods_of_kubernetes_see_one_folder_have_memory_for_objects_and_a_token() -> None:
+    spec: Any = yaml.safe_load((CLUSTERS / "rayjob.yaml").read_text())["spec"]
+    cluster = spec["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    pinned = re.search(r"^ray==(.+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned and cluster["rayVersion"] == pinned[1]
+    words = shlex.split(spec["entrypoint"])
+    runs = words[words.index("--runs") + 1]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounted = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        assert mounted == {"runs": runs, "shm": "/dev/shm"}
+        assert {one["name"] for one in pod["volumes"]} == mounted.keys()
+        assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_images_install_extras_that_there_are_and_the_pinned_torch(name: str) -> None:
+    text = (CLUSTERS / name).read_text()
+    (extras,) = re.findall(r"'\.\[(.+)\]'", text)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    for version in re.findall(r"torch==(\S+)", text):
+        assert f"torch=={version}" in (REPOSITORY / "constraints.txt").read_text()
+    assert "USER ray" in text and 'ENTRYPOINT ["streamppo"]' in text
