@@ -182,12 +182,32 @@ def load(
     made = [] if whole is None else _transformers(whole)
     chosen = attention.without_leaks(chosen, config, path, made)
     share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
+    policy = sharded(config, path, mesh, critic, chosen, offload=offload, lora=lora)
+    policy.temperature, policy.share_prompts = temperature, share_prompts
+    policy.to_empty(device="cpu" if offload else device)
+    _fill(policy, whole, device)
+    return policy
+
+
+def sharded(
+    config: Model,
+    path: str | Path,
+    mesh: DeviceMesh,
+    critic: str,
+    attends: str,
+    *,
+    offload: bool = False,
+    lora: Lora | None = None,
+) -> Policy:
+    """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
+
+    `attends` is transformers' name of the attention.
+    """
     with torch.device("meta"):
-        lm, own = _read(path, critic, chosen, weights=False)
+        lm, own = _read(path, critic, attends, weights=False)
         if lora is not None:
             adapters.add(lm, lora, config.dtype)
-        layout = attention.layout(chosen)
-        policy = Policy(lm, temperature, own.transformer, layout=layout, share_prompts=share_prompts)
+        policy = Policy(lm, 1.0, own.transformer, layout=attention.layout(attends))
         policy.float32_head = config.float32_head
     transformers = _transformers(policy)
     for transformer in transformers:
@@ -198,7 +218,7 @@ def load(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
     # FSDP moves layer by layer what it shards: no GPU ever holds the whole model in float32.
-    where = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
         for transformer in transformers:
             for layer in layers.layers_of(transformer):
@@ -207,8 +227,6 @@ def load(
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     fully_shard(policy.value_head, mesh=mesh, mp_policy=exact, offload_policy=where)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
-    policy.to_empty(device="cpu" if offload else device)
-    _fill(policy, whole, device)
     return policy
 
 

@@ -1,0 +1,92 @@
+"""Models of 32 to 235 billion parameters, laid out over 64 ranks without memory: a rank has what `check` says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import MATH
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen2Config, Qwen3MoeConfig
+
+from streamppo.commands import memory_estimate as memory
+from streamppo.config import file as configfile
+from streamppo.learner import device, policy
+from streamppo.weights.buckets import Buckets
+
+RANKS = 64
+LARGE: dict[str, tuple[float, Any]] = {
+    "Qwen2.5-32B": (
+        32.8e9,
+        Qwen2Config(
+            hidden_size=5120,
+            intermediate_size=27648,
+            num_hidden_layers=64,
+            num_attention_heads=40,
+            num_key_value_heads=8,
+            vocab_size=152064,
+        ),
+    ),
+    "Qwen2.5-72B": (
+        72.7e9,
+        Qwen2Config(
+            hidden_size=8192,
+            intermediate_size=29568,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            vocab_size=152064,
+        ),
+    ),
+    "Qwen3-235B-A22B": (
+        235.1e9,
+        Qwen3MoeConfig(
+            hidden_size=4096,
+            num_hidden_layers=94,
+            num_attention_heads=64,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1536,
+            vocab_size=151936,
+        ),
+    ),
+}
+
+
+@pytest.fixture
+def first_of_many() -> Iterator[None]:
+    """Rank 0 of 64, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("first_of_many")
+@pytest.mark.parametrize("copies", [1, 8])
+@pytest.mark.parametrize("name", LARGE)
+def test_bytes_of_a_rank_its_push_and_its_checkpoint_are_those_of_check(tmp_path: Path, name: str, copies: int) -> None:
+    parameters, settings = LARGE[name]
+    settings.tie_word_embeddings = False
+    settings.architectures = [f"{type(settings).__name__.removesuffix('Config')}ForCausalLM"]
+    settings.save_pretrained(tmp_path)
+    ranks = [f"learner.ranks={RANKS}", f"learner.mesh.replicate={copies}", "model.dtype=bfloat16"]
+    config = configfile.load(MATH, ranks)
+    made = policy.sharded(config.model, tmp_path, device.mesh_of("cpu", config.learner.mesh), "head", "sdpa")
+    assert sum(one.numel() for one in made.lm.parameters()) == pytest.approx(parameters, rel=2e-3)
+
+    said = memory.sizes(settings, config.model)
+    own = sum(policy.local(one).numel() for one in made.parameters())
+    state = memory.MASTER + memory.GRADIENT + memory.MOMENTS
+    assert own * state == pytest.approx(memory.rank(config, said, longest=64).state, rel=1e-3)
+
+    buckets = Buckets(policy.shards(made, "bfloat16"), config.learner.bucket_bytes)
+    pushed = sum(array.nbytes for array in buckets.arrays)
+    assert pushed * RANKS / copies == pytest.approx(memory.object_store(said) / memory.VERSIONS, rel=1e-3)
+
+    plan = create_default_local_save_plan(made.state_dict(), is_coordinator=True)
+    chunks = [item.tensor_data.chunk.sizes.numel() for item in plan.items if item.tensor_data is not None]
+    assert sum(chunks) == pytest.approx(own, rel=1e-6)
