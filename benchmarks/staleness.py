@@ -95,8 +95,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         world.alone(Path(folder))
         for case in cases(options.only, options.rules, options.max_lag, options.seeds):
-            key = {**case._asdict(), "updates": options.updates}
-            rows.append(campaign.row(key, partial(_run, case, options.updates, Path(folder))))
+            key = {**case._asdict(), "updates": options.updates, **({"set": options.set} if options.set else {})}
+            more = [f"updates={options.updates}", *options.set]
+            rows.append(campaign.row(key, partial(_run, case, more, Path(folder))))
             print(json.dumps(_short(rows[-1])), flush=True)
             if options.json:
                 result = {"machine": about, "costs": Costs()._asdict(), "goals": judge(rows), "runs": rows}
@@ -118,8 +119,8 @@ def cases(shapes: Sequence[str], rules: Sequence[str], max_lags: Sequence[int], 
         yield from (Case(shape, rule, lag, seed) for lag in max_lags for rule in rules)
 
 
-def overrides(case: Case, data: Path, model: Path, updates: int) -> list[str]:
-    """Return all that differs from ciphers.toml in one case."""
+def overrides(case: Case, data: Path, model: Path, more: Sequence[str]) -> list[str]:
+    """Return all that differs from ciphers.toml in one case, `more` too."""
     too_old = case.rule if case.rule in WHOLE else "mask"
     steered = f"{{kind='adaptive',at_most={case.max_lag}}}"
     rule, _, most = case.rule.partition("-")
@@ -127,13 +128,13 @@ def overrides(case: Case, data: Path, model: Path, updates: int) -> list[str]:
     return [
         *SMALL,
         f"seed={case.seed}",
-        f"updates={updates}",
         f"model.path={model}",
         f"task.data={data / 'train.jsonl'}",
         f"task.evaluation={data / 'held_out.jsonl'}",
         f"queue.max_lag={steered if case.rule in STEERED else case.max_lag}",
         f"queue.too_old={too_old}",
         *([cuts] if SEGMENTS in (rule, most) else []),
+        *more,
     ]
 
 
@@ -209,11 +210,11 @@ def _with_sync(
     return ((row, synchronous[row["seed"]]) for row in cut if row["seed"] in synchronous)
 
 
-def _run(case: Case, updates: int, folder: Path) -> dict[str, Any]:
+def _run(case: Case, more: Sequence[str], folder: Path) -> dict[str, Any]:
     data, model = folder / case.lengths, folder / f"model-{case.lengths}-{case.seed}"
     if not data.is_dir():
         ciphers.write(data, case.lengths, median=MEDIAN)
-    config = configfile.load(CONFIG, overrides(case, data, model, updates))
+    config = configfile.load(CONFIG, overrides(case, data, model, more))
     if not model.is_dir():
         tiny.make(config, model)
     with tempfile.TemporaryDirectory() as run:
@@ -227,6 +228,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-lag", type=int, nargs="+", default=MAX_LAGS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="for all runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()

@@ -57,7 +57,7 @@ def test_every_case_is_a_configuration_that_can_be_run(tmp_path: Path) -> None:
     cases = list(staleness.cases(("pareto",), staleness.RULES, (2, 4), (1, 2)))
     assert cases[0] == Case("pareto", "sync", 0, 1) and len(cases) == 2 * (1 + 2 * 9) == len(set(cases))
     for case in cases:
-        config = configfile.load(staleness.CONFIG, staleness.overrides(case, tmp_path, tmp_path, 9))
+        config = configfile.load(staleness.CONFIG, staleness.overrides(case, tmp_path, tmp_path, []))
         most = {"segments": 0, "adaptive-segments": 0, "segments-4": 4, "segments-8": 8}
         assert (config.queue.segments.max_tokens if config.queue.segments else None) == most.get(case.rule)
         assert config.queue.bound == case.max_lag
@@ -67,7 +67,9 @@ def test_every_case_is_a_configuration_that_can_be_run(tmp_path: Path) -> None:
 
 def simulate(case: Case, folder: Path, updates: int) -> dict[str, Any]:
     """A tiny run of a case."""
-    config = configfile.load(staleness.CONFIG, [*staleness.overrides(case, folder, folder / "model", updates), *TINY])
+    config = configfile.load(
+        staleness.CONFIG, staleness.overrides(case, folder, folder / "model", [f"updates={updates}", *TINY])
+    )
     if not (folder / "model").is_dir():
         tiny.make(config, folder / "model")
     run = folder / f"run-{len(list(folder.iterdir()))}"
