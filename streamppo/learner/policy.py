@@ -293,10 +293,12 @@ def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
 def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
     """The tensors of a version that stand still, in `dtype`: with the hash of this rank's share, and never pushed."""
     target = getattr(torch, dtype)
-    return tuple(
-        described(name, _shard(parameter, target), local(parameter).to("cpu", target))
-        for name, parameter in adapters.frozen(policy.lm).items()
-    )
+    made: list[Described] = []
+    for name, parameter in adapters.frozen(policy.lm).items():
+        shard = _shard(parameter, target)
+        own = local(parameter) if shard.nbytes else torch.empty(shard.local_shape)
+        made.append(described(name, shard, own.to("cpu", target)))
+    return tuple(made)
 
 
 def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:

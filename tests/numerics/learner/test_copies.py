@@ -9,6 +9,7 @@ import learner_case as case
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.errors import ConfigError
@@ -42,7 +43,21 @@ def made(ranks: int, folder: Path, out: Path) -> dict[str, Any]:
     found["bytes"] = [sum(one.bucket_bytes) for one in pushes]
     if ranks > 1:
         found |= checkpointed(updater, out)
-    return found
+    return found | {"adapters": adapters(ranks, folder, overrides)}
+
+
+def adapters(ranks: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """An update of adapters: their weights, and the hashes of the frozen weights that go along with a push."""
+    updater = case.updater(case.config_of(*overrides, "model.lora.rank=2"), folder)
+    case.metrics(updater, pad(case.batch()))
+    buckets = Buckets(model.shards(updater.policy, "float32"), 3000)
+    model.snapshot(updater.policy, buckets.tensors)
+    mine = buckets.push(1, rank=dist.get_rank(), ranks=ranks).push
+    pushes: list[Any] = [None] * ranks
+    dist.all_gather_object(pushes, structs.replace(mine, frozen=model.frozen(updater.policy, "bfloat16")))
+    whole = join(pushes)
+    trained = {name: tensor for name, tensor in case.whole(updater.policy).items() if "lora" in name}
+    return {"trained": trained, "frozen": [one.content for one in whole.frozen], "tensors": len(whole.tensors)}
 
 
 def checkpointed(updater: Any, out: Path) -> dict[str, Any]:
@@ -83,6 +98,9 @@ def test_two_copies_of_two_shards_make_the_update_the_push_and_the_checkpoint_of
     # The first copy publishes and saves; what the others save is their random numbers.
     assert sum(of_four["bytes"][:COPIES]) >= sum(of_one["bytes"]) > 0 and of_four["bytes"][COPIES:] == [0, 0]
     assert of_four["same"] and min(of_four["sizes"][:COPIES]) > 3 * max(of_four["sizes"][COPIES:]) > 0
+    one, four = of_one["adapters"], of_four["adapters"]
+    case.assert_same_weights(one["trained"], four["trained"])
+    assert four["frozen"] == one["frozen"] and four["tensors"] == one["tensors"] == len(one["trained"]) > 0
     assert of_four["refused"] == [True] * RANKS, "the other copy reads these shards too"
 
 
