@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PretrainedConfig
 
 from streamppo.config.sections import Config
 from streamppo.learner import attention, objective
@@ -19,7 +20,7 @@ class Tables(nn.Module):
 
     def __init__(self, probabilities_V: list[float]) -> None:
         super().__init__()
-        self.config = SimpleNamespace(hidden_size=1)
+        self.config = PretrainedConfig(hidden_size=1)
         self.logits_V = nn.Parameter(torch.tensor(probabilities_V, dtype=torch.float64).log().float())
 
 
