@@ -61,7 +61,7 @@ def make(family: str, folder: Path) -> None:
     lm.save_pretrained(folder)
 
 
-QUICK = ("Cohere2", "FalconH1", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Qwen3Next")
+QUICK = ("Cohere2", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Qwen3Next")
 """One for each thing that a head or a place of layers can be; the others take longer than they tell."""
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import device_mesh
 
 from streamppo.config.sections import Config
 from streamppo.learner import device, learner
@@ -27,10 +26,9 @@ class Parts:
         self.version, self.own_rows = 7, None
         note = SimpleNamespace(remote=lambda *_: "life")
         self.queue: Any = SimpleNamespace(another_life=note, beat=SimpleNamespace(remote=self.beat))
-        for name in ("acquire", "join", "expect_updates"):
+        for name in ("acquire", "join", "mesh_of", "expect_updates"):
             patch.setattr(device, name, self.noting(name))
         patch.setattr(learner, "build", lambda *_: (self.asked.append("build"), self)[1])
-        patch.setattr(device_mesh, "init_device_mesh", lambda *_: None)
         patch.setattr(module, "time", SimpleNamespace(sleep=self.sleep))
         patch.setattr(module.ray, "get", lambda ref: ref)
         patch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "my id"))
@@ -57,7 +55,7 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     made: Any = Rank(encode(math_config()), 0, parts.queue, 0)
     made._fetcher = parts
     assert made.setup(("127.0.0.1", 1), "model", None) == 7
-    assert parts.asked == ["acquire", "join", "build", "expect_updates", "push", "fetch"]
+    assert parts.asked == ["acquire", "join", "mesh_of", "build", "expect_updates", "push", "fetch"]
     # No call of the rank runs: it is a thread beside them that tells.
     assert parts.heard_twice.wait(60)
     assert parts.beats == ["my id", "my id"]
