@@ -262,12 +262,10 @@ class _Learner:
         config, updater, found = self._world.config, self._world.updater, self._found
         lags = lag_histogram(batch)
         optimizer.follow_schedule(updater.optimizer, config, batch.version)
-        scheduled = updater.optimizer.param_groups[0]["lr"]
         if self._lag is not None:
             optimizer.lower_policy(updater.optimizer, lr_share(self._lag, lags))
         updated = updater.update(batch)
         metrics = updater.metrics(updated)
-        metrics["lr_share"] = metrics["lr"] / scheduled
         if self._lag is not None:
             self._lag = steering.steered(config, self._lag, batch.version, metrics, lags)
         found.lags.append(lags)
@@ -276,8 +274,7 @@ class _Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """Copy the policy's weights as they are now."""
-        gathered = policy.gathered(self._world.updater.policy, self._world.config.model.dtype)
-        return {name: tensor.clone() for name, tensor in gathered.items()}
+        return policy.gathered(self._world.updater.policy, self._world.config.model.dtype)
 
     async def push(self, version: int, weights: dict[str, Tensor], learned: bytes = b"") -> None:
         """Let the engines pull a version."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamppo.algorithms.chunked_head import Extent, Shape, chunk_logits
 from streamppo.errors import ModelError
@@ -36,14 +36,13 @@ def bias_of(lm: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-def check(lm: nn.Module, path: str | Path) -> None:
+def check(lm: Any, path: str | Path) -> None:
     """Compare log-probs of a few tokens with the model's own. Raises `ModelError` where they are others."""
-    model: Any = lm
-    head_VD = model.get_output_embeddings().weight
+    head_VD = lm.get_output_embeddings().weight
     tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
-    theirs_1LV = model(tokens_1L).logits.float().log_softmax(-1)
-    hidden_LD = model.base_model(tokens_1L).last_hidden_state[0]
-    ours_LV = chunk_logits(hidden_LD, head_VD, bias_of(model), Extent(PROBED, None, shape=shape_of(model)))
+    theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
+    hidden_LD = lm.base_model(tokens_1L).last_hidden_state[0]
+    ours_LV = chunk_logits(hidden_LD, head_VD, bias_of(lm), Extent(PROBED, None, shape=shape_of(lm)))
     if (gap := (ours_LV.log_softmax(-1) - theirs_1LV[0]).abs().max().item()) > GAP:
         raise ModelError(
             f"the model {str(path)!r} does more to its logits than the learner knows (products with its head's "
