@@ -206,8 +206,8 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks
     gathered     weights in the compute type of two layers and of all that is in no layer (a small model: all of it);
                  their gradients, and those in float32 on their way to the ranks
-    activations  of the micro-batch in every layer, or with checkpointing its input to each (and what is selected) and
-                 one layer's
+    activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each (and
+                 what is selected) and one layer's
     head         logits of a chunk, the head's float32 copy (on a GPU a part of its gradient) and its gradient
     reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
                  before there are gradients
@@ -224,7 +224,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     gradients = model.trained / model.parameters
     reduced = gradients * (whole if small else max(model.rest, model.layer))
     gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
-    tokens = max(learner.micro_batch_tokens, longest)
+    tokens = -(-max(learner.micro_batch_tokens, longest) // learner.mesh.context)
     layers = tokens * model.activations_per_layer * model.layers
     if config.model.gradient_checkpointing != "off":
         kept = model.hidden * model.element

@@ -75,6 +75,11 @@ class Queue(Section, frozen=True):
         return self.segments.prefix if self.segments else "attached"
 
     @property
+    def own_attention(self) -> tuple[str, ...]:
+        """The choices here for which the learner changes what attention looks at."""
+        return ("queue.segments.prefix = 'detached'",) if self.prefix == "detached" else ()
+
+    @property
     def bound(self) -> int:
         """The greatest age of a trained token, in versions."""
         return self.max_lag.at_most if isinstance(self.max_lag, AdaptiveLag) else self.max_lag

@@ -82,11 +82,11 @@ class Model(Section, frozen=True):
                 "choose 'off', where the compiler selects by itself, or 'full'"
             )
 
-    def refuses_detached(self) -> Iterator[str]:
-        """A sentence for every choice with which a context cannot be computed apart."""
+    def refuses(self, what: str) -> Iterator[str]:
+        """A sentence for every choice with which `what` is not possible, that changes what attention looks at."""
         for name, refused in {"attention": self.attention == "eager", "compile": self.compile}.items():
             if refused:
-                yield f"queue.segments.prefix = 'detached' is not possible with model.{name} = {getattr(self, name)!r}"
+                yield f"{what} is not possible with model.{name} = {getattr(self, name)!r}"
 
 
 # --- rollout -------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Learner(Machine, frozen=True, kw_only=True):
     minibatches: Positive = 1
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
-    """Tokens of one forward and backward on one rank, padding included; flash-attn has none."""
+    """Tokens of a forward and backward on one rank (or `mesh.context` ranks), padding included; flash-attn has none."""
     exact: bool = True
     """The same bits every time, so that recovery and replay make the recorded weights; false is faster on a GPU."""
     bucket_bytes: Positive = 256 * 1024 * 1024
@@ -303,8 +303,8 @@ class Config(Section, frozen=True):
         yield from _proximal(self)
         if queue.segments is not None:
             yield from queue.segments.refuses(algorithm)
-        if queue.prefix == "detached":
-            yield from self.model.refuses_detached()
+        for what in (*queue.own_attention, *self.learner.mesh.own_attention):
+            yield from self.model.refuses(what)
         if refused := algorithm.teacher.refuses_sampling(self.rollout.temperature, cuts=self.rollout.cuts):
             yield refused
         if self.environment is None and not self.reward.scorers:
@@ -390,7 +390,7 @@ def _gpus(config: Config) -> Iterator[str]:
             f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
             f"and its share of the {rollout.actors} rollout actors have one between them"
         )
-    yield from learner.mesh.refuses(learner.ranks)
+    yield from learner.mesh.refuses(learner.ranks, config.queue.prefix)
     if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
         yield f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,11 @@ class Context(NamedTuple):
 class Reading(NamedTuple):
     """Rows as a transformer reads them: its arguments, and the place of each token of a row in its flattened output.
 
-    Places beyond the end of a row mean nothing. With a `context`, which is read first and without gradient, only the
-    tokens behind it have a place.
+    Places beyond the end of a row mean nothing; -1 is a token that another rank computes (learner/ulysses.py). With a
+    `context`, which is read first and without gradient, only the tokens behind it have a place.
     """
 
-    arguments: dict[str, Tensor | int]
+    arguments: dict[str, Any]
     place_BL: Tensor
     context: Context | None = None
 
@@ -151,13 +151,13 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
     return ((together_ND[place_N] - alone_ND).abs().max() / alone_ND.abs().max()).item()
 
 
-def looks_at_all(transformer: "PreTrainedModel") -> bool:
-    """True for a family whose attention looks at all that a mask shows, and has no state besides keys and values.
+def looks_at_all(transformer: "PreTrainedModel", families: Sequence[str] = FAMILIES) -> bool:
+    """True for one of `families` whose attention looks at all that a mask shows; keys and values are its only state.
 
     A sliding window would count tokens that are not of the row.
     """
     config = transformer.config
-    return config.model_type in FAMILIES and not getattr(config, "use_sliding_window", False)
+    return config.model_type in families and not getattr(config, "use_sliding_window", False)
 
 
 def installed(name: str) -> bool:

@@ -85,9 +85,9 @@ def everybody() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def expect_updates(mesh: DeviceMesh) -> None:
-    """Shorten the limit of collectives: everything is loaded."""
-    for group in (everybody(), *mesh.get_all_groups()):
+def expect_updates(mesh: DeviceMesh, *groups: dist.ProcessGroup) -> None:
+    """Shorten the limit of collectives, those of `groups` too: everything is loaded."""
+    for group in (everybody(), *mesh.get_all_groups(), *groups):
         group.set_timeout(UPDATE)
 
 

@@ -12,7 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamppo.algorithms.exploration import Bonus
 from streamppo.algorithms.lag import Lag, lr_share
 from streamppo.config.sections import LOCAL, Config
-from streamppo.learner import checkpoint, objective, optimizer, policy, pretrained, reference, steering, teacher
+from streamppo.learner import (
+    checkpoint,
+    objective,
+    optimizer,
+    policy,
+    pretrained,
+    reference,
+    steering,
+    teacher,
+    ulysses,
+)
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
 from streamppo.learner.device import everybody
@@ -57,7 +67,9 @@ class Learner:
             config, self.model_path, self.mesh, self.policy, reference.own(self.updater.reference)
         )
         same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
-        taught_by = teacher.load(config, self.model_path, self.mesh, self.updater.teacher if same else None)
+        taught_by = teacher.load(
+            config, self.model_path, self.mesh, self.updater.teacher if same else None, self.policy.slices
+        )
         before = self.updater
         self.updater = _updater(config, self.policy, self.optimizer, (followed, taught_by))
         moved = before.reference_moved
@@ -95,7 +107,7 @@ class Learner:
 
     def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
         """How fast an update was that has been described in `metrics`."""
-        return speed(self.size, updated, metrics, self.updater.ranks)
+        return speed(self.size, updated, metrics, dist.get_world_size())
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
         """Teach the critic alone the returns of `batches`, at the full learning rate."""
@@ -151,10 +163,11 @@ def build(
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
-    loaded = policy.load(config.model, model_path, temperature, mesh, critic, lora=config.model.lora)
+    slices = ulysses.slices_of(mesh.device_type, config.learner.mesh)
+    loaded = policy.load(config.model, model_path, temperature, mesh, critic, lora=config.model.lora, slices=slices)
     loaded.set_context(config.queue.prefix)
     followed = reference.load(config, model_path, mesh, loaded, None)
-    frozen = followed, teacher.load(config, model_path, mesh, None)
+    frozen = followed, teacher.load(config, model_path, mesh, None, slices)
     adamw = optimizer.adamw(loaded, config)
     updater = _updater(config, loaded, adamw, frozen)
     trained, version, lag = Trained(loaded, adamw, reference.own(updater.reference)), 0, None
@@ -184,4 +197,5 @@ def _updater(
 ) -> Updater:
     """The updater of `trained` beside the `frozen` reference and teacher."""
     chosen, (followed, taught_by) = objective.build(config), frozen
-    return Updater(trained, adamw, chosen, config, group=everybody(), reference=followed, teacher=taught_by)
+    group = trained.slices.across or everybody()
+    return Updater(trained, adamw, chosen, config, group=group, reference=followed, teacher=taught_by)

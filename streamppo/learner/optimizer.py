@@ -78,10 +78,10 @@ def lr_share(config: Learner, version: int, updates: int) -> float:
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm, group: dist.ProcessGroup) -> float:
+def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
     """Scale all gradients so that their common norm is at most `bound`; returns the norm before. NaN gives inf or NaN.
 
-    The max-norm is the largest entry. Parameters without a gradient are left out.
+    The max-norm is the largest entry. A collective of all ranks. Parameters without a gradient are left out.
     """
     owners = [parameter for parameter in parameters if parameter.grad is not None]
     if norm == "2-norm":
@@ -93,7 +93,7 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm, group: di
     largest = torch.stack(sizes).max() if sizes else shards[0].new_zeros(())
     # A maximum over ranks may lose a NaN, and never an infinity.
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if largest > bound:
         for shard in shards:
             shard.mul_(bound / largest)

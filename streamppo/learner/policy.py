@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
-from streamppo.learner import adapters, attention, context, head, layers, pretrained, shared
+from streamppo.learner import adapters, attention, context, head, layers, pretrained, shared, ulysses
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
+from streamppo.learner.ulysses import Slices
 from streamppo.process import phase
 from streamppo.types import Tensor as Described
 from streamppo.weights.adapters import merged
@@ -56,7 +57,8 @@ class Policy(nn.Module):
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Both
     read rows in the same `layout`; with `share_prompts` samples of a prompt as one, where that is less work.
-    `detach_context` leaves the context of completions without gradient (learner/context.py).
+    `detach_context` leaves the context of completions without gradient (learner/context.py). Rows are cut into `slices`
+    (learner/ulysses.py), and every rank of these has the scores of all tokens.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Policy(nn.Module):
         self.layout = layout
         self.share_prompts = share_prompts
         self.detach_context = False
+        self.slices = ulysses.WHOLE
         self.head_shape = head.shape_of(lm)
         self.value_head = nn.Linear((lm if critic is None else critic).config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
@@ -89,27 +92,36 @@ class Policy(nn.Module):
         at_BT = torch.minimum(rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device), last_B[:, None])
         reading = self._reading(rows.inputs_BL, rows.start_B, rows.start_B + rows.length_B)
         valid_BT = torch.arange(width_T, device=device) < rows.length_B[:, None]
-        scored, hidden_BTD = nothing(rows), None
+        # Of rows that are cut into slices, the tokens that this rank computes.
+        place_BT = reading.place_BL.gather(1, at_BT)
+        scored, hidden_ND = nothing(rows), None
         if part != "critic":
-            hidden_BTD = self._hidden(self.lm.base_model, reading, at_BT)
+            hidden_ND = self._hidden(self.lm.base_model, reading)
+            own_BT = valid_BT & (place_BT[:, :-1] >= 0)
             targets_BT = rows.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=width_L - 1))
             logprobs_N, entropy_N = chunked_logprobs_entropy(
-                hidden_BTD[:, :-1][valid_BT],
+                # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts D times fewer indices.
+                hidden_ND[place_BT[:, :-1][own_BT]],
                 self.lm.get_output_embeddings().weight,
-                targets_BT[valid_BT],
+                targets_BT[own_BT],
                 temperature=self.temperature,
                 chunk=HEAD_CHUNK,
                 float32_matmul=self.float32_head,
-                candidates=None if rows.candidates is None else rows.candidates.at(valid_BT),
+                candidates=None if rows.candidates is None else rows.candidates.at(own_BT),
                 bias_V=head.bias_of(self.lm),
                 shape=self.head_shape,
             )
-            scored = scored._replace(
-                logprobs_BT=scored.logprobs_BT.masked_scatter(valid_BT, logprobs_N),
-                entropy_BT=scored.entropy_BT.masked_scatter(valid_BT, entropy_N),
+            both_2BT = torch.stack(
+                [
+                    zeros_BT.masked_scatter(own_BT, some_N)
+                    for zeros_BT, some_N in ((scored.logprobs_BT, logprobs_N), (scored.entropy_BT, entropy_N))
+                ]
             )
+            logprobs_BT, entropy_BT = ulysses.joined(both_2BT, self.slices)
+            scored = scored._replace(logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
         if part != "policy":
-            values_BT = self._values(reading, at_BT, hidden_BTD)
+            own_BT = torch.arange(width_T + 1, device=device) <= rows.length_B[:, None]
+            values_BT = self._values(reading, place_BT, own_BT & (place_BT >= 0), hidden_ND)
             scored = scored._replace(
                 values_BT=values_BT[:, :-1].masked_fill(~valid_BT, 0.0),
                 bootstrap_B=values_BT[torch.arange(len(values_BT), device=device), rows.length_B],
@@ -133,20 +145,21 @@ class Policy(nn.Module):
                 return context.joined(inputs_BL, start_B, width_B)
             return context.padded(inputs_BL, start_B, width_B, share=self.share_prompts)
         if self.share_prompts:
-            return shared.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size)
-        return self.layout(inputs_BL, width_B)
+            reading = shared.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size)
+        else:
+            reading = self.layout(inputs_BL, width_B)
+        return ulysses.sliced(reading, self.slices)
 
-    def _values(self, reading: Reading, at_BT: Tensor, hidden_BTD: Tensor | None) -> Tensor:
-        if self.critic is not None or hidden_BTD is None:
-            hidden_BTD = self._hidden(self.lm.base_model if self.critic is None else self.critic, reading, at_BT)
-        values_N1 = self.value_head(hidden_BTD.float().flatten(0, 1))
-        return values_N1.view(hidden_BTD.shape[:2])
+    def _values(self, reading: Reading, place_BT: Tensor, own_BT: Tensor, hidden_ND: Tensor | None) -> Tensor:
+        if self.critic is not None or hidden_ND is None:
+            hidden_ND = self._hidden(self.lm.base_model if self.critic is None else self.critic, reading)
+        values_N1 = self.value_head(hidden_ND[place_BT[own_BT]].float())
+        zeros_BT = torch.zeros(own_BT.shape, device=own_BT.device)
+        return ulysses.joined(zeros_BT.masked_scatter(own_BT, values_N1[:, 0]), self.slices)
 
-    def _hidden(self, transformer: Any, reading: Reading, at_BT: Tensor) -> Tensor:
+    def _hidden(self, transformer: Any, reading: Reading) -> Tensor:
         before = {} if reading.context is None else context.keys_and_values(transformer, reading.context)
-        hidden_ND = transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
-        # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts the indices, here D times fewer.
-        return hidden_ND[reading.place_BL.gather(1, at_BT)]
+        return transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
 def nothing(rows: PaddedBatch) -> Scored:
@@ -165,6 +178,7 @@ def load(
     *,
     offload: bool = False,
     lora: Lora | None = None,
+    slices: Slices = ulysses.WHOLE,
 ) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
@@ -173,6 +187,7 @@ def load(
     `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
     gives the value head its weights as well. `offload` keeps the shards in CPU memory.
     With `lora` the policy's weights are frozen, in the type that they compute in, and its adapters are trained.
+    Rows are cut into `slices`.
     Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not, or lets rows see
     each other in the layout that the configuration asks for.
     """
@@ -182,7 +197,7 @@ def load(
     made = [] if whole is None else _transformers(whole)
     chosen = attention.without_leaks(chosen, config, path, made)
     share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
-    policy = sharded(config, path, mesh, critic, chosen, offload=offload, lora=lora)
+    policy = sharded(config, path, mesh, critic, chosen, offload=offload, lora=lora, slices=slices)
     policy.temperature, policy.share_prompts = temperature, share_prompts
     policy.to_empty(device="cpu" if offload else device)
     _fill(policy, whole, device)
@@ -198,19 +213,22 @@ def sharded(
     *,
     offload: bool = False,
     lora: Lora | None = None,
+    slices: Slices = ulysses.WHOLE,
 ) -> Policy:
     """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
 
-    `attends` is transformers' name of the attention.
+    `attends` is transformers' name of the attention. Raises `ModelError` for a model whose rows cannot be cut into
+    `slices`.
     """
     with torch.device("meta"):
-        lm, own = _read(path, critic, attends, weights=False)
+        lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False)
         if lora is not None:
             adapters.add(lm, lora, config.dtype)
         policy = Policy(lm, 1.0, own.transformer, layout=attention.layout(attends))
-        policy.float32_head = config.float32_head
+        policy.float32_head, policy.slices = config.float32_head, slices
     transformers = _transformers(policy)
     for transformer in transformers:
+        ulysses.check(transformer, slices)
         layers.checkpoint_activations(transformer, config.gradient_checkpointing)
         if config.compile:
             layers.compile_layers(transformer)

@@ -78,7 +78,7 @@ class Rank:
         device.join(place, address, self._rank, ranks)
         mesh = device.mesh_of(place.type, self._config.learner.mesh)
         learner = self._built = self._build(self._config, model_path, mesh, self._publish, resume_from)
-        device.expect_updates(mesh)
+        device.expect_updates(mesh, *learner.policy.slices.groups())
         if critic.pretrain and resume_from is None:
             learner.pretrain(self._fetcher.archived(critic.pretrain))
         life = ray.get(self._queue.another_life.remote(""))

@@ -50,7 +50,7 @@ def load(
         return None
     if config.model.lora is not None:
         return Without(leader)
-    made = known or policy.load(config.model, model_path, temperature, mesh, offload=kl.offload)
+    made = known or policy.load(config.model, model_path, temperature, mesh, offload=kl.offload, slices=leader.slices)
     made.temperature, made.float32_head = temperature, config.model.float32_head
     return made
 

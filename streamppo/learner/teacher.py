@@ -6,13 +6,14 @@ from streamppo.config.sections import Config
 from streamppo.errors import ModelError, TaskError
 from streamppo.learner import policy, pretrained
 from streamppo.learner.policy import Policy
+from streamppo.learner.ulysses import Slices
 from streamppo.tasks.tokenizer import Tokenizer
 
 
-def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None) -> Policy | None:
+def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None, slices: Slices) -> Policy | None:
     """Load the teacher as the configuration wants it; it is read only if it is not `known`. A collective.
 
-    None without a teacher, and for one at a url: its log-probs come with the trajectories.
+    None without a teacher, and for one at a url: its log-probs come with the trajectories. Rows are cut into `slices`.
 
     Raises `ModelError` if there is none at its path, or none that knows the tokens of the model at `model_path`.
     """
@@ -21,7 +22,7 @@ def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None
         return None
     if known is None:
         check_tokens(chosen.model, model_path)
-        known = policy.load(config.model, chosen.model, temperature, mesh, offload=chosen.offload)
+        known = policy.load(config.model, chosen.model, temperature, mesh, offload=chosen.offload, slices=slices)
     known.temperature, known.float32_head = temperature, config.model.float32_head
     return known
 

@@ -64,10 +64,10 @@ class Updated(NamedTuple):
 class Updater:
     """Consumes padded batches; `policy` and `optimizer` are changed in place.
 
-    Calls on all ranks of `group` are collectives: same batch, same order. `beta` is the weight of the KL in the reward,
-    `bonus` that of the entropy; these two, the optimizer steps in a row that were left out (`critic_bad_steps`: those
-    of a critic with steps of its own, which do not make up for the policy's), and where a reference that follows stands
-    are all that it remembers of past batches.
+    Calls are collectives of all ranks: same batch, same order. The ranks of `group` pass different rows. `beta` is the
+    weight of the KL in the reward, `bonus` that of the entropy; these two, the optimizer steps in a row that were left
+    out (`critic_bad_steps`: those of a critic with steps of its own, which do not make up for the policy's), and where
+    a reference that follows stands are all that it remembers of past batches.
     """
 
     def __init__(
@@ -272,8 +272,8 @@ class Updater:
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's share of the loss."""
-        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
-        (loss * self.ranks).backward()
+        # FSDP averages gradients over all ranks; the denominators are global, so the sum is wanted.
+        (loss * dist.get_world_size()).backward()
 
     def _step(self, epoch: Epoch, version: int, rows: Tensor, shares: Sequence[Share]) -> Minibatch:
         """Use the gradient of a minibatch, unless the policy has moved too far already. A collective."""
@@ -325,7 +325,7 @@ class Updater:
                 parameter.grad = None
             if epoch.part == "policy":
                 return None
-        norm = clip(self.policy.parameters(), epoch.max_grad_norm, self.config.learner.norm, self.group)
+        norm = clip(self.policy.parameters(), epoch.max_grad_norm, self.config.learner.norm)
         if not math.isfinite(norm):
             return self._left_out(epoch.part, norm)
         self._count_bad(epoch.part, 0)

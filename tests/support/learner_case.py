@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import objective, reference
+from streamppo.learner import objective, reference, ulysses
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.device import everybody, mesh_of
@@ -114,11 +114,13 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     mesh = mesh_of(device, config.learner.mesh)
     temperature = config.rollout.temperature
     torch.manual_seed(9)
-    policy = model.load(config.model, folder, temperature, mesh, config.algorithm.critic.model, lora=config.model.lora)
+    slices = ulysses.slices_of(device, config.learner.mesh)
+    critic, lora = config.algorithm.critic.model, config.model.lora
+    policy = model.load(config.model, folder, temperature, mesh, critic, lora=lora, slices=slices)
     policy.set_context(config.queue.prefix)
     followed = reference.load(config, str(folder), mesh, policy, None)
     taught_by = config.algorithm.teacher
-    teacher = model.load(config.model, taught_by.model, temperature, mesh) if taught_by.model else None
+    teacher = model.load(config.model, taught_by.model, temperature, mesh, slices=slices) if taught_by.model else None
     fill = (torch.randn(policy.value_head.weight.shape) * 0.1).to(device)
     with torch.no_grad():
         policy.value_head.weight.copy_(
@@ -130,7 +132,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
         torch.optim.SGD([one for one in policy.parameters() if one.requires_grad], lr=config.learner.lr * 100),
         objective.build(config),
         config,
-        group=everybody(),
+        group=slices.across or everybody(),
         reference=followed,
         teacher=teacher,
     )

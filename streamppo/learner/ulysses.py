@@ -1,0 +1,175 @@
+"""Rows over several ranks, each of which has a slice of their tokens: for rows that are too long for one.
+
+Ulysses context parallelism, https://arxiv.org/abs/2309.14509. All of a layer but its attention is computed token by
+token, and a rank does that for its slice. For its attention ranks exchange slices of tokens for shares of the heads:
+
+    rank 0   tokens 0 1 2 3   -->   heads 0 1 of tokens 0 .. 7   -->   tokens 0 1 2 3
+    rank 1   tokens 4 5 6 7   -->   heads 2 3 of tokens 0 .. 7   -->   tokens 4 5 6 7
+
+Weights, moments and gradients are sharded over all ranks as without it.
+
+B rows, W tokens of a row as it is read (padded), C ranks, S = W / C tokens of a slice, T completion tokens (padded).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import pad
+
+from streamppo.config.engine import FAMILIES
+from streamppo.config.mesh import Mesh
+from streamppo.errors import ModelError
+from streamppo.learner import attention
+from streamppo.learner.attention import Reading
+
+KNOWN = (*FAMILIES, "qwen3_moe")
+"""Values of model_type whose layers look at other tokens in their attention alone, and there at all before them."""
+NAME = "slices"
+"""The argument of a transformer, and so of its attention, that says between which ranks to exchange."""
+PREFIX = "sliced_"
+"""Begins transformers' name of an attention that exchanges; the rest is the one that computes."""
+
+
+class Slices(NamedTuple):
+    """The `ranks` `within` which rows are cut into slices, of which this rank has the one of `number`.
+
+    Ranks `across` have the same slice of other rows. Without groups rows are not cut.
+    """
+
+    ranks: int = 1
+    number: int = 0
+    within: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
+
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups that were made for this."""
+        return tuple(one for one in (self.within, self.across) if one is not None)
+
+
+WHOLE = Slices()
+
+
+def slices_of(device: str, config: Mesh) -> Slices:
+    """Cut rows between as many neighbours as `config` says. A collective."""
+    if config.context == 1:
+        return WHOLE
+    shape, names = (dist.get_world_size() // config.context, config.context), ("across", "within")
+    made = init_device_mesh(device, shape, mesh_dim_names=names)
+    return Slices(config.context, made.get_local_rank("within"), made.get_group("within"), made.get_group("across"))
+
+
+def check(transformer: Any, slices: Slices) -> None:
+    """Raise `ModelError` for a model whose rows cannot be cut into as many slices."""
+    config, count = transformer.config, slices.ranks
+    if count == 1:
+        return
+    if not attention.looks_at_all(transformer, KNOWN):
+        raise ModelError(
+            f"learner.mesh.context = {count} knows models of {', '.join(KNOWN)} without a sliding window, "
+            f"and {transformer.name_or_path!r} ({config.model_type}) is another"
+        )
+    if config.num_key_value_heads % count:
+        raise ModelError(
+            f"learner.mesh.context = {count} must divide the {config.num_key_value_heads} heads of keys and values "
+            f"of {transformer.name_or_path!r}"
+        )
+
+
+def name_of(implementation: str, slices: Slices) -> str:
+    """Transformers' name of an attention that is computed by `implementation`, between the ranks of `slices`."""
+    from transformers import AttentionInterface
+
+    if slices.ranks == 1:
+        return implementation
+    AttentionInterface.register(PREFIX + implementation, _attend)
+    return PREFIX + implementation
+
+
+def _attend(
+    module: Any,
+    query_BHSD: Tensor,
+    key_BHSD: Tensor,
+    value_BHSD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slices: Slices,
+    position_ids: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a share of the heads over all tokens; the mask is of these. Returns [B, S, H, D]."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    compute: Any = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
+    heads = [_Exchange.apply(one, slices.within, 1, 2) for one in (query_BHSD, key_BHSD, value_BHSD)]
+    seen_BWHD, _ = compute(module, *heads, attention_mask, **others)
+    return _Exchange.apply(seen_BWHD, slices.within, 1, 2), None  # pyright: ignore[reportReturnType]
+
+
+def sliced(reading: Reading, slices: Slices) -> Reading:
+    """The slice that this rank has of `reading`. Tokens that others have are at place -1."""
+    if slices.ranks == 1:
+        return reading
+    tokens_BW = reading.arguments["input_ids"]
+    assert isinstance(tokens_BW, Tensor) and reading.context is None, "rows of tokens"
+    width, missing = tokens_BW.shape[1], -tokens_BW.shape[1] % slices.ranks
+    size = (width + missing) // slices.ranks
+    mine = slice(slices.number * size, (slices.number + 1) * size)
+    arguments: dict[str, Any] = {**reading.arguments, NAME: slices}
+    arguments["input_ids"] = pad(tokens_BW, (0, missing))[:, mine]
+    positions = arguments.get("position_ids", torch.arange(width, device=tokens_BW.device)[None].expand_as(tokens_BW))
+    begins_again = torch.arange(missing, device=positions.device).expand(len(positions), missing)
+    arguments["position_ids"] = torch.cat([positions, begins_again], 1)[:, mine]
+    if missing and "cu_seq_lens_q" in arguments:
+        # What is behind the last row is a row of its own.
+        bounds = pad(arguments["cu_seq_lens_q"], (0, 1), value=width + missing)
+        longest = max(arguments["max_length_q"], missing)
+        arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        arguments |= {"max_length_q": longest, "max_length_k": longest}
+    if missing and "attention_mask" in arguments:
+        seen = pad(arguments["attention_mask"], (0, missing, 0, missing))
+        # A token that sees nothing is NaN.
+        arguments["attention_mask"] = seen | torch.eye(width + missing, dtype=torch.bool, device=seen.device)
+    row, place = reading.place_BL // width, reading.place_BL % width
+    here_BL = place // size == slices.number
+    return Reading(arguments, torch.where(here_BL, row * size + place % size, -1))
+
+
+def joined(column_BT: Tensor, slices: Slices) -> Tensor:
+    """Each entry from the rank of `slices` that has it, where others have 0.
+
+    All make the same loss of it, so that a rank's own entries have the whole gradient.
+    """
+    return column_BT if slices.ranks == 1 else _Sum.apply(column_BT, slices.within)  # pyright: ignore
+
+
+class _Exchange(torch.autograd.Function):
+    """Give every rank its share of dimension `split`, and lay what came from them along `join`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
+        ctx.group, ctx.dimensions = group, (join, split)
+        sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return _Exchange.apply(gradient, ctx.group, *ctx.dimensions), None, None, None  # pyright: ignore
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; backward, each has the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return gradient, None
