@@ -16,7 +16,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMIN
 """Told to cuBLAS and flash-attn (by transformers) by the environment, before they are used for the first time."""
 
 LOAD = timedelta(hours=2)
-"""Limit of a collective while models are read: rank 0 reads for all, and 70B may take longer than NCCL's 10 minutes."""
+"""Limit of a collective while models are read: rank 0 may read for all, and 70B longer than NCCL's 10 minutes."""
 LOOPBACK = ("127.0.0.1", "::1")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Tell gloo and NCCL on which interface ranks talk; one that the user has set wins."""

@@ -4,6 +4,7 @@ B trajectories, L prompt + completion tokens, T completion tokens, D width, N co
 """
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
-from streamppo.learner import adapters, attention, context, head, layers, pretrained, shared, ulysses
+from streamppo.learner import adapters, attention, context, head, layers, pretrained, shared, ulysses, weight_files
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.pretrained import CriticStart
@@ -111,14 +112,10 @@ class Policy(nn.Module):
                 bias_V=head.bias_of(self.lm),
                 shape=self.head_shape,
             )
-            both_2BT = torch.stack(
-                [
-                    zeros_BT.masked_scatter(own_BT, some_N)
-                    for zeros_BT, some_N in ((scored.logprobs_BT, logprobs_N), (scored.entropy_BT, entropy_N))
-                ]
+            scored = scored._replace(
+                logprobs_BT=ulysses.joined(scored.logprobs_BT.masked_scatter(own_BT, logprobs_N), self.slices),
+                entropy_BT=ulysses.joined(scored.entropy_BT.masked_scatter(own_BT, entropy_N), self.slices),
             )
-            logprobs_BT, entropy_BT = ulysses.joined(both_2BT, self.slices)
-            scored = scored._replace(logprobs_BT=logprobs_BT, entropy_BT=entropy_BT)
         if part != "policy":
             own_BT = torch.arange(width_T + 1, device=device) <= rows.length_B[:, None]
             values_BT = self._values(reading, place_BT, own_BT & (place_BT >= 0), hidden_ND)
@@ -182,8 +179,9 @@ def load(
 ) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
-    Rank 0 alone reads weights, and sends them tensor by tensor: of the others, none ever holds more than its shards and
-    one tensor, and config.json is all that they need at `path`. No random number generator moves on.
+    Of a large model whose files all ranks see each reads its own rows (weight_files.py). Otherwise rank 0 alone reads
+    weights, and sends them tensor by tensor: of the others, none ever holds more than its shards and one tensor, and
+    config.json is all that they need at `path`. No random number generator moves on.
     `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
     gives the value head its weights as well. `offload` keeps the shards in CPU memory.
     With `lora` the policy's weights are frozen, in the type that they compute in, and its adapters are trained.
@@ -192,7 +190,9 @@ def load(
     each other in the layout that the configuration asks for.
     """
     device = mesh.device_type
-    whole = _whole(path, critic, lora) if dist.get_rank() == 0 else None
+    with torch.random.fork_rng(devices=[]):
+        plan = weight_files.plan(str(path), critic, adapted=lora is not None)
+        whole = _whole(path, critic, lora, plan) if dist.get_rank() == 0 else None
     chosen = attention.choose(config, device)
     made = [] if whole is None else _transformers(whole)
     chosen = attention.without_leaks(chosen, config, path, made)
@@ -200,7 +200,12 @@ def load(
     policy = sharded(config, path, mesh, critic, chosen, offload=offload, lora=lora, slices=slices)
     policy.temperature, policy.share_prompts = temperature, share_prompts
     policy.to_empty(device="cpu" if offload else device)
-    _fill(policy, whole, device)
+    if plan is None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
+    else:
+        _read_rows(policy, plan)
+    _send_buffers(policy, whole, device)
     return policy
 
 
@@ -256,25 +261,38 @@ def _read(path: str | Path, critic: str, chosen: str, *, weights: bool) -> tuple
     return pretrained.read(path, chosen, weights=weights), pretrained.critic(critic, path, chosen, weights=weights)
 
 
-def _whole(path: str | Path, critic: str, lora: Lora | None) -> Policy:
-    """All weights, on the CPU."""
-    with torch.random.fork_rng(devices=[]):
-        lm, own = _read(path, critic, "eager", weights=True)
-        head.check(lm, path)
-        if lora is not None:
-            adapters.add(lm, lora, "float32")
-        policy = Policy(lm, 1.0, own.transformer)
+def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.Plan | None) -> Policy:
+    """All weights, on the CPU; by a `plan`, those of the first layers."""
+    if plan is not None:
+        head.check(plan.first, path)
+        return Policy(plan.first, 1.0, None if critic == "head" else deepcopy(plan.first.base_model))
+    lm, own = _read(path, critic, "eager", weights=True)
+    head.check(lm, path)
+    if lora is not None:
+        adapters.add(lm, lora, "float32")
+    policy = Policy(lm, 1.0, own.transformer)
     if own.head_1D is not None:
         with torch.no_grad():
             policy.value_head.weight.copy_(own.head_1D)
     return policy
 
 
-def _fill(policy: Policy, whole: Policy | None, device: str) -> None:
-    """Give every rank its shards of `whole`, which only rank 0 has, and all of its buffers on `device`."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
-    # Buffers that a model computes as it is made and saves nowhere, such as frequencies of rotary embeddings.
+@torch.no_grad()
+def _read_rows(policy: Policy, plan: weight_files.Plan) -> None:
+    """Fill this rank's shards; a value head, which no file has, begins at 0."""
+    for name, parameter in policy.named_parameters():
+        own = local(parameter)
+        if own.numel():
+            begin = parameter.__create_chunk_list__()[0].offsets[0]  # pyright: ignore
+            rows = plan.read(name, begin, begin + len(own))
+            own.zero_() if rows is None else own.copy_(rows)
+
+
+def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:
+    """Give every rank the buffers of `whole`, which only rank 0 has, on `device`.
+
+    A model computes them as it is made and saves them nowhere, such as frequencies of rotary embeddings.
+    """
     made = {} if whole is None else dict(whole.named_modules())
     for at, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import learner_case as case
+import model_families as families
 import pytest
 import torch
 import transformers
@@ -12,65 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamppo.learner import policy
 from streamppo.learner.batch import pad
 
-MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Cohere": {"logit_scale": 0.25},
-    "Cohere2": {"logit_scale": 0.25},
-    "Exaone4": {},
-    "FalconH1": {"lm_head_multiplier": 0.5, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
-    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
-    "GPTNeoX": {},
-    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0},
-    "Gemma3Text": {"head_dim": 8, "final_logit_softcapping": 2.0},
-    "Glm4": {"head_dim": 8},
-    "GptOss": {"head_dim": 8, **MOE},
-    "Granite": {"logits_scaling": 8.0},
-    "GraniteMoe": {"logits_scaling": 8.0, **MOE},
-    "Llama": {},
-    "Mistral": {},
-    "Mixtral": MOE,
-    "Nemotron": {},
-    "Olmo2": {},
-    "Phi": {},
-    "Phi3": {},
-    "Qwen3": {"head_dim": 8},
-    "Qwen3Moe": {"head_dim": 8, **MOE},
-    "Qwen3Next": {
-        "head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "shared_expert_intermediate_size": 16,
-        **MOE,
-    },
-    "SmolLM3": {},
-    "StableLm": {},
-    "Starcoder2": {},
-}
-
-
-def make(family: str, folder: Path) -> None:
-    """Write a tiny model with random weights and biases."""
-    torch.manual_seed(5)
-    config = getattr(transformers, f"{family}Config")(**case.SMALL, initializer_range=0.3, **FAMILIES[family])
-    lm = transformers.AutoModelForCausalLM.from_config(config)
-    if (bias := getattr(lm.get_output_embeddings(), "bias", None)) is not None:
-        torch.nn.init.normal_(bias)
-    lm.save_pretrained(folder)
-
-
 QUICK = ("Cohere2", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Qwen3Next")
 """One for each thing that a head or a place of layers can be; the others take longer than they tell."""
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in families.NAMES]
 )
 def test_scores_and_gradients_are_the_models_own(tmp_path: Path, family: str) -> None:
-    make(family, tmp_path)
+    families.make(family, tmp_path)
     attention = "eager" if family == "GptOss" else "sdpa"
     config = case.config_of(f"model.attention={attention}").model
     trained = policy.load(config, tmp_path, 0.7, init_device_mesh("cpu", (1,)))

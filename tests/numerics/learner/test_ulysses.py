@@ -74,7 +74,7 @@ def flash_gradients(ranks: int, folder: Path) -> dict[str, Any]:
     policy.slices = slices
     # 87 tokens: three of four ranks have some of what is behind the last row.
     rows = pad(case.batch())
-    with KeptBytes(policy) as kept:
+    with (kept := KeptBytes(policy)):
         scored = policy(rows, "both")
     sum(column.square().sum() for column in scored).backward()  # pyright: ignore
     gradients = {name: one.grad for name, one in policy.named_parameters() if one.grad is not None}

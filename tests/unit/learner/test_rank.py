@@ -11,6 +11,7 @@ from streamppo.config.sections import Config
 from streamppo.learner import device, learner
 from streamppo.learner import rank as module
 from streamppo.learner.rank import Rank
+from streamppo.learner.ulysses import WHOLE
 from streamppo.queue.source import BEAT_S
 from streamppo.types import encode
 
@@ -24,6 +25,7 @@ class Parts:
         self.paused_s: list[float] = []
         self.heard_twice = Event()
         self.version, self.own_rows = 7, None
+        self.policy = SimpleNamespace(slices=WHOLE)
         note = SimpleNamespace(remote=lambda *_: "life")
         self.queue: Any = SimpleNamespace(another_life=note, beat=SimpleNamespace(remote=self.beat))
         for name in ("acquire", "join", "mesh_of", "expect_updates"):

@@ -1,0 +1,201 @@
+"""A model's weights from its safetensors files: every rank reads the rows that it has, and nobody reads the whole.
+
+first layers    rank 0 has transformers load them, and compares them with its own reading: of a family whose files are
+                made another way rank 0 reads everything, and sends it
+names           those of the files, by transformers' own conversion: experts of a layer are one parameter here
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from streamppo.errors import ModelError
+from streamppo.learner import layers, pretrained
+
+log = logging.getLogger(__name__)
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LARGE = 1 << 26
+"""Bytes of files below which rank 0 reads them faster than all ranks agree about them."""
+FIRST = 2
+"""The fewest layers that are compared."""
+
+
+class Files:
+    """The tensors of a model's files, which stay open; `names` has the file of each."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+        self._open: dict[str, Any] = {}
+
+    def tensor(self, name: str) -> Any:
+        """The tensor called `name`, of which nothing is read before it is sliced. Raises `SafetensorError`."""
+        file = self.names[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file].get_slice(name)
+
+
+class Source(NamedTuple):
+    """The tensors of files that make a parameter: one; or several for each of its rows, end to end."""
+
+    rows: tuple[tuple[str, ...], ...]
+    is_one: bool
+
+    def read(self, files: Files, begin: int, end: int) -> Tensor:
+        """Read the rows from `begin` to `end`, in float32."""
+        if self.is_one:
+            return files.tensor(self.rows[0][0])[begin:end].float()
+        return torch.stack([torch.cat([files.tensor(name)[:] for name in row]).float() for row in self.rows[begin:end]])
+
+
+class Plan(NamedTuple):
+    """The parameters of a causal LM by their names: what they are made of, in `files`; `config` is that of `first`.
+
+    `first` is the model with its first layers alone, on rank 0.
+    """
+
+    files: Files
+    sources: Mapping[str, Source]
+    prefix: str
+    config: Any
+    first: Any
+
+    def read(self, name: str, begin: int, end: int) -> Tensor | None:
+        """Read rows of a parameter of `Policy`; None for one that no file has."""
+        body = name.removeprefix("critic.")
+        known = name.removeprefix("lm.") if body == name else f"{self.prefix}.{body}"
+        source = self.sources.get(known)
+        return None if source is None else source.read(self.files, begin, end)
+
+
+def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
+    """Find out how all ranks can read the model at `path`, for a critic of the configuration. A collective.
+
+    None if rank 0 reads for all: a small model; one that is `adapted`, or has a critic that is not of its files; files
+    that a rank does not see; a family that is not read as it should be. Raises `ModelError`.
+    """
+    found = None if adapted or critic not in ("head", "policy") else _files(path)
+    mine = None if found is None else sorted(found.names)
+    seen: list[list[str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    if found is None or seen.count(mine) < len(seen):
+        return None
+    with torch.device("meta"):
+        whole = pretrained.read(path, "eager", weights=False)
+    sources = {name: _source(whole, name, one) for name, one in whole.named_parameters()}
+    config = _of_first_layers(path, whole)
+    sees = [config is not None and all(source and _has(found, source) for source in sources.values())]
+    first: Any = None
+    if dist.get_rank() == 0 and sees[0]:
+        first = _first(config, found)
+        sees = [_is_read_alike(first, found, sources)]
+    dist.broadcast_object_list(sees, src=0)
+    if not sees[0]:
+        _tell(path)
+        return None
+    return Plan(found, {name: one for name, one in sources.items() if one}, whole.base_model_prefix, config, first)
+
+
+def _tell(path: str) -> None:
+    if dist.get_rank() == 0:
+        log.info("rank 0 reads the whole model %r into its memory: its files have other tensors than its layers", path)
+
+
+def _files(path: str) -> Files | None:
+    """The safetensors files of a large model; None for any other."""
+    from transformers.utils import cached_file
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    try:
+        options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+        if index := cached_file(path, INDEX, **options):
+            found, about = cast("tuple[list[str], dict[str, Any]]", get_checkpoint_shard_files(path, index))
+            by_name = {Path(file).name: file for file in found}
+            names = {name: by_name[file] for name, file in about["weight_map"].items()}
+        elif single := cached_file(path, SINGLE, **options):
+            names = dict.fromkeys(_names(single), single)
+        else:
+            return None
+        files = Files(names)
+        size = sum(_bytes(files.tensor(name)) for name in names)
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ModelError(f"the model {path!r} cannot be loaded: {error}") from error
+    return files if size >= LARGE else None
+
+
+def _names(file: str) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        held: Any = opened
+        return list(held.keys())
+
+
+def _bytes(tensor: Any) -> int:
+    """At least two bytes for each entry."""
+    return 2 * torch.Size(tensor.get_shape()).numel()
+
+
+def _source(whole: Any, name: str, parameter: Tensor) -> Source | None:
+    """The tensors of `whole`'s files that make a parameter, as transformers would save it; None if that is not known.
+
+    Of experts it saves all tensors of one kind after those of another.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved = revert_weight_conversion(whole, {name: parameter})
+    if len(saved) == 1:
+        ((only, tensor),) = saved.items()
+        return Source(((only,),), is_one=True) if tensor.shape == parameter.shape else None
+    rows, names = len(parameter), list(saved)
+    if len(names) % rows:
+        return None
+    return Source(tuple(tuple(names[row::rows]) for row in range(rows)), is_one=False)
+
+
+def _has(files: Files, source: Source) -> bool:
+    return all(name in files.names for row in source.rows for name in row)
+
+
+def _of_first_layers(path: str, whole: Any) -> Any:
+    """The configuration of the first layers, with one of every type; None for a model that cannot be cut off there.
+
+    Buffers of layers, which are in no file, would be missing.
+    """
+    config = pretrained.settings(path)
+    text: Any = config.get_text_config()
+    types = getattr(text, "layer_types", None) or []
+    count = max(FIRST, *(1 + types.index(kind) for kind in types)) if types else FIRST
+    every = list(layers.layers_of(whole.base_model))
+    if any(list(layer.buffers()) for layer in every[count:]):
+        return None
+    text.num_hidden_layers = min(count, len(every))
+    if types:
+        text.layer_types = types[: text.num_hidden_layers]
+    return config
+
+
+def _first(config: Any, files: Files) -> Any:
+    """The model of `config`, as transformers loads it from `files`; no other tensor is read."""
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        made: Any = AutoModelForCausalLM.from_config(config)
+        names = revert_weight_conversion(made, dict(made.named_parameters()))
+    tensors = {name: files.tensor(name)[:] for name in names}
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return type(made).from_pretrained(None, config=config, state_dict=tensors, **options)
+
+
+def _is_read_alike(first: Any, files: Files, sources: Mapping[str, Source | None]) -> bool:
+    """True if `first`, which transformers has loaded, has the weights that a rank would read."""
+    for name, one in first.named_parameters():
+        source = sources.get(name)
+        if source is None or not torch.equal(source.read(files, 0, len(one)), one):
+            return False
+    return True
