@@ -31,8 +31,13 @@ from streamppo.config import file as configfile
 from streamppo.learner import policy, weight_files
 
 MATH = Path(__file__).parent.parent / "configs" / "math.toml"
-SHAPE = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096}
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 WAYS = {"each rank its rows": weight_files.LARGE, "sent by rank 0": 2**62}
 """The bytes of files above which every rank reads its own."""
 
@@ -46,7 +51,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        lm = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **HEADS, num_hidden_layers=options.layers)).bfloat16()
+        lm = Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_hidden_layers=options.layers)).bfloat16()
         parameters = sum(one.numel() for one in lm.parameters())
         lm.save_pretrained(model, max_shard_size="200MB")
         del lm

@@ -1,6 +1,5 @@
 """What a checkpoint brings back, whatever goes on beside its writing; who is told when it cannot be written."""
 
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -267,7 +266,7 @@ def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
 
 
 def test_every_rank_gets_its_own_random_numbers_and_nobody_saves_alone(folder: Path, tmp_path: Path) -> None:
-    context, out = multiprocessing.get_context("spawn"), tmp_path / "checkpoints"
+    context, out = case.processes(), tmp_path / "checkpoints"
     workers = [
         context.Process(target=_rank, args=(rank, 2, tmp_path / "store", folder, out), daemon=True) for rank in range(2)
     ]
@@ -310,7 +309,7 @@ def _apart(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
 
 
 def test_ranks_with_a_disk_each_write_verify_and_miss_files_of_their_own(folder: Path, tmp_path: Path) -> None:
-    context, out = multiprocessing.get_context("spawn"), tmp_path / "disks"
+    context, out = case.processes(), tmp_path / "disks"
     workers = [
         context.Process(target=_apart, args=(rank, 2, tmp_path / "store", folder, out), daemon=True)
         for rank in range(2)

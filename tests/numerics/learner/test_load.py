@@ -1,6 +1,5 @@
 """A model comes to every rank from rank 0, which alone reads weights."""
 
-import multiprocessing
 import shutil
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def test_the_other_ranks_need_no_weights_and_have_the_same_model(models: Path) -
         for name in ("policy", "critic"):
             (models / str(rank) / name).mkdir(parents=True)
             shutil.copy(models / "0" / name / "config.json", models / str(rank) / name)
-    context = multiprocessing.get_context("spawn")
+    context = case.processes()
     for ranks in (1, RANKS):
         workers = [
             context.Process(target=_rank, args=(rank, ranks, models / f"store-{ranks}", models / str(rank), models))
