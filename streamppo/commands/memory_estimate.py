@@ -232,14 +232,16 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
         layers = tokens * (kept * model.layers + model.activations_per_layer)
     reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, learner.mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None
-    frozen = [is_second, bool(teacher.model) and not teacher.offload]
+    # One that moves is kept in float32, others in the type that they compute in.
+    frozen = is_second * (MASTER if reference.follow_every else model.element)
+    frozen += (bool(teacher.model) and not teacher.offload) * model.element
     return RankMemory(
         state=(trained * (MASTER + GRADIENT + MOMENTS) + frozen_bytes) // shards,
         gathered=gathered,
         activations=layers * (1 + own),
         head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
         + model.vocabulary * model.hidden * 4 * 2 * config.model.float32_head,
-        reference=sum(frozen) * model.parameters * MASTER // shards,
+        reference=frozen * model.parameters // shards,
         batch=config.queue.batch_size * longest * BATCH,
     )
 

@@ -143,6 +143,15 @@ def load_newest(path: Path, trained: Trained) -> State | None:
     return None
 
 
+def reference_has_moved(path: Path) -> bool:
+    """True if the checkpoint at `path`, or one before it that may take its place, has a reference. A collective."""
+    try:
+        found = manifest.read(path).state.reference_moved
+    except Damaged:
+        found = True
+    return _told(found, dist.group.WORLD)
+
+
 def load(path: Path, trained: Trained) -> State:
     """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
 

@@ -174,10 +174,14 @@ def load(
     critic: str = "head",
     *,
     offload: bool = False,
+    master: bool = True,
     lora: Lora | None = None,
     slices: Slices = ulysses.WHOLE,
 ) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
+
+    Without `master` its weights are in the type that they compute in, which changes nothing but their memory while
+    they stand still.
 
     Of a large model whose files all ranks see each reads its own rows (weight_files.py). Otherwise rank 0 alone reads
     weights, and sends them tensor by tensor: of the others, none ever holds more than its shards and one tensor, and
@@ -197,7 +201,7 @@ def load(
     made = [] if whole is None else _transformers(whole)
     chosen = attention.without_leaks(chosen, config, path, made)
     share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
-    policy = sharded(config, path, mesh, critic, chosen, offload=offload, lora=lora, slices=slices)
+    policy = sharded(config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices)
     policy.temperature, policy.share_prompts = temperature, share_prompts
     policy.to_empty(device="cpu" if offload else device)
     if plan is None:
@@ -217,6 +221,7 @@ def sharded(
     attends: str,
     *,
     offload: bool = False,
+    master: bool = True,
     lora: Lora | None = None,
     slices: Slices = ulysses.WHOLE,
 ) -> Policy:
@@ -229,6 +234,9 @@ def sharded(
         lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False)
         if lora is not None:
             adapters.add(lm, lora, config.dtype)
+        if not master:
+            for parameter in lm.parameters():
+                parameter.data = parameter.data.to(getattr(torch, config.dtype))
         policy = Policy(lm, 1.0, own.transformer, layout=attention.layout(attends))
         policy.float32_head, policy.slices = config.float32_head, slices
     transformers = _transformers(policy)

@@ -39,18 +39,24 @@ class Without:
 
 
 def load(
-    config: Config, model_path: str, mesh: DeviceMesh, leader: Policy, known: Policy | None
+    config: Config, model_path: str, mesh: DeviceMesh, leader: Policy, known: Policy | None, *, has_moved: bool = False
 ) -> Policy | Without | None:
     """The run's first model, as the configuration wants it; `leader` is the policy that trains. A collective.
 
-    It is read only if it is not `known`, and has weights of its own.
+    It is read only if it is not `known`, and has weights of its own: in float32 if it follows the policy or `has_moved`
+    (a checkpoint then has its weights), else in the type that they compute in.
     """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
         return None
     if config.model.lora is not None:
         return Without(leader)
-    made = known or policy.load(config.model, model_path, temperature, mesh, offload=kl.offload, slices=leader.slices)
+    master = has_moved or kl.follow_every > 0
+    if known is not None and master and next(known.lm.parameters()).dtype != torch.float32:
+        known = None
+    made = known or policy.load(
+        config.model, model_path, temperature, mesh, offload=kl.offload, master=master, slices=leader.slices
+    )
     made.temperature, made.float32_head = temperature, config.model.float32_head
     return made
 

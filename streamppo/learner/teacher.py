@@ -22,7 +22,9 @@ def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None
         return None
     if known is None:
         check_tokens(chosen.model, model_path)
-        known = policy.load(config.model, chosen.model, temperature, mesh, offload=chosen.offload, slices=slices)
+        known = policy.load(
+            config.model, chosen.model, temperature, mesh, offload=chosen.offload, master=False, slices=slices
+        )
     known.temperature, known.float32_head = temperature, config.model.float32_head
     return known
 

@@ -373,6 +373,10 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
         memory.rank(configfile.change(config, place), model, longest=10).reference for place in (taught, asked)
     ]
     assert references == [model.parameters, 0]
+    half = configfile.change(two, ["model.dtype=bfloat16"])
+    moving = configfile.change(half, ["algorithm.kl.follow_every=10"])
+    kept = [memory.rank(one, memory.sizes(small(), one.model), longest=10).reference for one in (half, moving)]
+    assert kept == [model.parameters // 2, model.parameters], "in the type that it computes in, unless it moves"
     light = memory.rank(configfile.change(config, ["model.gradient_checkpointing=full"]), model, longest=10)
     assert light.activations == 10 * (2 * 32 * 4 + model.activations_per_layer)
     # Selected are attention's result, o, up and k: 32, 32, 48 and 16 numbers of a token in each layer.
