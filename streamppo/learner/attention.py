@@ -24,7 +24,7 @@ from streamppo.config.sections import FLASH, Model
 from streamppo.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
@@ -151,12 +151,11 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
     return ((together_ND[place_N] - alone_ND).abs().max() / alone_ND.abs().max()).item()
 
 
-def looks_at_all(transformer: "PreTrainedModel", families: Sequence[str] = FAMILIES) -> bool:
-    """True for one of `families` whose attention looks at all that a mask shows; keys and values are its only state.
+def looks_at_all(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
+    """True for a model of `families` whose attention looks at all that a mask shows, with no state but keys and values.
 
     A sliding window would count tokens that are not of the row.
     """
-    config = transformer.config
     return config.model_type in families and not getattr(config, "use_sliding_window", False)
 
 

@@ -64,7 +64,7 @@ def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
     caches at its door. Raises `ModelError` for a model that may keep more of a context than keys and values.
     """
     for transformer in transformers:
-        if not attention.looks_at_all(transformer):
+        if not attention.looks_at_all(transformer.config):
             raise ModelError(
                 f"queue.segments.prefix = 'detached' knows models of {', '.join(FAMILIES)} without a sliding window, "
                 f"and {transformer.name_or_path!r} ({transformer.config.model_type}) is another: choose 'attached'"

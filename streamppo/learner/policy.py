@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
+from streamppo.errors import ModelError
 from streamppo.learner import adapters, attention, context, head, layers, pretrained, shared, ulysses, weight_files
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
@@ -241,7 +242,8 @@ def sharded(
         policy.float32_head, policy.slices = config.float32_head, slices
     transformers = _transformers(policy)
     for transformer in transformers:
-        ulysses.check(transformer, slices)
+        if refused := ulysses.refusal(transformer.config, slices.ranks):
+            raise ModelError(refused)
         layers.checkpoint_activations(transformer, config.gradient_checkpointing)
         if config.compile:
             layers.compile_layers(transformer)

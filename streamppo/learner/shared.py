@@ -49,7 +49,7 @@ def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
 
 
 def _can_share(transformer: "PreTrainedModel") -> bool:
-    return looks_at_all(transformer) and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
+    return looks_at_all(transformer.config) and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
 
 
 def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int) -> Reading:

@@ -21,7 +21,6 @@ from torch.nn.functional import pad
 
 from streamppo.config.engine import FAMILIES
 from streamppo.config.mesh import Mesh
-from streamppo.errors import ModelError
 from streamppo.learner import attention
 from streamppo.learner.attention import Reading
 
@@ -61,21 +60,19 @@ def slices_of(device: str, config: Mesh) -> Slices:
     return Slices(config.context, made.get_local_rank("within"), made.get_group("within"), made.get_group("across"))
 
 
-def check(transformer: Any, slices: Slices) -> None:
-    """Raise `ModelError` for a model whose rows cannot be cut into as many slices."""
-    config, count = transformer.config, slices.ranks
-    if count == 1:
-        return
-    if not attention.looks_at_all(transformer, KNOWN):
-        raise ModelError(
-            f"learner.mesh.context = {count} knows models of {', '.join(KNOWN)} without a sliding window, "
-            f"and {transformer.name_or_path!r} ({config.model_type}) is another"
+def refusal(config: Any, ranks: int) -> str:
+    """Say why rows of a model of transformers' `config` cannot be cut between so many `ranks`; "" if they can."""
+    if ranks == 1:
+        return ""
+    choice, model = f"learner.mesh.context = {ranks}", repr(config.name_or_path)
+    if not attention.looks_at_all(config, KNOWN):
+        known = ", ".join(KNOWN)
+        return (
+            f"{choice} knows models of {known} without a sliding window, and {model} ({config.model_type}) is another"
         )
-    if config.num_key_value_heads % count:
-        raise ModelError(
-            f"learner.mesh.context = {count} must divide the {config.num_key_value_heads} heads of keys and values "
-            f"of {transformer.name_or_path!r}"
-        )
+    if config.num_key_value_heads % ranks:
+        return f"{choice} must divide the {config.num_key_value_heads} heads of keys and values of {model}"
+    return ""
 
 
 def name_of(implementation: str, slices: Slices) -> str:

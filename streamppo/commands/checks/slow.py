@@ -7,6 +7,7 @@ import transformers
 from streamppo.commands.checks import memory, model, task
 from streamppo.commands.checks.finding import Finding
 from streamppo.config.sections import Config
+from streamppo.learner import ulysses
 
 
 def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> list[Finding]:
@@ -17,5 +18,7 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> l
     if loaded.tokenizer is not None:
         found = [one for one in found if one.subject != "task"] + task.load(config, loaded.tokenizer)[1]
     if loaded.hf_config is not None:
+        if refused := ulysses.refusal(loaded.hf_config, config.learner.mesh.context):
+            found.append(Finding("mesh", "error", refused))
         found += memory.memory(config, loaded.hf_config, memory.gpu(gpu_gib))
     return found

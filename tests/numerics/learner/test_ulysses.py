@@ -1,5 +1,6 @@
 """Rows that are cut into slices between ranks (Ulysses): the update of one rank, in every layout."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import learner_case as case
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import MixtralConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from streamppo.config.mesh import Mesh
@@ -138,12 +140,15 @@ def test_flash_attention_gets_the_bounds_of_whole_rows(tmp_path: Path) -> None:
     ],
 )
 def test_models_that_cannot_be_cut_are_refused_by_name(config: Any, reason: str) -> None:
-    class Transformer:
-        name_or_path = "some/model"
+    config.name_or_path = "some/model"
+    assert re.search(reason, ulysses.refusal(config, 4))
+    assert not ulysses.refusal(config, 1)
 
-    Transformer.config = config  # pyright: ignore
-    with pytest.raises(ModelError, match=reason):
-        ulysses.check(Transformer, Slices(ranks=4))
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_cannot_be_cut_is_refused_when_it_is_loaded(folder: Path) -> None:
+    with pytest.raises(ModelError, match="must divide the 2 heads"):
+        model.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)), slices=Slices(ranks=4))
 
 
 @pytest.mark.parametrize(

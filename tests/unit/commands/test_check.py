@@ -186,6 +186,7 @@ WRONG = {
     "light: no weights": ["model.path=light"],
     "parts: model-2.safetensors of the 2 parts are missing": ["model.path=parts"],
     "young/config.json: not the configuration of a model": ["model.path=young"],
+    "must divide the 2 heads of keys and values": ["learner.ranks=4", "learner.mesh.context=4", "model.path=model"],
     "are too much for one GPU: the GPU has 0 GiB": ["learner.gpus=1", "model.path=model", "--gpu-gib", "0.01"],
     "the cache does not hold one completion of 5 tokens": [
         "rollout.engine.kind=sglang",
@@ -377,6 +378,8 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
     moving = configfile.change(half, ["algorithm.kl.follow_every=10"])
     kept = [memory.rank(one, memory.sizes(small(), one.model), longest=10).reference for one in (half, moving)]
     assert kept == [model.parameters // 2, model.parameters], "in the type that it computes in, unless it moves"
+    cut = memory.rank(configfile.change(config, ["learner.mesh.context=2"]), model, longest=10)
+    assert cut.activations * 2 == rank.activations and cut.state == rank.state, "a rank has half of a row's tokens"
     light = memory.rank(configfile.change(config, ["model.gradient_checkpointing=full"]), model, longest=10)
     assert light.activations == 10 * (2 * 32 * 4 + model.activations_per_layer)
     # Selected are attention's result, o, up and k: 32, 32, 48 and 16 numbers of a token in each layer.

@@ -1,0 +1,75 @@
+"""A function in several processes of one group, each with one thread, and the most memory that each of them had."""
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def of_ranks(function: Callable[..., dict[str, float]], ranks: int, *arguments: object) -> list[dict[str, float]]:
+    """What `function(*arguments)`, of a module, returns on each of `ranks` processes, in their order."""
+    context = multiprocessing.get_context("spawn")
+    answers, port = context.SimpleQueue(), _free_port()
+    workers = [
+        context.Process(target=_rank, args=(rank, ranks, port, function, arguments, answers)) for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    found = dict(answers.get() for _ in workers)
+    for worker in workers:
+        worker.join()
+    return [found[rank] for rank in range(ranks)]
+
+
+@contextmanager
+def most_memory() -> Iterator[Callable[[], float]]:
+    """Watch this process; the function says how many MiB it had at most, less those at the begin.
+
+    Pages of files, which the system can take back, do not count.
+    """
+    before, most, ended = _own_mib(), [0.0], Event()
+
+    def watch() -> None:
+        while not ended.wait(0.005):
+            most[0] = max(most[0], _own_mib())
+
+    watcher = Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield lambda: max(most[0], _own_mib()) - before
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _rank(
+    rank: int, ranks: int, port: int, function: Callable[..., object], arguments: tuple[object, ...], answers: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    answers.put((rank, function(*arguments)))
+    # Nobody leaves before all have answered: rank 0 is where they meet.
+    dist.barrier()
+    time.sleep(0.1)
+    dist.destroy_process_group()
+
+
+def _own_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
