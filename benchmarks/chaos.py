@@ -99,8 +99,12 @@ class Victim:
         if kind == "driver":
             self.driver.wait()
             self.end()
-            self._begin("resume", str(self.run))
+            self.resume()
         return True
+
+    def resume(self) -> None:
+        """Start a driver that goes on with the run."""
+        self._begin("resume", str(self.run))
 
     def scale(self, rollouts: int) -> bool:
         """Ask for so many rollout actors. False if the run has ended meanwhile."""
