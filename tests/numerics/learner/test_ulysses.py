@@ -26,6 +26,7 @@ OF_TWO = (
     (IN_TWO, "model.share_prompts=false", "algorithm.entropy=0.01"),
     (IN_TWO, "algorithm.critic.model=policy", "algorithm.kl.loss_beta=0.1", "learner.minibatches=2"),
     (IN_TWO, "model.lora.rank=2", "algorithm.kl.loss_beta=0.1"),
+    (IN_TWO, "algorithm.teacher.model=FOLDER"),
     (IN_TWO, "model.gradient_checkpointing=full"),
     (IN_TWO, "model.gradient_checkpointing=selective"),
 )
@@ -41,7 +42,7 @@ def updates(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> lis
     model.SHARD_LAYERS_ABOVE, shared.WORTH = 0, 100.0
     found: list[Any] = []
     for overrides in cases:
-        several = [one for one in overrides if ranks > 1 or "mesh" not in one]
+        several = [one.replace("FOLDER", str(folder)) for one in overrides if ranks > 1 or "mesh" not in one]
         small = "learner.lr=0.01", "learner.micro_batch_tokens=40"
         updater = case.updater(case.config_of(f"learner.ranks={ranks}", *small, *several), folder)
         metrics = case.metrics(updater, pad(case.batch()))

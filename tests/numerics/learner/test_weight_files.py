@@ -110,11 +110,20 @@ def without(ranks: int, folders: list[str]) -> dict[str, torch.Tensor]:
     return case.whole(policy)
 
 
-def test_a_rank_that_does_not_see_the_files_is_sent_its_rows(folder: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_bytes((folder / "config.json").read_bytes())
-    weights = case.by_ranks(without, 2, tmp_path, [str(folder), str(bare)])
+@pytest.mark.parametrize("others", [False, True])
+def test_a_rank_that_does_not_see_the_files_or_has_another_models_is_sent_its_rows(
+    others: bool, folder: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    if others:
+        whole: Any = AutoModelForCausalLM.from_pretrained(folder)
+        for one in whole.parameters():
+            one.data += 1e-3
+        whole.save_pretrained(elsewhere)
+    else:
+        elsewhere.mkdir()
+        (elsewhere / "config.json").write_bytes((folder / "config.json").read_bytes())
+    weights = case.by_ranks(without, 2, tmp_path, [str(folder), str(elsewhere)])
     own: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(weights[f"lm.{name}"], one) for name, one in own.named_parameters())
 
