@@ -136,6 +136,12 @@ class Victim:
             time.sleep(0.05)
         return True
 
+    def finish(self, kills: list[Kill]) -> Trial:
+        """Wait for the end of the run, and make its account. Raises `RuntimeError` if it failed."""
+        if self.driver.wait(STUCK_S * 3):
+            raise RuntimeError(f"the run ended with {self.driver.returncode}:\n{self.log.read_text()[-3000:]}")
+        return account(self.run, kills)
+
     def end(self) -> None:
         """Until no process is left; whoever will not go by himself is killed."""
         deadline = time.monotonic() + 10
@@ -163,9 +169,7 @@ def trial(
             if victim.driver.poll() is None and victim.kill(kind):
                 recovered = victim.wait_for(before + 1)
                 kills.append(Kill(kind, time.monotonic() - start if recovered else None))
-        if victim.driver.wait(STUCK_S * 3):
-            raise RuntimeError(f"the run ended with {victim.driver.returncode}:\n{victim.log.read_text()[-3000:]}")
-        return account(victim.run, kills)
+        return victim.finish(kills)
     finally:
         if victim.driver.poll() is None:
             victim.driver.send_signal(signal.SIGKILL)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ray.cluster_utils import Cluster
 
-from benchmarks.chaos import REPOSITORY, SHORT, STUCK_S, Kill, Trial, Victim, account
+from benchmarks.chaos import REPOSITORY, SHORT, Kill, Trial, Victim
 from benchmarks.runs import machine
 from streamppo.errors import StreamppoError
 
@@ -125,9 +125,7 @@ def trial(config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[st
                 continue
             recovered = victim.wait_for(before + 1)
             kills.append(Kill(kind, time.monotonic() - start if recovered else None))
-        if victim.driver.wait(STUCK_S * 3):
-            raise RuntimeError(f"the run ended with {victim.driver.returncode}:\n{victim.log.read_text()[-3000:]}")
-        return account(victim.run, kills)
+        return victim.finish(kills)
     finally:
         victim.driver.kill()
         nodes.end()

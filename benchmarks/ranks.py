@@ -2,8 +2,7 @@
 
 import multiprocessing
 import os
-import socket
-import time
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +16,15 @@ import torch.distributed as dist
 def of_ranks(function: Callable[..., dict[str, float]], ranks: int, *arguments: object) -> list[dict[str, float]]:
     """What `function(*arguments)`, of a module, returns on each of `ranks` processes, in their order."""
     context = multiprocessing.get_context("spawn")
-    answers, port = context.SimpleQueue(), _free_port()
-    workers = [
-        context.Process(target=_rank, args=(rank, ranks, port, function, arguments, answers)) for rank in range(ranks)
-    ]
-    for worker in workers:
-        worker.start()
-    found = dict(answers.get() for _ in workers)
-    for worker in workers:
-        worker.join()
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        given = ranks, f"{folder}/store", function, arguments, answers
+        workers = [context.Process(target=_rank, args=(rank, *given)) for rank in range(ranks)]
+        for worker in workers:
+            worker.start()
+        found = dict(answers.get() for _ in workers)
+        for worker in workers:
+            worker.join()
     return [found[rank] for rank in range(ranks)]
 
 
@@ -51,25 +50,15 @@ def most_memory() -> Iterator[Callable[[], float]]:
 
 
 def _rank(
-    rank: int, ranks: int, port: int, function: Callable[..., object], arguments: tuple[object, ...], answers: Any
+    rank: int, ranks: int, store: str, function: Callable[..., object], arguments: tuple[object, ...], answers: Any
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     answers.put((rank, function(*arguments)))
-    # Nobody leaves before all have answered: rank 0 is where they meet.
-    dist.barrier()
-    time.sleep(0.1)
     dist.destroy_process_group()
 
 
 def _own_mib() -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

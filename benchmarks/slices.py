@@ -28,7 +28,6 @@ from benchmarks.runs import machine
 from streamppo.config import file as configfile
 from streamppo.learner import objective, optimizer, policy, ulysses
 from streamppo.learner.batch import pad
-from streamppo.learner.device import everybody
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory
 
@@ -76,7 +75,7 @@ def update(folder: str, tokens: int, context: int, times: int) -> dict[str, floa
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     trained = policy.load(config.model, folder, 1.0, mesh, slices=slices)
     chosen, adamw = objective.build(config), optimizer.adamw(trained, config)
-    updater = Updater(trained, adamw, chosen, config, group=slices.across or everybody())
+    updater = Updater(trained, adamw, chosen, config, group=slices.apart())
     batch, seconds, peaks = pad(_batch(tokens)), list[float](), list[float]()
     for _ in range(1 + times):
         begin = time.perf_counter()

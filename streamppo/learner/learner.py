@@ -25,7 +25,6 @@ from streamppo.learner import (
 )
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
-from streamppo.learner.device import everybody
 from streamppo.learner.fetch import OwnRows
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
@@ -198,5 +197,5 @@ def _updater(
 ) -> Updater:
     """The updater of `trained` beside the `frozen` reference and teacher."""
     chosen, (followed, taught_by) = objective.build(config), frozen
-    group = trained.slices.across or everybody()
+    group = trained.slices.apart()
     return Updater(trained, adamw, chosen, config, group=group, reference=followed, teacher=taught_by)

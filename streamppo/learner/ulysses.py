@@ -23,6 +23,7 @@ from streamppo.config.engine import FAMILIES
 from streamppo.config.mesh import Mesh
 from streamppo.learner import attention
 from streamppo.learner.attention import Reading
+from streamppo.learner.device import everybody
 
 KNOWN = (*FAMILIES, "qwen3_moe")
 """Values of model_type whose layers look at other tokens in their attention alone, and there at all before them."""
@@ -42,6 +43,10 @@ class Slices(NamedTuple):
     number: int = 0
     within: dist.ProcessGroup | None = None
     across: dist.ProcessGroup | None = None
+
+    def apart(self) -> dist.ProcessGroup:
+        """The ranks that pass different rows: all of them where rows are not cut."""
+        return self.across or everybody()
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups that were made for this."""

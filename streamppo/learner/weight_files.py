@@ -58,7 +58,7 @@ class Source(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The parameters of a causal LM by their names: what they are made of, in `files`; `config` is that of `first`.
+    """The parameters of a causal LM by their names: what they are made of, in `files`.
 
     `first` is the model with its first layers alone, on rank 0.
     """
@@ -66,7 +66,6 @@ class Plan(NamedTuple):
     files: Files
     sources: Mapping[str, Source]
     prefix: str
-    config: Any
     first: Any
 
     def read(self, name: str, begin: int, end: int) -> Tensor | None:
@@ -93,16 +92,17 @@ def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
         whole = pretrained.read(path, "eager", weights=False)
     sources = {name: _source(whole, name, one) for name, one in whole.named_parameters()}
     config = _of_first_layers(path, whole)
-    sees = [config is not None and all(source and _has(found, source) for source in sources.values())]
+    known = {name: one for name, one in sources.items() if one and _has(found, one)}
+    sees = [config is not None and len(known) == len(sources)]
     first: Any = None
     if dist.get_rank() == 0 and sees[0]:
-        first = _first(config, found)
-        sees = [_is_read_alike(first, found, sources)]
+        first = _first(config, found, known)
+        sees = [_is_read_alike(first, found, known)]
     dist.broadcast_object_list(sees, src=0)
     if not sees[0]:
         _tell(path)
         return None
-    return Plan(found, {name: one for name, one in sources.items() if one}, whole.base_model_prefix, config, first)
+    return Plan(found, known, whole.base_model_prefix, first)
 
 
 def _digest(files: Files) -> str:
@@ -193,23 +193,18 @@ def _of_first_layers(path: str, whole: Any) -> Any:
     return config
 
 
-def _first(config: Any, files: Files) -> Any:
+def _first(config: Any, files: Files, sources: Mapping[str, Source]) -> Any:
     """The model of `config`, as transformers loads it from `files`; no other tensor is read."""
     from transformers import AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         made: Any = AutoModelForCausalLM.from_config(config)
-        names = revert_weight_conversion(made, dict(made.named_parameters()))
-    tensors = {name: files.tensor(name)[:] for name in names}
+    rows = [row for name, _ in made.named_parameters() for row in sources[name].rows]
+    tensors = {name: files.tensor(name)[:] for row in rows for name in row}
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return type(made).from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
-def _is_read_alike(first: Any, files: Files, sources: Mapping[str, Source | None]) -> bool:
+def _is_read_alike(first: Any, files: Files, sources: Mapping[str, Source]) -> bool:
     """True if `first`, which transformers has loaded, has the weights that a rank would read."""
-    for name, one in first.named_parameters():
-        source = sources.get(name)
-        if source is None or not torch.equal(source.read(files, 0, len(one)), one):
-            return False
-    return True
+    return all(torch.equal(sources[name].read(files, 0, len(one)), one) for name, one in first.named_parameters())

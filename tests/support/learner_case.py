@@ -20,7 +20,7 @@ from streamppo.config.sections import Config
 from streamppo.learner import objective, reference, ulysses
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch
-from streamppo.learner.device import everybody, mesh_of
+from streamppo.learner.device import mesh_of
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory, flags, ints
 
@@ -133,7 +133,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
         torch.optim.SGD([one for one in policy.parameters() if one.requires_grad], lr=config.learner.lr * 100),
         objective.build(config),
         config,
-        group=slices.across or everybody(),
+        group=slices.apart(),
         reference=followed,
         teacher=teacher,
     )
