@@ -27,6 +27,8 @@ OWN_RAY = {
     "RAY_gcs_rpc_server_connect_timeout_s": "2",
     "RAY_py_gcs_connect_timeout_s": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+    # A line for every call that is repeated, also as Ray ends, then to a GCS that is gone: we tell of deaths ourselves.
+    "RAY_enable_output_error_log_if_still_retry": "0",
 }
 """Settings of a Ray of our own; a variable that the user has set wins."""
 LOOPBACK = "127.0.0.1"

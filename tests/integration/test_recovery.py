@@ -117,10 +117,10 @@ def all_accounted(run: Path) -> chaos.Trial:
 def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
     tmp_path: Path, kinds: list[str], overrides: tuple[str, ...]
 ) -> None:
-    trial = chaos.trial(MATH, tmp_path, ("updates=60", *overrides), kinds, seed=4)
+    trial = chaos.trial(MATH, tmp_path, ("updates=40", *overrides), kinds, seed=4)
     assert [kill.kind for kill in trial.kills] == kinds
     assert (trial.lost, trial.twice) == (0, 0)
-    assert trial.consumed == 60 * 64
+    assert trial.consumed == 40 * 64
     assert trial.replayed, "the weights are not those that the archive gives"
     if "learner.deltas=on" in overrides:
         pushed = [row["push_mib"] for row in updates(tmp_path, "chaos")]
