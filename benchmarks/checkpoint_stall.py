@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.runs import machine
 from streamppo.config import file as configfile
-from streamppo.learner import checkpoint, optimizer, policy
+from streamppo.learner import checkpoint, loading, optimizer
 from streamppo.learner.manifest import State
 from streamppo.weights.transport import Pushed
 
@@ -85,7 +85,7 @@ def _trained(size: str, folder: Path) -> tuple[checkpoint.Trained, checkpoint.Sa
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=16, **shape, **heads)).save_pretrained(folder)
     mesh = init_device_mesh("cpu", (1,))
-    made = policy.load(config.model, folder, 1.0, mesh, config.algorithm.critic.model)
+    made = loading.load(config.model, folder, 1.0, mesh, config.algorithm.critic.model)
     adamw = optimizer.adamw(made, config)
     for parameter in made.parameters():
         parameter.grad = torch.ones_like(parameter)

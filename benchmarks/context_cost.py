@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import machine, table
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import objective, optimizer, policy, tiny
+from streamppo.learner import loading, objective, optimizer, tiny
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory
@@ -64,7 +64,7 @@ def _updater(folder: Path, prefix: str) -> Updater:
     if not (folder / "model").exists():
         Qwen2ForCausalLM(tiny.settings(config.model, VOCABULARY)).save_pretrained(folder / "model")
     mesh = init_device_mesh("cpu", (1,))
-    trained = policy.load(config.model, folder / "model", 1.0, mesh)
+    trained = loading.load(config.model, folder / "model", 1.0, mesh)
     trained.set_context(config.queue.prefix)
     adamw = optimizer.adamw(trained, config)
     return Updater(trained, adamw, objective.build(config), config, group=mesh.get_group())

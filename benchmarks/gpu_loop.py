@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import objective, optimizer, policy, tiny
+from streamppo.learner import loading, objective, optimizer, policy, tiny
 from streamppo.learner.batch import pad
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
@@ -68,7 +68,7 @@ async def train(folder: Path, device: str, seconds: float) -> Result:
 
 def _stages(config: Config, folder: Path, device: str) -> Stages:
     mesh = init_device_mesh(device, (1,))
-    trained = policy.load(config.model, folder, config.rollout.temperature, mesh)
+    trained = loading.load(config.model, folder, config.rollout.temperature, mesh)
     updater = Updater(
         trained, optimizer.adamw(trained, config), objective.build(config), config, group=mesh.get_group()
     )

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.ranks import most_memory, of_ranks
 from benchmarks.runs import machine
 from streamppo.config import file as configfile
-from streamppo.learner import policy, weight_files
+from streamppo.learner import loading, weight_files
 
 MATH = Path(__file__).parent.parent / "configs" / "math.toml"
 SHAPE: dict[str, Any] = {
@@ -76,7 +76,7 @@ def load(model: Path, above: int) -> dict[str, float]:
     config, mesh = configfile.load(MATH, []), init_device_mesh("cpu", (dist.get_world_size(),))
     begin = time.perf_counter()
     with most_memory() as peak:
-        policy.load(config.model, model, 1.0, mesh)
+        loading.load(config.model, model, 1.0, mesh)
         return {"seconds": time.perf_counter() - begin, "peak_mib": peak()}
 
 

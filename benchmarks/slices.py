@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.ranks import most_memory, of_ranks
 from benchmarks.runs import machine
 from streamppo.config import file as configfile
-from streamppo.learner import objective, optimizer, policy, ulysses
+from streamppo.learner import loading, objective, optimizer, ulysses
 from streamppo.learner.batch import pad
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory
@@ -73,7 +73,7 @@ def update(folder: str, tokens: int, context: int, times: int) -> dict[str, floa
     config = configfile.load(MATH, ["learner.ranks=2", f"learner.mesh.context={context}", micro])
     slices = ulysses.slices_of("cpu", config.learner.mesh)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    trained = policy.load(config.model, folder, 1.0, mesh, slices=slices)
+    trained = loading.load(config.model, folder, 1.0, mesh, slices=slices)
     chosen, adamw = objective.build(config), optimizer.adamw(trained, config)
     updater = Updater(trained, adamw, chosen, config, group=slices.apart())
     batch, seconds, peaks = pad(_batch(tokens)), list[float](), list[float]()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.config.sections import Config
-from streamppo.learner import objective, optimizer, policy
+from streamppo.learner import loading, objective, optimizer, policy
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Completion, Sampling
@@ -49,7 +49,7 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
     """Make the world of `config` around the model in a folder."""
     torch.manual_seed(config.seed)
     mesh = init_device_mesh("cpu", (1,))
-    trained = policy.load(config.model, model, config.rollout.temperature, mesh)
+    trained = loading.load(config.model, model, config.rollout.temperature, mesh)
     adamw = optimizer.adamw(trained, config)
     updater = Updater(trained, adamw, objective.build(config), config, group=mesh.get_group())
     tokenizer = Tokenizer(str(model))

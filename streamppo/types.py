@@ -24,6 +24,7 @@ from streamppo.process import Spent
 Ints: TypeAlias = NDArray[np.int32]
 Floats: TypeAlias = NDArray[np.float32]
 Flags: TypeAlias = NDArray[np.bool_]
+Routes: TypeAlias = NDArray[np.int16]
 T = TypeVar("T")
 
 
@@ -54,6 +55,11 @@ def ints(column: bytes) -> Ints:
 def floats(column: bytes) -> Floats:
     """A bytes column of float32, as a read-only array without a copy."""
     return np.frombuffer(column, dtype="<f4")
+
+
+def routes(column: bytes) -> Routes:
+    """A bytes column of int16, as a read-only array without a copy."""
+    return np.frombuffer(column, dtype="<i2")
 
 
 def flags(column: bytes) -> Flags:
@@ -147,7 +153,7 @@ class Ticket(Crossing, frozen=True):
 class Trajectory(Crossing, frozen=True, omit_defaults=True):
     """One finished, scored completion, or a segment of one.
 
-    All columns but `prompt_tokens` and `candidates` have T entries, T >= 1.
+    All columns but `prompt_tokens`, `candidates` and `routes` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
     the distribution that was sampled from, and `versions` say which weights sampled each token; without
@@ -159,7 +165,8 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     vocabulary. Without either both are empty.
 
     `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that the policy did not sample; without one
-    they are empty. `explanation` is the reward's, its beginning, for people.
+    they are empty. `routes` (int16, or empty) are the experts that the engine sent each token to, of the prompt's and
+    its own but the last, layer by layer; -1 where it did not say. `explanation` is the reward's, its beginning.
 
     A segment that others follow has `finish` "cut" and no reward: that of the whole comes with the last one. The tokens
     of those before it are the last `prefix` of its `prompt_tokens`.
@@ -179,6 +186,7 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     candidates: bytes = b""
     candidate_counts: bytes = b""
     teacher_logprobs: bytes = b""
+    routes: bytes = b""
     components: dict[str, float] = {}
     explanation: str = ""
     versions_known: bool = True
@@ -200,10 +208,7 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
 
 
 class Failure(Crossing, frozen=True):
-    """A ticket that came to nothing: the stage that failed, the reason for people, and the tokens that were sampled.
-
-    Tokens of a completion that did not come to its end are not counted.
-    """
+    """A ticket that came to nothing: where, why, and the tokens of completions that did come to their end."""
 
     identity: Identity
     actor: str
@@ -232,11 +237,12 @@ class Outline(Crossing, frozen=True):
 
 
 class Tokens(Crossing, frozen=True):
-    """The token ids of one trajectory, as it has them."""
+    """The token ids and routes of one trajectory, as it has them."""
 
     prompt_tokens: bytes
     tokens: bytes
     candidates: bytes
+    routes: bytes = b""
 
 
 class Tensor(Crossing, frozen=True):
@@ -323,10 +329,7 @@ class QueueReport(Crossing, frozen=True):
 
 
 class ScorerReport(Crossing, frozen=True):
-    """The counters of one scorer, or of a teacher that is a server, in one rollout actor.
-
-    `reasons` counts failures by their reason, the first few kinds.
-    """
+    """One actor's counters of a scorer, or of a teacher's server; `reasons` counts the first few kinds of failures."""
 
     name: str
     calls: int
@@ -339,10 +342,7 @@ class ScorerReport(Crossing, frozen=True):
 
 
 class Sample(Crossing, frozen=True):
-    """A scored completion for people to look at: the end of its prompt, its beginning, the version of its first token.
-
-    Both are of at most `LENGTH` characters.
-    """
+    """A scored completion for people: `LENGTH` characters of its prompt's end and of its own beginning, its version."""
 
     LENGTH: ClassVar[int] = 300
     prompt: str
@@ -378,10 +378,7 @@ class EngineReport(Crossing, frozen=True):
 
 
 class EvaluationReport(Crossing, frozen=True):
-    """Greedy answers to held-out prompts, by one actor, under versions `min_version`..`max_version`.
-
-    `failed` prompts have no score (engine, environment or reward failed) and are not part of `count`.
-    """
+    """One actor's greedy answers to held-out prompts; `failed` ones have no score, and are not part of `count`."""
 
     actor: str
     correct: int

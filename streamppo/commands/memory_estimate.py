@@ -14,7 +14,8 @@ from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
 from streamppo.learner import adapters
 from streamppo.learner.layers import Selection
-from streamppo.learner.policy import HEAD_CHUNK, SHARD_LAYERS_ABOVE
+from streamppo.learner.loading import SHARD_LAYERS_ABOVE
+from streamppo.learner.policy import HEAD_CHUNK
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes of a trained parameter, its gradient and AdamW's two moments: float32, and sharded over the ranks."""

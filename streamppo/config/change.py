@@ -31,7 +31,14 @@ NOT_LEARNING = (
     *(f"algorithm.teacher.{name}" for name in OF_SERVER),
 )
 """Fields and sections that the result of an update on a given batch does not depend on."""
-LEARNING = ("rollout.max_tokens", "rollout.temperature", "queue.batch_size", "queue.max_lag", "queue.too_old")
+LEARNING = (
+    "rollout.max_tokens",
+    "rollout.temperature",
+    "rollout.engine.routes",
+    "queue.batch_size",
+    "queue.max_lag",
+    "queue.too_old",
+)
 """Fields of these sections that it depends on all the same."""
 
 

@@ -39,6 +39,15 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         """Seconds that it may take to start: it starts at once, without a bound of its own."""
         return 0.0
 
+    @property
+    def routes(self) -> bool:
+        """It runs no mixture of experts."""
+        return False
+
+    def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
+        """Reasons that a learner cannot be so beside it: none."""
+        return iter(())
+
     def refuses_sampling(self, top_p: float, top_k: int) -> str:
         """Reason that it cannot sample so: none."""
         return ""
@@ -66,6 +75,7 @@ DECIDED = {
     "skip_tokenizer_init": "token ids go in and come out",
     "load_format": "all weights come from the learner",
     "host": "our engines listen on loopback",
+    "enable_return_routed_experts": "by rollout.engine.routes",
 }
 """Arguments of SGLang that have a field of their own, or that nothing may change."""
 
@@ -91,6 +101,8 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     """Prompts share the cache of a common beginning, within one version."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
     """Further arguments of an engine of our own, by SGLang's names: { schedule_policy = "lpm" }; not for `urls`."""
+    routes: bool = False
+    """Of a mixture of experts: SGLang tells the experts of every token, and the learner sends it to the same (R3)."""
     start_s: Seconds = 900.0
     """An engine that has not started after so long has failed."""
 
@@ -123,6 +135,13 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
             f"top_k ({top_k}) must be 2 to {MOST_CANDIDATES} with top_p ({top_p:g}) and SGLang: it names the "
             "candidates of a token, which the learner needs, only where top_k bounds their number"
         )
+
+    def refuses_learner(self, *, compiled: bool, segments: bool) -> Iterator[str]:
+        """Reasons that a learner cannot be so beside it: `compiled`, or trained on `segments`."""
+        if self.routes and compiled:
+            yield "rollout.engine.routes answers routers one by one, and model.compile makes one thing of a layer"
+        if self.routes and segments:
+            yield "rollout.engine.routes come at the end of a completion, and queue.segments are trained on before"
 
     def refuses_places(self, actors: int, gpus: float) -> str:
         """Reason that `actors` of it cannot run with `gpus` GPUs each; empty if they can."""

@@ -296,10 +296,8 @@ class Config(Section, frozen=True):
             if queue.batch_size % size:
                 yield f"queue.batch_size ({queue.batch_size}) must be a multiple of {name} ({size})"
         if algorithm.compares_samples and queue.samples_per_prompt < 2:
-            yield (
-                f"{algorithm.compares_samples} compares the samples of a prompt: "
-                f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
-            )
+            few = f"queue.samples_per_prompt ({queue.samples_per_prompt}) must be at least 2"
+            yield f"{algorithm.compares_samples} compares the samples of a prompt: {few}"
         yield from _proximal(self)
         if queue.segments is not None:
             yield from queue.segments.refuses(algorithm)
@@ -316,6 +314,8 @@ class Config(Section, frozen=True):
             )
         if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
             yield refused
+        segments = queue.segments is not None
+        yield from self.rollout.engine.refuses_learner(compiled=self.model.compile, segments=segments)
         yield from _gpus(self)
         if self.model.lora is not None:
             yield from self.model.lora.refuses(algorithm.kl)

@@ -18,7 +18,7 @@ from torch import Tensor
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.masked import on_last_token
 from streamppo.process import phase
-from streamppo.types import Batch, Trajectory, flags, floats, ints
+from streamppo.types import Batch, Trajectory, flags, floats, ints, routes
 
 MUCH = 1 / 16
 """Padding of a micro-batch, as a share of its budget, from which on it has rows of similar lengths alone."""
@@ -33,7 +33,8 @@ class PaddedBatch(NamedTuple):
     completion's; `truncated_B` says that the completion was cut off. `cut_B` are segments that others follow, and
     `prefix_B` are the tokens of the segments before, which count as the prompt's. `candidates` [B, T] are there if some
     tokens were sampled with top-p or top-k. `teacher_logprobs_BT` are there if a teacher's server gave some, NaN for a
-    trajectory that has none.
+    trajectory that has none. `routes_BLE` are the experts that the engine chose for a token, layer by layer, -1 where
+    it says none.
     """
 
     version: int
@@ -53,6 +54,7 @@ class PaddedBatch(NamedTuple):
     components_B: Mapping[str, Tensor]
     candidates: Candidates | None = None
     teacher_logprobs_BT: Tensor | None = None
+    routes_BLE: Tensor | None = None
 
     def to(self, device: torch.device) -> "PaddedBatch":
         """The same batch on `device`."""
@@ -67,8 +69,8 @@ class PaddedBatch(NamedTuple):
         width_L = int((picked["start_B"] + picked["length_B"]).max())
         width_T = int(picked["length_B"].max())
         for name, tensor in picked.items():
-            if tensor.dim() == 2:
-                picked[name] = tensor[:, : width_L if name.endswith("L") else width_T]
+            if tensor.dim() > 1:
+                picked[name] = tensor[:, : width_L if name.endswith(("L", "LE")) else width_T]
         candidates = None if self.candidates is None else self.candidates.at((rows, slice(width_T)))
         return self._replace(**picked, candidates=candidates)
 
@@ -104,7 +106,19 @@ def pad(batch: Batch) -> PaddedBatch:
         components_B=_components(trajectories),
         candidates=_candidates(trajectories, length_B),
         teacher_logprobs_BT=_teacher_logprobs(trajectories, length_B),
+        routes_BLE=_routes(trajectories, start_B + length_B),
     )
+
+
+def _routes(trajectories: Sequence[Trajectory], width_B: Tensor) -> Tensor | None:
+    """The experts of every token of each row but the last, and -1 for those that the engine does not tell."""
+    given = [routes(one.routes).reshape(int(width) - 1, -1) for one, width in zip(trajectories, width_B, strict=True)]
+    if not any(one.size for one in given):
+        return None
+    padded_BLE = np.full((len(given), int(width_B.max()), max(one.shape[1] for one in given)), -1, np.int16)
+    for row, found in zip(padded_BLE, given, strict=True):
+        row[: len(found), : found.shape[1]] = found
+    return torch.from_numpy(padded_BLE)
 
 
 def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from streamppo.algorithms.lag import Lag, lr_share
 from streamppo.config.sections import LOCAL, Config
 from streamppo.learner import (
     checkpoint,
+    loading,
     objective,
     optimizer,
     policy,
@@ -62,6 +63,7 @@ class Learner:
         self.policy.temperature = config.rollout.temperature
         self.policy.float32_head = config.model.float32_head
         self.policy.set_context(config.queue.prefix)
+        self.policy.set_routes(replayed=config.rollout.engine.routes)
         followed = reference.load(
             config, self.model_path, self.mesh, self.policy, reference.own(self.updater.reference)
         )
@@ -163,8 +165,9 @@ def build(
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
     slices = ulysses.slices_of(mesh.device_type, config.learner.mesh)
-    loaded = policy.load(config.model, model_path, temperature, mesh, critic, lora=config.model.lora, slices=slices)
+    loaded = loading.load(config.model, model_path, temperature, mesh, critic, lora=config.model.lora, slices=slices)
     loaded.set_context(config.queue.prefix)
+    loaded.set_routes(replayed=config.rollout.engine.routes)
     has_moved = resume_from is not None and checkpoint.reference_has_moved(Path(resume_from))
     followed = reference.load(config, model_path, mesh, loaded, None, has_moved=has_moved)
     frozen = followed, teacher.load(config, model_path, mesh, None, slices)

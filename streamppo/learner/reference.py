@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.config.sections import Config
-from streamppo.learner import adapters, policy
+from streamppo.learner import adapters, loading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.policy import Part, Policy, Scored, local
 
@@ -54,7 +54,7 @@ def load(
     master = has_moved or kl.follow_every > 0
     if known is not None and master and next(known.lm.parameters()).dtype != torch.float32:
         known = None
-    made = known or policy.load(
+    made = known or loading.load(
         config.model, model_path, temperature, mesh, offload=kl.offload, master=master, slices=leader.slices
     )
     made.temperature, made.float32_head = temperature, config.model.float32_head

@@ -4,7 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError, TaskError
-from streamppo.learner import policy, pretrained
+from streamppo.learner import loading, pretrained
 from streamppo.learner.policy import Policy
 from streamppo.learner.ulysses import Slices
 from streamppo.tasks.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None
         return None
     if known is None:
         check_tokens(chosen.model, model_path)
-        known = policy.load(
+        known = loading.load(
             config.model, chosen.model, temperature, mesh, offload=chosen.offload, master=False, slices=slices
         )
     known.temperature, known.float32_head = temperature, config.model.float32_head

@@ -179,6 +179,7 @@ class Updater:
             **self._kl_metrics(batch, targets, scored, passed_B),
             **self._exploration_metrics(batch.version, targets, steps["entropy"]),
             **distances(batch, targets.teacher_BT, targets.right_BT, scored, passed_B),
+            **self.policy.routers.metrics(self.device),
             "lr": self.optimizer.param_groups[0]["lr"],
             "score_s": updated.scored - updated.start,
             "train_s": time.perf_counter() - updated.scored,
@@ -227,11 +228,11 @@ class Updater:
         return self._gather(batch, pieces, scores), scores[0] if single else None
 
     def _frozen(self, model: Policy | Without | None, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
-        """[B, T] log-probs of `model`, the reference or the teacher, once a batch; None without it."""
+        """[B, T] log-probs of `model`, the reference or the teacher, by its own routes, or None without it."""
         if model is None:
             return None
         with torch.no_grad():
-            scores = [_score(model, batch, rows, "policy") for rows in pieces]
+            scores = [_score(model, batch._replace(routes_BLE=None), rows, "policy") for rows in pieces]
         if isinstance(model, Policy):
             release(model)
         return self._gather(batch, pieces, scores).logprobs_BT
@@ -389,6 +390,8 @@ class Updater:
 @phase("forward")
 def _score(policy: Policy | Without, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
     """`policy` on some rows. An empty micro-batch still passes one row: the pass is a collective."""
+    if isinstance(policy, Policy):
+        policy.routers.counts = len(rows) > 0
     return policy(batch.select(rows if len(rows) else STAND_IN), part)
 
 

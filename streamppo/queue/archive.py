@@ -8,12 +8,12 @@ B trajectories lie one after another in flat columns: those of trajectory i are 
 prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on single tokens there is a flat column
 `token_rewards` with offsets of its own. If top-p or top-k cut the distribution, `candidates` are the tokens that were
 left of it, and `candidate_counts` says how many each token of a completion has (0: the whole vocabulary), both flat,
-with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server. If rewards have components a
-table of them [B, components], NaN if a trajectory has none of a name. If rewards are explained, `explanations` is their
-text in UTF-8, flat, with offsets of its own. The learner's numbers of each token, as the update began, lie beside it:
-`values`, the critic's expectation before it was sampled, if there is a critic; `proximal_logprobs`, its log-prob by the
-learner's own policy, if a pass gave it; `advantages`. A file is complete when it has its name; it counts once the
-journal holds its SHA-256.
+with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server, and the `routes` of a mixture
+of experts. If rewards have components a table of them [B, components], NaN if a trajectory has none of a name. If
+rewards are explained, `explanations` is their text in UTF-8, flat, with offsets of its own. The learner's numbers of
+each token, as the update began, lie beside it: `values`, the critic's expectation before it was sampled, if there is a
+critic; `proximal_logprobs`, its log-prob by the learner's own policy, if a pass gave it; `advantages`. A file is
+complete when it has its name; it counts once the journal holds its SHA-256.
 
 With segments, `segment` is a trajectory's number in its completion, and `prefix` says how many of the last tokens of
 its prompt are of the segments before it.
@@ -43,7 +43,7 @@ from streamppo.process import phase
 from streamppo.queue import zarr_zip
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
-from streamppo.types import Batch, Floats, Identity, Learned, Trajectory, flags, floats, ints
+from streamppo.types import Batch, Floats, Identity, Learned, Trajectory, flags, floats, ints, routes
 
 if TYPE_CHECKING:
     import pyarrow
@@ -54,7 +54,13 @@ FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
 LEARNED = Learned.__struct_fields__
 """Columns that the learner adds to them."""
-RAGGED = {"token_rewards": floats, "candidates": ints, "candidate_counts": ints, "teacher_logprobs": floats}
+RAGGED = {
+    "token_rewards": floats,
+    "candidates": ints,
+    "candidate_counts": ints,
+    "teacher_logprobs": floats,
+    "routes": routes,
+}
 """Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
 
 
@@ -239,7 +245,7 @@ def _write(path: Path, batch: Batch, learned: Learned) -> None:
     for name, read in RAGGED.items():
         if any(parts := [getattr(one, name) for one in trajectories]):
             columns[name] = read(b"".join(parts))
-            columns[f"{name}_offsets"] = _offsets([len(part) // 4 for part in parts])
+            columns[f"{name}_offsets"] = _offsets([read(part).size for part in parts])
     if any(one.finish == "cut" or one.identity.segment for one in trajectories):
         columns["segment"] = np.array([one.identity.segment for one in trajectories])
         columns["prefix"] = np.array([one.prefix for one in trajectories])

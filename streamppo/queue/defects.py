@@ -14,7 +14,7 @@ import numpy as np
 from streamppo.config.sections import Config, longest_completion
 from streamppo.config.task import DataTask
 from streamppo.errors import ModelError
-from streamppo.types import Trajectory, flags, floats, ints
+from streamppo.types import Trajectory, flags, floats, ints, routes
 
 LOGPROB_SLACK = 1e-4
 """How far above 0 rounding may carry a log-prob."""
@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
     With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use; neither
     is one without the `components` of the reward by which samples are compared, or, with `teacher`, without log-probs
-    of the teacher's server.
+    of the teacher's server, or, with `routes`, without the experts that the engine chose.
     """
 
     vocabulary: int
@@ -34,6 +34,7 @@ class Limits(NamedTuple):
     candidates: bool = False
     components: frozenset[str] = frozenset()
     teacher: bool = False
+    routes: bool = False
 
 
 def limits_of(config: Config, model_path: str) -> Limits:
@@ -54,6 +55,7 @@ def limits_of(config: Config, model_path: str) -> Limits:
         candidates=config.rollout.cuts,
         components=config.algorithm.compared_components,
         teacher=bool(config.algorithm.teacher.url),
+        routes=config.rollout.engine.routes,
     )
 
 
@@ -82,7 +84,7 @@ def defects(trajectories: Sequence[Trajectory], limits: Limits | None) -> list[s
 def _is_even(one: Trajectory) -> bool:
     """True for columns of one length, and none but those that every trajectory has."""
     size, prompt = len(one.tokens), len(one.prompt_tokens)
-    is_plain = not (one.token_rewards or one.candidates or one.candidate_counts or one.teacher_logprobs)
+    is_plain = not (one.token_rewards or one.candidates or one.candidate_counts or one.teacher_logprobs or one.routes)
     return is_plain and size == len(one.logprobs) == len(one.versions) == 4 * len(one.mask) > 0 < prompt == prompt & ~3
 
 
@@ -103,6 +105,7 @@ def _are_sound(trajectories: Sequence[Trajectory], limits: Limits | None) -> boo
         limits.candidates
         or limits.components
         or limits.teacher
+        or limits.routes
         or max(one.prefix + one.num_tokens for one in trajectories) > limits.completion
     ):
         return False
@@ -116,6 +119,7 @@ def _are_sound(trajectories: Sequence[Trajectory], limits: Limits | None) -> boo
 def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:
     """The reason why a trajectory cannot be trained on, or None."""
     found = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
+    found = found or _routes(trajectory)
     return found or (limits and _beyond(trajectory, limits))
 
 
@@ -181,11 +185,23 @@ def _candidates(trajectory: Trajectory) -> str | None:
     return None
 
 
+def _routes(trajectory: Trajectory) -> str | None:
+    """As many experts for each token of prompt and completion but the last."""
+    tokens = (len(trajectory.prompt_tokens) + len(trajectory.tokens)) // 4 - 1
+    if len(trajectory.routes) % (2 * tokens):
+        return f"routes of {len(trajectory.routes)} bytes for {tokens} tokens"
+    if trajectory.routes and routes(trajectory.routes).min() < -1:
+        return f"a route to expert {routes(trajectory.routes).min()}"
+    return None
+
+
 def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
     if limits.candidates and not trajectory.candidate_counts:
         return "sampled with top-p or top-k, and it does not say from which candidates"
     if limits.teacher and not trajectory.teacher_logprobs:
         return "it has no log-probs of the teacher at algorithm.teacher.url"
+    if limits.routes and not trajectory.routes:
+        return "it has no routes of a mixture of experts, and rollout.engine.routes asks for them"
     if lacking := sorted(limits.components - trajectory.components.keys()):
         there = ", ".join(trajectory.components) or "none"
         return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {there})"

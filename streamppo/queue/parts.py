@@ -17,7 +17,8 @@ from streamppo.types import Batch, Outline, Tokens, Trajectory, ints
 def outline_of(batch: Batch) -> Outline:
     """Everything of a batch but its token ids."""
     lengths = [len(one.prompt_tokens) // 4 for one in batch.trajectories]
-    bare = tuple(structs.replace(one, prompt_tokens=b"", tokens=b"", candidates=b"") for one in batch.trajectories)
+    none = Tokens(prompt_tokens=b"", tokens=b"", candidates=b"")
+    bare = tuple(_with(one, none) for one in batch.trajectories)
     prompt_lengths = np.array(lengths, dtype="<i4").tobytes()
     return Outline(batch=structs.replace(batch, trajectories=bare), prompt_lengths=prompt_lengths)
 
@@ -26,7 +27,8 @@ def tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
     """The token ids of the trajectories at `rows`."""
     picked = (batch.trajectories[row] for row in rows)
     return tuple(
-        Tokens(prompt_tokens=one.prompt_tokens, tokens=one.tokens, candidates=one.candidates) for one in picked
+        Tokens(prompt_tokens=one.prompt_tokens, tokens=one.tokens, candidates=one.candidates, routes=one.routes)
+        for one in picked
     )
 
 
@@ -37,7 +39,7 @@ def widths(outline: Outline) -> list[int]:
 
 
 def join(outline: Outline, rows: Sequence[int], tokens: Sequence[Tokens]) -> Batch:
-    """The batch with the `tokens` of `rows`; those of other rows are zeros, and as many, without candidates."""
+    """The batch with the `tokens` of `rows`; those of other rows are zeros, as many, without candidates and routes."""
     known = dict(zip(rows, tokens, strict=True))
     lengths = ints(outline.prompt_lengths).tolist()
     bare = enumerate(zip(outline.batch.trajectories, lengths, strict=True))

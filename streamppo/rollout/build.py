@@ -68,6 +68,7 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
                 chosen.start_s,
                 cuts=sampling(config).cuts,
                 segments=config.queue.segments is not None,
+                routes=chosen.routes,
             )
             return await sglang.start(
                 setup,

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from streamppo.types import Floats, Ints
+from streamppo.types import Floats, Ints, Routes
 
 
 class Sampling(NamedTuple):
@@ -53,7 +53,8 @@ class Completion(NamedTuple):
     `logprobs[t]` is under the distribution that token t was sampled from (after temperature, top-k and top-p);
     greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t. If
     the engine does not know it (`versions_known` is false), it is the oldest version that can have been. `candidates`
-    are there exactly if the sampling parameters cut the distribution.
+    are there exactly if the sampling parameters cut the distribution. `routes_SE` are the experts to which the S tokens
+    of prompt and completion but the last were sent, if the engine was asked for them.
     """
 
     tokens: Ints
@@ -62,6 +63,7 @@ class Completion(NamedTuple):
     finish: Literal["stop", "length", "cut"]
     versions_known: bool = True
     candidates: Candidates | None = None
+    routes_SE: Routes | None = None
 
 
 NEVER = 2**62

@@ -21,7 +21,19 @@ from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
 from streamppo.tasks.stalls import Stalls
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Flags, Floats, Identity, Ints, Message, Prompt, Reward, ScoredText, Trajectory, utf8_safe
+from streamppo.types import (
+    Flags,
+    Floats,
+    Identity,
+    Ints,
+    Message,
+    Prompt,
+    Reward,
+    Routes,
+    ScoredText,
+    Trajectory,
+    utf8_safe,
+)
 
 FAILURES = (TaskError, ModelError)
 """Errors that cost one trajectory and nothing else, while it is played or scored."""
@@ -44,6 +56,7 @@ class Episode(NamedTuple):
     turn_rewards: tuple[float, ...] = ()
     end: Done = Done()
     candidates: Candidates | None = None
+    routes_SE: Routes | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -59,6 +72,7 @@ class Episode(NamedTuple):
             mask=self.mask[:end],
             finish="cut",
             candidates=self.candidates and self.candidates.before(end),
+            routes_SE=None if self.routes_SE is None else self.routes_SE[: len(self.prompt_tokens) + end - 1],
         )
 
     def text(self, prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
@@ -110,6 +124,7 @@ class Episode(NamedTuple):
             candidates=b"" if candidates is None else candidates.tokens.tobytes(),
             candidate_counts=b"" if candidates is None else candidates.counts.tobytes(),
             teacher_logprobs=teacher_logprobs[4 * prefix :],
+            routes=b"" if self.routes_SE is None else self.routes_SE.tobytes(),
             components=reward.components,
             explanation=utf8_safe(reward.explanation)[:EXPLAINED],
         )
@@ -190,6 +205,7 @@ class Columns:
         self._turn_ends: list[int] = []
         self._versions_known = True
         self._candidates: list[Candidates | None] = []
+        self._routes: Routes | None = None
 
     def context(self) -> Ints:
         """Join all tokens so far, the prompt's first."""
@@ -211,6 +227,11 @@ class Columns:
         """Add a turn of the policy, which reads `text`."""
         self._add(completion.tokens, completion.logprobs, completion.versions, sampled=True)
         self._candidates.append(completion.candidates)
+        if completion.routes_SE is not None:
+            # Those under which earlier turns were sampled stay, whatever a later version made of them.
+            known = 0 if self._routes is None else len(self._routes)
+            before = completion.routes_SE[:0] if self._routes is None else self._routes
+            self._routes = np.concatenate([before, completion.routes_SE[known:]])
         self._versions_known &= completion.versions_known
         self.turns.append(text)
         self._turn_ends.append(self.length - 1)
@@ -242,7 +263,15 @@ class Columns:
             rewards,
             end,
             self._joined_candidates(),
+            self._whole_routes(),
         )
+
+    def _whole_routes(self) -> Routes | None:
+        """Routes of all tokens but the last; an observation at the end went through no engine."""
+        if self._routes is None:
+            return None
+        missing = len(self.prompt_tokens) + self.length - 1 - len(self._routes)
+        return np.pad(self._routes, ((0, missing), (0, 0)), constant_values=-1)
 
     def _joined_candidates(self) -> Candidates | None:
         """Join the candidates of all turns; an observation was drawn from nothing, and nothing is left out of it."""
@@ -269,6 +298,7 @@ def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
         (count - 1,),
         completion.versions_known,
         candidates=completion.candidates,
+        routes_SE=completion.routes_SE,
     )
 
 

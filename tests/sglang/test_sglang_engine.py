@@ -299,6 +299,25 @@ def test_no_process_is_left_when_the_actor_is_killed(setting: case.Setting) -> N
     assert not any(case.alive(process) for process in processes)
 
 
+def test_the_experts_of_every_token_are_those_that_transformers_chooses(run: case.Run, tmp_path: Path) -> None:
+    made = case.model("qwen3_moe")
+    chosen: list[torch.Tensor] = []
+    for layer in made.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
+    folder = case.save(made, tmp_path)
+    engine = run(case.engine(folder, case.tensors(made), "rollout.engine.routes=true"))
+    try:
+        for prompt in [*case.prompts(4), case.prompts(4)[0]]:
+            done = run(engine.generate(prompt, Sampling(9)))
+            chosen.clear()
+            case.logprobs(made, prompt, done.tokens)
+            expected = torch.cat(chosen, 1)[:-1].numpy()
+            assert done.routes_SE.shape == (len(prompt) + 8, 4)
+            assert (np.sort(done.routes_SE.reshape(-1, 2, 2)) == np.sort(expected.reshape(-1, 2, 2))).mean() > 0.99
+    finally:
+        run(engine.stop())
+
+
 def test_a_mixture_of_experts_is_served_with_every_tensor_attested_and_experts_that_are_not_taken_are_noticed(
     run: case.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

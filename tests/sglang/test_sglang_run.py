@@ -42,7 +42,8 @@ def test_the_reward_rises_with_two_engines(tmp_path: Path, more: tuple[str, ...]
 
 
 @pytest.mark.timeout(900)
-def test_a_mixture_of_experts_learns_and_is_replayed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("routes", [False, True], ids=["own routes", "the engine's routes"])
+def test_a_mixture_of_experts_learns_and_is_resumed_and_replayed(tmp_path: Path, routes: bool) -> None:
     """From random weights, for a reward that any model can learn; every push is compared tensor by tensor."""
     tokenizer = character_tokenizer(ALPHABET)
     tokens = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "pad_token", "eos_token")} | {
@@ -55,6 +56,7 @@ def test_a_mixture_of_experts_learns_and_is_replayed(tmp_path: Path) -> None:
     (tmp_path / "sevens.py").write_text(SEVENS)
     overrides = [f"model.path={tmp_path / 'model'}", f"reward.function={tmp_path / 'sevens.py'}:score", "updates=30"]
     overrides += ["queue.batch_size=128", "rollout.slots=16", "rollout.in_flight=48", "learner.lr=3e-3"]
+    overrides += [f"rollout.engine.routes={str(routes).lower()}"]
     command = [sys.executable, "-W", "ignore", "-m", "streamppo"]
     config, runs = REPOSITORY / "configs" / "math-sglang.toml", tmp_path / "runs"
     subprocess.run([*command, "run", str(config), "--runs", str(runs), *overrides], check=True, cwd=REPOSITORY)
@@ -64,6 +66,11 @@ def test_a_mixture_of_experts_learns_and_is_replayed(tmp_path: Path) -> None:
     assert max(line["mismatch"] for line in found if line["lag_mean"] == 0) < 1e-4
     engines = json.loads((run / "summary.json").read_text())["engines"]
     assert ([one["version"] for one in engines["actors"]], engines["restarts"]) == ([30], 0)
+    assert all(line["expert_load"] >= 1 for line in found)
+    if routes:
+        assert found[0]["routes_own"] > 0.99, "the engine has the learner's weights"
+        assert any(line["routes_own"] < 1 for line in found if line["lag_mean"]), "older weights chose other experts"
+    subprocess.run([*command, "resume", str(run), "updates=34"], check=True, cwd=REPOSITORY)
     subprocess.run([*command, "replay", str(run)], check=True, cwd=REPOSITORY)
 
 

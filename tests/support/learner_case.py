@@ -17,8 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import objective, reference, ulysses
-from streamppo.learner import policy as model
+from streamppo.learner import loading, objective, reference, ulysses
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.device import mesh_of
 from streamppo.learner.update import Updater
@@ -117,11 +116,12 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     torch.manual_seed(9)
     slices = ulysses.slices_of(device, config.learner.mesh)
     critic, lora = config.algorithm.critic.model, config.model.lora
-    policy = model.load(config.model, folder, temperature, mesh, critic, lora=lora, slices=slices)
+    policy = loading.load(config.model, folder, temperature, mesh, critic, lora=lora, slices=slices)
     policy.set_context(config.queue.prefix)
+    policy.set_routes(replayed=config.rollout.engine.routes)
     followed = reference.load(config, str(folder), mesh, policy, None)
     taught_by = config.algorithm.teacher
-    teacher = model.load(config.model, taught_by.model, temperature, mesh, slices=slices) if taught_by.model else None
+    teacher = loading.load(config.model, taught_by.model, temperature, mesh, slices=slices) if taught_by.model else None
     fill = (torch.randn(policy.value_head.weight.shape) * 0.1).to(device)
     with torch.no_grad():
         policy.value_head.weight.copy_(

@@ -7,7 +7,7 @@ import numpy as np
 
 from streamppo.rollout.engine import Candidates, Completion, Cuts, Sampling, Usage
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Ints, Prompt
+from streamppo.types import Ints, Prompt, Routes
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}<eos> {% endfor %}"
@@ -18,7 +18,8 @@ TEMPLATE = (
 class Scripted:
     """An engine that says what it is told to, one line for each call; it notes what it was asked.
 
-    With top-p or top-k every token had the next one as its alternative, and the last of a call had none.
+    With top-p or top-k every token had the next one as its alternative, and the last of a call had none. With
+    `routes` it tells experts.
     """
 
     def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
@@ -26,6 +27,11 @@ class Scripted:
         self._lines = list(lines)
         self.asked: list[list[int]] = []
         self.version = 0
+        self.routes = False
+
+    def routed(self, tokens: int) -> Routes:
+        """One layer's two experts of each token: its place, and the call."""
+        return np.stack([np.arange(tokens), np.full(tokens, self.version)], 1).astype(np.int16)
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         self.asked.append(prompt.tolist())
@@ -39,6 +45,7 @@ class Scripted:
             np.full(len(cut), self.version, np.int32),
             "stop" if len(cut) == len(tokens) else "length",
             candidates=alternatives(cut) if sampling.cuts else None,
+            routes_SE=self.routed(len(prompt) + len(cut) - 1) if self.routes else None,
         )
 
     async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None: ...

@@ -12,6 +12,7 @@ from streamppo.config.sections import Config
 from streamppo.learner import attention, objective
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.policy import Part, Scored
+from streamppo.learner.routing import Routers
 from streamppo.learner.update import Updater
 
 
@@ -34,6 +35,7 @@ class TablePolicy(nn.Module):
         self.lm = Tables(probabilities_V)
         self.values_V = nn.Parameter(torch.tensor(values_V))
         self.last = last
+        self.routers = Routers(None)
         self.passes: list[Part] = []
 
     def reshard(self) -> None:

@@ -21,6 +21,13 @@ def _nothing_to_wait_for(device: object = None) -> None:
     """Take the place of `torch.cuda.synchronize` in SGLang's processes."""
 
 
+def _plain_memory(
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: object
+) -> torch.Tensor:
+    """Make a buffer of the host's memory, as SGLang's function of the same signature does beside a GPU."""
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
 class Platform(CpuDeviceMixin, SRTPlatform):
     """Runs everything in plain torch: no compiled kernel is needed."""
 
@@ -37,7 +44,10 @@ class Platform(CpuDeviceMixin, SRTPlatform):
     def get_mha_kv_pool_cls(self) -> type:
         """Give the cache of keys and values."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
+        # What it keeps on the host, such as the experts of every token, it would register with a GPU.
+        ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:

@@ -232,8 +232,10 @@ class SGLangEngine:
             # Prefixes of an older version are not found under the key of this one.
             key=f"{self._run}-{self._held}",
             interval=INTERVAL if cuts else 0,
+            routes=self._setup.routes,
         )
-        sample = partial(self._in_segments, cuts) if cuts else self._at_once
+        routed = len(prompt) if self._setup.routes else 0
+        sample = partial(self._in_segments, cuts) if cuts else partial(self._at_once, routed)
         try:
             completion = await sample(link, fields, candidates=sampling.cuts)
         except asyncio.CancelledError:
@@ -245,11 +247,11 @@ class SGLangEngine:
         self._tokens += len(completion.tokens)
         return completion
 
-    async def _at_once(self, link: Link, fields: Fields, *, candidates: bool) -> Completion:
+    async def _at_once(self, routed: int, link: Link, fields: Fields, *, candidates: bool) -> Completion:
         version = self._held
         answer = await self._until_death(link.call("generate", **fields))
         await self._until_death(self._certain.wait())
-        return wire.completion(answer, version, cuts=candidates, kv=self._setup.kv)
+        return wire.completion(answer, version, cuts=candidates, kv=self._setup.kv, routed=routed)
 
     async def _in_segments(self, cuts: Cuts, link: Link, fields: Fields, *, candidates: bool) -> Completion:
         with self._streams.open(cuts, self._held, candidates=candidates) as stream:

@@ -21,7 +21,8 @@ from streamppo.rollout.sglang.push import Carrier, Connect
 class Setup(NamedTuple):
     """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions.
 
-    With `cuts`, completions are sampled with top-p or top-k; with `segments`, they hand over parts of them.
+    With `cuts`, completions are sampled with top-p or top-k; with `segments`, they hand over parts of them; with
+    `routes`, they say which experts each token went to.
     """
 
     start: Start
@@ -31,6 +32,7 @@ class Setup(NamedTuple):
     start_s: float
     cuts: bool = False
     segments: bool = False
+    routes: bool = False
 
 
 class Life:
@@ -70,6 +72,8 @@ async def begin(setup: Setup, number: int, version: int, tensors: Mapping[str, T
             wire.check_candidates(link.version)
         if setup.segments:
             wire.check_streams(link.version)
+        if setup.routes:
+            wire.check_routes(link.version)
         try:
             async with asyncio.timeout(setup.start_s):
                 life = await _in_life(link, _fill(setup, link, version, tensors))

@@ -100,7 +100,7 @@ async def connect(chosen: SGLangEngine, key: str, slots: int, life: int) -> Serv
         undo.push_async_callback(client.aclose)
         info = await _answer(client, url, chosen.start_s)
         server = Server(client, url, slots, info)
-        wire.check_server(info, chosen.kv, server.version)
+        wire.check_server(info, chosen.kv, server.version, routes=chosen.routes)
         with suppress(ValueError, NotImplementedError):
             await server.call("end_weight_update")
         await server.call("continue_generation")

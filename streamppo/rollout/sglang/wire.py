@@ -3,6 +3,7 @@
 Token ids go in and come out, never text.
 """
 
+import base64
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Candidates, Completion, Sampling
 from streamppo.rollout.sglang.link import Answer
-from streamppo.types import Floats, Ints
+from streamppo.types import Floats, Ints, Routes
 
 OLDEST = (0, 5, 17)
 """The oldest version that is used: earlier ones run the code of everybody who reaches their ports."""
@@ -27,6 +28,9 @@ NAMES_GRAPHS = (0, 5, 21)
 """The first version known to have a bound of its own on the graphs of decode steps."""
 NAMES_CANDIDATES = (0, 5, 21)
 """The first version known to return the tokens that top-p and top-k left."""
+
+NAMES_ROUTES = (0, 5, 21)
+"""The first version known to return the experts of every token."""
 
 STREAMS = (0, 5, 21)
 """The first version whose streams are known: tokens at an interval that the request names, without those before."""
@@ -82,6 +86,7 @@ def arguments(
         "sleep_on_idle": True,
         # Otherwise every message of a stream repeats the tokens before.
         **({"incremental_streaming_output": True} if version >= STREAMS else {}),
+        **({"enable_return_routed_experts": True} if engine.routes else {}),
     }
     if rollout.gpus:
         chosen = {"attention_backend": engine.attention_backend, "max_total_tokens": engine.max_total_tokens}
@@ -126,17 +131,27 @@ def environment(config: Config, *, local: bool) -> dict[str, str]:
 
 
 def request(
-    prompt: Ints, sampling: Sampling, *, room: int, eos_ids: Sequence[int], rid: str, key: str, interval: int = 0
+    prompt: Ints,
+    sampling: Sampling,
+    *,
+    room: int,
+    eos_ids: Sequence[int],
+    rid: str,
+    key: str,
+    interval: int = 0,
+    routes: bool = False,
 ) -> dict[str, object]:
     """Write the fields of a `generate` call. Prompts of one `key` share a cache of prefixes.
 
-    With `interval`, so many tokens are sent at a time, and the first at once.
+    With `interval`, so many tokens are sent at a time, and the first at once; with `routes`, the experts of all.
     """
+    routed: dict[str, object] = {"return_routed_experts": True} if routes else {}
     candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.cuts else {}
     stream: dict[str, object] = {"stream": True} if interval else {}
     return {
         **candidates,
         **stream,
+        **routed,
         "rid": rid,
         "input_ids": prompt.tolist(),
         "return_logprob": True,
@@ -159,15 +174,26 @@ def completion(
     *,
     cuts: bool = False,
     kv: Literal["keep", "recompute"] = "recompute",
+    routed: int = 0,
 ) -> Completion:
     """Read the completion in the answer to a `generate` call that was sent at version `oldest`.
 
     Its cache was kept or recomputed over swaps, as `kv` says. With `cuts`, top-p or top-k are on, and log-probs are
     among the candidates that it names. If SGLang does not say which version sampled a token, `oldest` is taken for all
-    of them: a lag is never understated. Raises `ModelError` if the answer is no completion.
+    of them: a lag is never understated. With routes, `routed` is the number of the prompt's tokens. Raises `ModelError`
+    if the answer is no completion.
     """
     meta = answer["meta_info"]
-    return whole(drawn(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv)
+    made = whole(drawn(meta, len(meta.get("output_token_logprobs") or ()), candidates=cuts), meta, oldest, kv)
+    return made._replace(routes_SE=_routes(meta, routed + len(made.tokens) - 1)) if routed else made
+
+
+def _routes(meta: Mapping[str, Answer], tokens: int) -> Routes:
+    """Read the experts of `tokens` tokens, layer by layer: those of a layer without experts mean nothing."""
+    given = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), "<i4")
+    if not len(given) or len(given) % tokens:
+        raise ModelError(f"SGLang gave {len(given)} experts for {tokens} tokens of a mixture of experts")
+    return given.reshape(tokens, -1).astype(np.int16)
 
 
 def drawn(meta: Mapping[str, Answer], count: int, *, candidates: bool) -> Drawn:
@@ -269,8 +295,19 @@ def one_later(versions_N: Ints, oldest: int) -> Ints:
     return np.concatenate([[np.int32(oldest)], versions_N[:-1]]).astype(np.int32)
 
 
-def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...]) -> None:
-    """Refuse a server whose settings would make versions or caches wrong. Raises `ModelError`."""
+def check_routes(version: tuple[int, ...]) -> None:
+    """Refuse an SGLang that does not tell the experts of a token. Raises `ModelError`."""
+    if version < NAMES_ROUTES:
+        wanted = ".".join(map(str, NAMES_ROUTES))
+        raise ModelError(
+            f"rollout.engine.routes need SGLang {wanted} or newer, and it is {'.'.join(map(str, version))}"
+        )
+
+
+def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], *, routes: bool = False) -> None:
+    """Refuse a server that makes versions or caches wrong, or keeps no routes. Raises `ModelError`."""
+    if routes and not info.get("enable_return_routed_experts"):
+        raise ModelError("with rollout.engine.routes a server needs --enable-return-routed-experts")
     if kv == "recompute" and version < FLUSHES_PAUSED and not info.get("disable_radix_cache"):
         raise ModelError("with rollout.engine.kv = 'recompute' an SGLang before 0.5.21 needs --disable-radix-cache")
 

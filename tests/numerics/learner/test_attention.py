@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.config.sections import FLASH
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner import attention, pretrained
-from streamppo.learner import policy as model
+from streamppo.learner import attention, loading, pretrained
 from streamppo.learner.batch import PaddedBatch, micro_batches, pad
 from streamppo.learner.policy import Policy, Scored
 
@@ -128,7 +127,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def loaded(path: Path, *overrides: str, critic: str = "head") -> Policy:
     mesh = init_device_mesh("cpu", (1,))
-    return model.load(case.config_of(*overrides).model, path, 1.0, mesh, critic)
+    return loading.load(case.config_of(*overrides).model, path, 1.0, mesh, critic)
 
 
 @pytest.mark.usefixtures("alone", "flash")

@@ -15,8 +15,7 @@ from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from streamppo.errors import ModelError
-from streamppo.learner import attention, layers, pretrained
-from streamppo.learner import policy as model
+from streamppo.learner import attention, layers, loading, pretrained
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.layers import Checkpointing
 from streamppo.learner.policy import Policy, Scored
@@ -180,7 +179,7 @@ def test_a_context_token_costs_a_forward_pass_alone_and_equal_contexts_cost_one(
 
 def made(ranks: int, folder: Path, *overrides: str) -> tuple[case.Weights, dict[str, float]]:
     """An update of layers that are sharded one by one, so that every pass is a collective of its own."""
-    model.SHARD_LAYERS_ABOVE = 0
+    loading.SHARD_LAYERS_ABOVE = 0
     return case.updated(folder, ROWS, DETACHED, "learner.minibatches=2", f"learner.ranks={ranks}", *overrides)
 
 
@@ -197,7 +196,7 @@ def test_models_that_keep_more_than_keys_and_values_are_refused_by_name(folder: 
     Qwen2ForCausalLM(sliding).save_pretrained(tmp_path)
     mesh = init_device_mesh("cpu", (1,))
     for path, critic in ((tmp_path, "head"), (folder, str(tmp_path))):
-        loaded = model.load(case.config_of().model, path, 1.0, mesh, critic)
+        loaded = loading.load(case.config_of().model, path, 1.0, mesh, critic)
         loaded.set_context("attached")
         with pytest.raises(ModelError, match=r"knows models of llama, qwen2, qwen3 .*\(qwen2\) is another"):
             loaded.set_context("detached")

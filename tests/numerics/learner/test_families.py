@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamppo.learner import policy
+from streamppo.learner import loading, policy
 from streamppo.learner.batch import pad
 
 QUICK = ("Cohere2", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Qwen3Next")
@@ -25,7 +25,7 @@ def test_scores_and_gradients_are_the_models_own(tmp_path: Path, family: str) ->
     families.make(family, tmp_path)
     attention = "eager" if family == "GptOss" else "sdpa"
     config = case.config_of(f"model.attention={attention}").model
-    trained = policy.load(config, tmp_path, 0.7, init_device_mesh("cpu", (1,)))
+    trained = loading.load(config, tmp_path, 0.7, init_device_mesh("cpu", (1,)))
     rows = pad(case.batch())
     scored = trained(rows, "policy")
     weights_BT = torch.randn(rows.mask_BT.shape, generator=torch.Generator().manual_seed(1)) * rows.mask_BT

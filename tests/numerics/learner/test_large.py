@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from streamppo.commands import memory_estimate as memory
 from streamppo.config import file as configfile
-from streamppo.learner import device, policy
+from streamppo.learner import device, loading, policy
 from streamppo.weights.buckets import Buckets
 
 RANKS = 64
@@ -75,7 +75,7 @@ def test_bytes_of_a_rank_its_push_and_its_checkpoint_are_those_of_check(tmp_path
     settings.save_pretrained(tmp_path)
     ranks = [f"learner.ranks={RANKS}", f"learner.mesh.replicate={copies}", "model.dtype=bfloat16"]
     config = configfile.load(MATH, ranks)
-    made = policy.sharded(config.model, tmp_path, device.mesh_of("cpu", config.learner.mesh), "head", "sdpa")
+    made = loading.sharded(config.model, tmp_path, device.mesh_of("cpu", config.learner.mesh), "head", "sdpa")
     assert sum(one.numel() for one in made.lm.parameters()) == pytest.approx(parameters, rel=2e-3)
 
     said = memory.sizes(settings, config.model)

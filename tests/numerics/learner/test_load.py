@@ -19,7 +19,7 @@ from transformers import (
 
 from streamppo.algorithms.chunked_head import Shape
 from streamppo.errors import ModelError
-from streamppo.learner import head, layers
+from streamppo.learner import head, layers, loading
 from streamppo.learner import policy as model
 
 RANKS = 3
@@ -32,7 +32,7 @@ def load(folder: Path, critic: str, mesh: object) -> model.Policy:
     torch.manual_seed(3)
     config = case.config_of(f"model.gradient_checkpointing={'full' if critic == 'path' else 'off'}").model
     choice = str(folder / "critic") if critic == "path" else critic
-    return model.load(config, folder / "policy", 1.0, mesh, choice)  # pyright: ignore[reportArgumentType]
+    return loading.load(config, folder / "policy", 1.0, mesh, choice)  # pyright: ignore[reportArgumentType]
 
 
 def everything(policy: model.Policy) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def everything(policy: model.Policy) -> dict[str, torch.Tensor]:
 def _rank(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # Every layer is sharded on its own, as those of a large model are.
-    model.SHARD_LAYERS_ABOVE = 0
+    loading.SHARD_LAYERS_ABOVE = 0
     with case.group(rank, ranks, store):
         mesh = init_device_mesh("cpu", (ranks,))
         found = {}
@@ -110,7 +110,7 @@ def test_a_model_that_does_more_to_its_logits_than_its_settings_say_is_refused(
 def test_a_large_model_whose_layers_are_not_where_others_have_them_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "SHARD_LAYERS_ABOVE", 0)
+    monkeypatch.setattr(loading, "SHARD_LAYERS_ABOVE", 0)
     GPT2LMHeadModel(GPT2Config(vocab_size=17, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "policy")
     monkeypatch.setattr(layers, "PLACES", ("layers", "blocks"))
     with pytest.raises(ModelError, match="GPT2Model keeps its layers elsewhere than under layers, blocks"):

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamppo.errors import ConfigError, RunError, UpdateError
-from streamppo.learner import device, layers
-from streamppo.learner import policy as model
+from streamppo.learner import device, layers, loading
 from streamppo.learner.batch import PaddedBatch, pad
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -128,11 +127,11 @@ def test_an_offloaded_reference_stays_on_the_cpu_and_says_the_same(folder: Path)
     assert {parameter.device.type for parameter in offloaded.reference.parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize("layers_above", [0, model.SHARD_LAYERS_ABOVE])
+@pytest.mark.parametrize("layers_above", [0, loading.SHARD_LAYERS_ABOVE])
 def test_of_a_references_pass_nothing_stays_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch, layers_above: int
 ) -> None:
-    monkeypatch.setattr(model, "SHARD_LAYERS_ABOVE", layers_above)
+    monkeypatch.setattr(loading, "SHARD_LAYERS_ABOVE", layers_above)
     updater = case.updater(case.config_of("algorithm.kl.loss_beta=0.1", "learner.micro_batch_tokens=40"), folder)
     reference: Any = updater.reference
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from streamppo.learner import loading
 from streamppo.learner import policy as model
 from streamppo.types import Push
 from streamppo.weights.buckets import Buckets
@@ -32,9 +33,9 @@ def folder(tmp_path: Path) -> Path:
 def pushes(ranks: int, path: str, dtype: str, layer_by_layer: bool) -> dict[str, object]:
     """On rank 0: the tensors and the digest of two versions, whose second comes as a delta where that pays."""
     if layer_by_layer:
-        model.SHARD_LAYERS_ABOVE = 0
+        loading.SHARD_LAYERS_ABOVE = 0
     config = case.config_of(f"model.dtype={dtype}").model
-    policy = model.load(config, path, 1.0, init_device_mesh("cpu", (ranks,)))
+    policy = loading.load(config, path, 1.0, init_device_mesh("cpu", (ranks,)))
     sets = [Buckets(model.shards(policy, dtype), 3000) for _ in range(2)]
     replica, found = Replica(), dict[str, object]()
     for version in (0, 1):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamppo.learner import learner, reference
+from streamppo.learner import learner, loading, reference
 from streamppo.learner import policy as model
 from streamppo.learner.batch import pad
 from streamppo.learner.learner import Learner
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def loaded(folder: Path, *, master: bool) -> Policy:
-    return model.load(case.config_of(BF16).model, folder, 1.0, init_device_mesh("cpu", (1,)), master=master)
+    return loading.load(case.config_of(BF16).model, folder, 1.0, init_device_mesh("cpu", (1,)), master=master)
 
 
 def dtype(one: Learner) -> torch.dtype:

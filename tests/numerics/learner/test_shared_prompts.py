@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.learner import layers, pretrained, shared
-from streamppo.learner import policy as model
+from streamppo.learner import layers, loading, pretrained, shared
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.layers import Checkpointing
 from streamppo.learner.policy import Policy
@@ -167,7 +166,7 @@ def test_models_that_look_at_more_than_the_mask_shows_share_nothing(folder: Path
     mesh = init_device_mesh("cpu", (1,))
 
     def shares(path: Path, *overrides: str, critic: str = "head") -> bool:
-        return model.load(case.config_of(*overrides).model, path, 1.0, mesh, critic).share_prompts
+        return loading.load(case.config_of(*overrides).model, path, 1.0, mesh, critic).share_prompts
 
     assert shares(folder) and shares(folder, critic="policy")
     assert not shares(folder, "model.attention=eager")

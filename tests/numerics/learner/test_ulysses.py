@@ -14,8 +14,7 @@ from transformers import MixtralConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeC
 
 from streamppo.config.mesh import Mesh
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner import attention, pretrained, shared, ulysses
-from streamppo.learner import policy as model
+from streamppo.learner import attention, loading, pretrained, shared, ulysses
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.policy import Policy
 from streamppo.learner.ulysses import Slices
@@ -39,7 +38,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, 
 
 def updates(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[Any]:
     """Weights and metrics of an update for each of `cases`, with prompts shared wherever they can be."""
-    model.SHARD_LAYERS_ABOVE, shared.WORTH = 0, 100.0
+    loading.SHARD_LAYERS_ABOVE, shared.WORTH = 0, 100.0
     found: list[Any] = []
     for overrides in cases:
         several = [one.replace("FOLDER", str(folder)) for one in overrides if ranks > 1 or "mesh" not in one]
@@ -149,7 +148,7 @@ def test_models_that_cannot_be_cut_are_refused_by_name(config: Any, reason: str)
 @pytest.mark.usefixtures("alone")
 def test_a_model_that_cannot_be_cut_is_refused_when_it_is_loaded(folder: Path) -> None:
     with pytest.raises(ModelError, match="must divide the 2 heads"):
-        model.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)), slices=Slices(ranks=4))
+        loading.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)), slices=Slices(ranks=4))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import policy as model
-from streamppo.learner import weight_files
+from streamppo.learner import loading, weight_files
 from streamppo.learner.policy import Policy
 from streamppo.learner.weight_files import Files, Source
 
@@ -49,7 +48,7 @@ def test_rows_are_those_that_transformers_loads(family: str, tmp_path: Path) -> 
 
 def loaded(ranks: int, folder: Path, critic: str) -> dict[str, Any]:
     """The weights and buffers of all ranks, and the rows that each has read beyond the first layers."""
-    weight_files.LARGE = model.SHARD_LAYERS_ABOVE = 0
+    weight_files.LARGE = loading.SHARD_LAYERS_ABOVE = 0
     read, reader = [0], Source.read
 
     def count(source: Source, files: Files, begin: int, end: int) -> torch.Tensor:
@@ -60,7 +59,7 @@ def loaded(ranks: int, folder: Path, critic: str) -> dict[str, Any]:
 
     Source.read = count
     before = torch.get_rng_state()
-    policy = model.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (ranks,)), critic)
+    policy = loading.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (ranks,)), critic)
     assert torch.equal(torch.get_rng_state(), before), "random numbers moved on"
     counts: list[int] = [0] * ranks
     dist.all_gather_object(counts, read[0])
@@ -96,7 +95,7 @@ def test_files_that_would_be_read_wrongly_are_read_by_rank_0_which_says_so(
     reader = Source.read
     monkeypatch.setattr(Source, "read", lambda *arguments: reader(*arguments) * 2)
     caplog.set_level(logging.INFO)
-    policy = model.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)))
+    policy = loading.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)))
     own: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(case.whole(policy)["lm.lm_head.weight"], own.lm_head.weight)
     assert "rank 0 reads the whole model" in caplog.text
@@ -104,7 +103,7 @@ def test_files_that_would_be_read_wrongly_are_read_by_rank_0_which_says_so(
 
 def without(ranks: int, folders: list[str]) -> dict[str, torch.Tensor]:
     weight_files.LARGE = 0
-    policy: Policy = model.load(
+    policy: Policy = loading.load(
         case.config_of().model, folders[dist.get_rank()], 1.0, init_device_mesh("cpu", (ranks,))
     )
     return case.whole(policy)

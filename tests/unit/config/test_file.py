@@ -206,6 +206,15 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([*LOGLINEAR, RLOO, "algorithm.teacher.model=x"], "by the teacher, whose log-probs"),
         (["rollout.engine.kind=sglang", "rollout.engine.transport=disk"], "folder is for"),
         (["rollout.engine.kind=sglang", "rollout.engine.folder=x"], "folder is for"),
+        (
+            ["rollout.engine.kind=sglang", "rollout.engine.routes=true", "model.compile=true"],
+            "answers routers one by one",
+        ),
+        (["rollout.engine.kind=sglang", "rollout.engine.routes=true", "queue.segments={}"], "are trained on before"),
+        (
+            ["rollout.engine.kind=sglang", "rollout.engine.args={enable_return_routed_experts=true}"],
+            "decided elsewhere: by rollout.engine.routes",
+        ),
         (["rollout.engine.kind=sglang", "rollout.engine.urls=['localhost:1']"], "must begin with http"),
         ([*SERVER, "rollout.engine.urls=['http://10.0.0.1:1']"], "memory of one machine"),
         ([*SERVER, "rollout.actors=2"], r"rollout.actors \(2\) must be 1"),

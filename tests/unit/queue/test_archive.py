@@ -77,6 +77,14 @@ def taught(version: int = 3) -> Batch:
     return Batch(version=version, min_version=version, trajectories=(first, second, two))
 
 
+def routed(version: int = 3) -> Batch:
+    """Routes of experts in one of three trajectories, some unknown."""
+    plain, one, two = batch(version).trajectories
+    routes = np.array([0, 300, -1, -1], np.int16).tobytes()
+    trajectories = plain, msgspec.structs.replace(one, routes=routes), two
+    return Batch(version=version, min_version=version, trajectories=trajectories)
+
+
 def in_segments(version: int = 3) -> Batch:
     """A segment that others follow, one that comes behind it, and a whole completion."""
     plain, one, two = batch(version).trajectories
@@ -99,18 +107,19 @@ def recorded(run: Path, *batches: Batch, learned: Mapping[int, Learned] = Mappin
 
 
 def test_the_very_batch_comes_back(tmp_path: Path) -> None:
-    batches = [batch(3), rewarded(4), cut(5), taught(6), in_segments(7)]
+    batches = [batch(3), rewarded(4), cut(5), taught(6), in_segments(7), routed(8)]
     found = recorded(tmp_path, *batches)
-    assert found.versions() == [3, 4, 5, 6, 7]
+    assert found.versions() == [3, 4, 5, 6, 7, 8]
     assert [found.batch(version) for version in found.versions()] == batches
     assert [found.columns(7)[name].tolist() for name in ("segment", "prefix")] == [[0, 7, 0], [0, 2, 0]]
     assert not {"segment", "prefix"} & found.columns(6).keys()
-    assert not {"candidates", "candidate_counts", "teacher_logprobs"} & found.columns(4).keys()
+    assert not {"candidates", "candidate_counts", "teacher_logprobs", "routes"} & found.columns(4).keys()
     assert [row["teacher_logprobs"] for row in found.table(6).to_pylist()] == [
         np.float32([-1e-30, -0.0, -7.5]).tolist(),
         [-0.25],
         [],
     ]
+    assert [row["routes"] for row in found.table(8).to_pylist()] == [[], [0, 300, -1, -1], []]
     assert [row["candidates"] for row in found.table(5).to_pylist()] == [[5, 6, 1, 7, 9], [], []]
     assert [row["candidate_counts"] for row in found.table(5).to_pylist()] == [[2, 0, 3], [0], []]
     rows = found.table(4).to_pylist()

@@ -87,6 +87,7 @@ DAMAGE: dict[str, object] = {
     "token_rewards": np.float32([0.5, 0.5]).tobytes(),
     "candidate_counts": np.int32([0, 0]).tobytes(),
     "teacher_logprobs": np.float32([-1.0, np.inf]).tobytes(),
+    "routes": np.int16([0, 1, -1, -1]).tobytes(),
     "components": {"right": 1.0},
 }
 """Columns for a trajectory of two tokens, some of them wrong, some only unusual."""
@@ -96,6 +97,7 @@ MORE = {
     "mask": [bytes([0, 0]), bytes([0, 1]), bytes(3)],
     "prompt_tokens": [b"", np.array([16, 20], np.int32).tobytes(), bytes(16), np.array([-4], np.int32).tobytes()],
     "reward": [float("nan"), 2.0],
+    "routes": [np.int16([0, -2, 1, 1]).tobytes(), bytes(7)],
 }
 CHANGES = [{name: value} for name, values in DAMAGE.items() for value in [values, *MORE.get(name, [])]]
 LIMITS = [
@@ -106,7 +108,22 @@ LIMITS = [
     Limits(17, 5, None, candidates=True),
     Limits(17, 5, None, components=frozenset({"right"})),
     Limits(17, 5, None, teacher=True),
+    Limits(17, 5, None, routes=True),
 ]
+
+
+@pytest.mark.parametrize(
+    ("routes", "reason"),
+    [
+        ([[0, 1], [1, 0], [-1, -1], [300, 2]], None),
+        ([[0, 1], [1, 0], [2, 1]], "routes of 12 bytes for 4 tokens"),
+        ([[0, 1], [1, 0], [2, 1], [-2, 1]], "a route to expert -2"),
+        ([], "it has no routes of a mixture of experts, and rollout.engine.routes asks for them"),
+    ],
+)
+def test_routes_have_experts_for_every_token_but_the_last(routes: list[list[int]], reason: str | None) -> None:
+    made = msgspec.structs.replace(trajectory([5, 6], prompt=(3, 4, 5)), routes=np.array(routes, np.int16).tobytes())
+    assert defect(made, Limits(17, 5, None, routes=True)) == reason
 
 
 @settings(max_examples=400, deadline=None)

@@ -32,13 +32,17 @@ def test_parts_that_are_encoded_piece_by_piece_are_encoded_as_a_whole(rows: int)
 
 def test_the_parts_of_all_rows_are_the_batch_and_other_rows_are_zeros_of_their_length() -> None:
     whole = batch(4, 3, 2)
+    whole = msgspec.structs.replace(
+        whole, trajectories=tuple(msgspec.structs.replace(one, routes=bytes(16)) for one in whole.trajectories)
+    )
     outline = parts.outline_of(whole)
     assert parts.widths(outline) == [5] * 4
     assert parts.join(outline, [2, 0, 3, 1], parts.tokens_of(whole, [2, 0, 3, 1])) == whole
     some = parts.join(outline, [2], parts.tokens_of(whole, [2]))
     assert some.trajectories[2] == whole.trajectories[2]
     other, had = some.trajectories[1], whole.trajectories[1]
-    assert (other.prompt_tokens, other.tokens, other.candidates) == (bytes(12), bytes(8), b"")
+    assert (other.prompt_tokens, other.tokens, other.candidates, other.routes) == (bytes(12), bytes(8), b"", b"")
+    assert not any(one.routes for one in outline.batch.trajectories), "no rank needs those of another's rows"
     assert (other.logprobs, other.versions, other.reward) == (had.logprobs, had.versions, had.reward)
 
 

@@ -13,12 +13,12 @@ from scripted import TEMPLATE, Scripted
 from streamppo.config.task import Environment, VerifiersTask
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.episode import Episode, Player, place
+from streamppo.rollout.episode import Columns, Episode, Player, place
 from streamppo.tasks import task
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.library import verifiers
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.types import Identity, Message, Prompt, Reward, Trajectory, decode, encode, floats, ints
+from streamppo.types import Identity, Message, Prompt, Reward, Trajectory, decode, encode, floats, ints, routes
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=?![] "
 HERE = str(Path(__file__))
@@ -131,6 +131,30 @@ def test_candidates_stand_beside_what_was_sampled_and_observations_have_none(tok
     assert single.candidates is not None and single.candidates.counts.tolist() == [2, 2, 1]
     plain = play(tokenizer, Scripted(tokenizer, "ab", "bye"))
     assert (plain.candidates, plain.trajectory(made.identity, "a", Reward()).candidate_counts) == (None, b"")
+
+
+def test_every_token_keeps_the_experts_of_the_turn_that_it_came_with(tokenizer: Tokenizer) -> None:
+    engine = Scripted(tokenizer, "ab", "bye")
+    engine.routes = True
+    episode = play(tokenizer, engine)
+    made = episode.trajectory(Identity(task="t", prompt=0, sample=0), "a", Reward())
+    places, calls = routes(made.routes).reshape(-1, 2).T
+    first = len(episode.prompt_tokens) + int(np.argmin(episode.mask))
+    assert places.tolist() == list(range(len(episode.prompt_tokens) + len(episode.tokens) - 1))
+    assert calls.tolist() == [1] * (first - 1) + [2] * (len(calls) - first + 1), "an observation is the next turn's"
+    cut = episode.until(3)
+    assert cut.routes_SE is not None and len(cut.routes_SE) == len(episode.prompt_tokens) + 2
+    assert play(tokenizer, Scripted(tokenizer, "ab", "bye")).routes_SE is None
+
+
+def test_an_observation_at_the_end_went_through_no_engine(tokenizer: Tokenizer) -> None:
+    columns = Columns(np.int32([5, 6]))
+    engine = Scripted(tokenizer, "ab")
+    engine.routes = True
+    columns.add_turn(asyncio.run(engine.generate(columns.prompt_tokens, Sampling(16))), "ab")
+    columns.add_observation(np.int32([7, 8]))
+    found = columns.episode("length", Done()).routes_SE
+    assert found is not None and found[:, 0].tolist() == [0, 1, 2, 3, -1, -1]
 
 
 def test_scorers_see_turns_and_the_whole(tokenizer: Tokenizer) -> None:

@@ -1,5 +1,6 @@
 """What is said to SGLang and how its answers are read, without SGLang."""
 
+import base64
 from importlib import metadata
 from typing import Any
 
@@ -102,6 +103,29 @@ def test_candidates_are_asked_for_only_where_top_p_or_top_k_cut() -> None:
         True,
         True,
     ]
+
+
+def test_routes_are_read_for_every_token_but_the_last_and_asked_for_where_they_are_wanted(math_config: Any) -> None:
+    routed = np.arange(4 * 6, dtype="<i4")
+    said = answer(routed_experts=base64.b64encode(routed.tobytes()).decode())
+    done = wire.completion(said, oldest=1, routed=len(PROMPT))
+    assert done.routes_SE is not None and done.routes_SE.dtype == np.int16
+    assert done.routes_SE.tolist() == routed.reshape(4, 6).tolist()
+    assert wire.completion(said, oldest=1).routes_SE is None
+    for prompt, told in ((3, said), (len(PROMPT), answer())):
+        with pytest.raises(ModelError, match=r"SGLang gave \d+ experts for \d tokens"):
+            wire.completion(told, oldest=1, routed=prompt)
+    asked = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[], rid="r", key="k", routes=True)
+    plain = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[], rid="r", key="k")
+    assert asked == plain | {"return_routed_experts": True}
+    sglang = "rollout.engine.kind=sglang"
+    own = arguments(math_config(sglang, "rollout.engine.routes=true"))
+    assert own == arguments(math_config(sglang)) | {"enable_return_routed_experts": True}
+    with pytest.raises(ModelError, match="a server needs --enable-return-routed-experts"):
+        wire.check_server({}, "keep", (0, 5, 21), routes=True)
+    wire.check_server({"enable_return_routed_experts": True}, "keep", (0, 5, 21), routes=True)
+    with pytest.raises(ModelError, match=r"need SGLang 0\.5\.21 or newer, and it is 0\.5\.20"):
+        wire.check_routes((0, 5, 20))
 
 
 def test_log_probs_are_those_among_the_candidates_that_sglang_names() -> None:

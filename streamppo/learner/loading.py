@@ -1,0 +1,166 @@
+"""Makes the policy of a model's files: sharded first, without memory, then filled rank by rank."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from streamppo.config.lora import Lora
+from streamppo.config.sections import Model
+from streamppo.errors import ModelError
+from streamppo.learner import adapters, attention, head, layers, pretrained, shared, ulysses, weight_files
+from streamppo.learner.policy import Policy, local
+from streamppo.learner.pretrained import CriticStart
+from streamppo.learner.routing import Routers
+from streamppo.learner.ulysses import Slices
+
+SHARD_LAYERS_ABOVE = 16_000_000
+"""Parameters above which every layer is gathered on its own; a smaller model is gathered at once."""
+
+
+def load(
+    config: Model,
+    path: str | Path,
+    temperature: float,
+    mesh: DeviceMesh,
+    critic: str = "head",
+    *,
+    offload: bool = False,
+    master: bool = True,
+    lora: Lora | None = None,
+    slices: Slices = ulysses.WHOLE,
+) -> Policy:
+    """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
+
+    Without `master` its weights are in the type that they compute in, which changes nothing but their memory while
+    they stand still.
+
+    Of a large model whose files all ranks see each reads its own rows (weight_files.py). Otherwise rank 0 alone reads
+    weights, and sends them tensor by tensor: of the others, none ever holds more than its shards and one tensor, and
+    config.json is all that they need at `path`. No random number generator moves on.
+    `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
+    gives the value head its weights as well. `offload` keeps the shards in CPU memory.
+    With `lora` the policy's weights are frozen, in the type that they compute in, and its adapters are trained.
+    Rows are cut into `slices`.
+    Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not, or lets rows see
+    each other in the layout that the configuration asks for.
+    """
+    device = mesh.device_type
+    with torch.random.fork_rng(devices=[]):
+        plan = weight_files.plan(str(path), critic, adapted=lora is not None)
+        whole = _whole(path, critic, lora, plan) if dist.get_rank() == 0 else None
+    chosen = attention.choose(config, device)
+    made = [] if whole is None else whole.transformers
+    chosen = attention.without_leaks(chosen, config, path, made)
+    share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
+    policy = sharded(config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices)
+    policy.temperature, policy.share_prompts = temperature, share_prompts
+    policy.to_empty(device="cpu" if offload else device)
+    if plan is None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
+    else:
+        _read_rows(policy, plan)
+    _send_buffers(policy, whole, device)
+    return policy
+
+
+def sharded(
+    config: Model,
+    path: str | Path,
+    mesh: DeviceMesh,
+    critic: str,
+    attends: str,
+    *,
+    offload: bool = False,
+    master: bool = True,
+    lora: Lora | None = None,
+    slices: Slices = ulysses.WHOLE,
+) -> Policy:
+    """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
+
+    `attends` is transformers' name of the attention. Raises `ModelError` for a model whose rows cannot be cut into
+    `slices`.
+    """
+    with torch.device("meta"):
+        lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False)
+        if lora is not None:
+            adapters.add(lm, lora, config.dtype)
+        if not master:
+            for parameter in lm.parameters():
+                parameter.data = parameter.data.to(getattr(torch, config.dtype))
+        policy = Policy(lm, 1.0, own.transformer, layout=attention.layout(attends))
+        policy.float32_head, policy.slices = config.float32_head, slices
+        if not config.compile:
+            policy.routers = Routers(lm.base_model)
+    transformers = policy.transformers
+    for transformer in transformers:
+        if refused := ulysses.refusal(transformer.config, slices.ranks):
+            raise ModelError(refused)
+        layers.checkpoint_activations(transformer, config.gradient_checkpointing)
+        if config.compile:
+            layers.compile_layers(transformer)
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
+    )
+    # FSDP moves layer by layer what it shards: no GPU ever holds the whole model in float32.
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
+        for transformer in transformers:
+            for layer in layers.layers_of(transformer):
+                fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
+    # Values are regressed on returns: a weight of 8 bits would move them by up to 1 / 256 of their size.
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(policy.value_head, mesh=mesh, mp_policy=exact, offload_policy=where)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
+    return policy
+
+
+def _read(path: str | Path, critic: str, chosen: str, *, weights: bool) -> tuple[Any, CriticStart]:
+    return pretrained.read(path, chosen, weights=weights), pretrained.critic(critic, path, chosen, weights=weights)
+
+
+def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.Plan | None) -> Policy:
+    """All weights, on the CPU; by a `plan`, those of the first layers."""
+    if plan is not None:
+        head.check(plan.first, path)
+        return Policy(plan.first, 1.0, None if critic == "head" else deepcopy(plan.first.base_model))
+    lm, own = _read(path, critic, "eager", weights=True)
+    head.check(lm, path)
+    if lora is not None:
+        adapters.add(lm, lora, "float32")
+    policy = Policy(lm, 1.0, own.transformer)
+    if own.head_1D is not None:
+        with torch.no_grad():
+            policy.value_head.weight.copy_(own.head_1D)
+    return policy
+
+
+@torch.no_grad()
+def _read_rows(policy: Policy, plan: weight_files.Plan) -> None:
+    """Fill this rank's shards; a value head, which no file has, begins at 0."""
+    for name, parameter in policy.named_parameters():
+        own = local(parameter)
+        if own.numel():
+            begin = parameter.__create_chunk_list__()[0].offsets[0]  # pyright: ignore
+            rows = plan.read(name, begin, begin + len(own))
+            own.zero_() if rows is None else own.copy_(rows)
+
+
+def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:
+    """Give every rank the buffers of `whole`, which only rank 0 has, on `device`.
+
+    A model computes them as it is made and saves them nowhere, such as frequencies of rotary embeddings.
+    """
+    made = {} if whole is None else dict(whole.named_modules())
+    for at, module in policy.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            source = made[at].get_buffer(name) if made else torch.empty_like(buffer)
+            sent = source.to(device)
+            dist.broadcast(sent, src=0)
+            setattr(module, name, sent)

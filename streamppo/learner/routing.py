@@ -1,0 +1,185 @@
+"""Mixtures of experts: tokens go to the experts that the engine chose for them, and how the load is spread.
+
+    own         a router chooses the experts of a token: the k with the largest scores
+    replayed    the token's are those that the engine chose as it sampled (Rollout Routing Replay, R3, arXiv 2510.11370,
+                section 4): scores and their gradient are the learner's, the choice alone is not
+
+N tokens of a pass, X experts, k of them for a token, E = layers * k entries of a token's routes: -1 if none is known.
+
+A router is asked as it is, and its call to `torch.topk` is answered with the engine's choice: so every family's own
+arithmetic on scores holds, whatever it does before and after.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from streamppo.errors import ModelError
+from streamppo.learner.attention import Reading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHOICES: tuple[Callable[..., Any], ...] = (torch.topk, Tensor.topk)
+
+
+class Routers:
+    """The routers of one transformer; without experts there are none, and nothing is done.
+
+    The word of `expect` holds until it is called again: a layer that is computed again in the backward pass asks once
+    more. Without `counts`, tokens of a pass are not among those of `metrics`.
+    """
+
+    def __init__(self, transformer: "PreTrainedModel | None") -> None:
+        self.counts = True
+        self._routers = [
+            Router(module, int(layer[1]))
+            for name, module in (() if transformer is None else _outermost(transformer))
+            if (layer := re.search(r"\.?(\d+)\.", name))
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._routers)
+
+    def expect(self, reading: Reading, width_B: Tensor, routes_BLE: Tensor | None) -> None:
+        """The next pass is over `reading`, of rows of `width_B` tokens, whose experts are those of `routes_BLE`.
+
+        Raises `ModelError` for routes of another model.
+        """
+        if not self._routers:
+            return
+        place_BL = reading.place_BL
+        real_BL = (torch.arange(place_BL.shape[1], device=place_BL.device) < width_B[:, None]) & (place_BL >= 0)
+        tokens, place_M = reading.arguments["input_ids"].numel(), place_BL[real_BL]
+        real_N = torch.zeros(tokens, dtype=torch.bool, device=place_BL.device)
+        real_N[place_M] = self.counts
+        routes_NE = None
+        if routes_BLE is not None:
+            routes_NE = routes_BLE.new_full((tokens, routes_BLE.shape[-1]), -1)
+            routes_NE[place_M] = routes_BLE[real_BL]
+        for router in self._routers:
+            router.expect(routes_NE, real_N)
+
+    def metrics(self, device: torch.device) -> dict[str, float]:
+        """How the tokens of all passes since the last call were spread over experts. A collective of all ranks."""
+        if not self._routers:
+            return {}
+        counts_LX = torch.stack([router.take().to(device) for router in self._routers])
+        kept_L2 = torch.stack([router.take_kept().to(device) for router in self._routers])
+        for counts in (counts_LX, kept_L2):
+            dist.all_reduce(counts)
+        share_LX = counts_LX / counts_LX.sum(-1, keepdim=True).clamp(min=1)
+        kept, given = kept_L2.sum(0).tolist()
+        return {
+            "expert_load": share_LX.max(-1).values.mean().item() * share_LX.shape[1],
+            "experts_idle": (counts_LX == 0).double().mean().item(),
+            **({"routes_own": kept / given} if given else {}),
+        }
+
+
+class Pass(NamedTuple):
+    """The tokens of a pass, as a router has to know them; `real_N` are those that count."""
+
+    routes_Nk: Tensor | None
+    real_N: Tensor
+
+
+class Router:
+    """One router: the module within which the experts of layer `layer` are chosen."""
+
+    def __init__(self, module: Any, layer: int) -> None:
+        self.experts, self.top_k = _experts(module), int(module.top_k)
+        self._layer = layer
+        self._pass: Pass | None = None
+        self._counts_X: Tensor | None = None
+        self._kept_2: Tensor | None = None
+        self._answers: list[_Answers] = []
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def expect(self, routes_NE: Tensor | None, real_N: Tensor) -> None:
+        """See `Routers.expect`."""
+        routes_Nk = None
+        if routes_NE is not None:
+            routes_Nk = routes_NE[:, self._layer * self.top_k : (self._layer + 1) * self.top_k].long()
+            if routes_Nk.shape[1] != self.top_k or int(routes_Nk.max()) >= self.experts:
+                raise ModelError(
+                    f"the engine's routes, {routes_NE.shape[1]} for each token, are not of this model: layer "
+                    f"{self._layer} sends a token to {self.top_k} of {self.experts} experts"
+                )
+        self._pass = Pass(routes_Nk, real_N)
+
+    def take(self) -> Tensor:
+        """[X] tokens of every expert since the last call."""
+        counts_X, self._counts_X = self._counts_X, None
+        return torch.zeros(self.experts, dtype=torch.float64) if counts_X is None else counts_X
+
+    def take_kept(self) -> Tensor:
+        """[2] the engine's choices that were the router's as well since the last call, and all of the engine's."""
+        kept_2, self._kept_2 = self._kept_2, None
+        return torch.zeros(2, dtype=torch.float64) if kept_2 is None else kept_2
+
+    def answer(self, scores: Tensor, own: Any) -> Any:
+        """The choice of experts by [N, X] `scores`, where the router's `own` would be the largest of them."""
+        if self._pass is None or own.indices.shape != (len(self._pass.real_N), self.top_k):
+            return own
+        if scores.shape[-1] != self.experts:
+            return own
+        routes_Nk, real_N = self._pass
+        # A layer that is computed again in the backward pass counts once.
+        self._pass = self._pass._replace(real_N=torch.zeros_like(real_N))
+        if routes_Nk is None:
+            self._count(own.indices, real_N)
+            return own
+        known_Nk = routes_Nk >= 0
+        chosen_Nk = torch.where(known_Nk, routes_Nk, own.indices)
+        self._count(chosen_Nk, real_N)
+        is_own_Nk = (chosen_Nk[:, :, None] == own.indices[:, None]).any(-1)
+        given_Nk = known_Nk & real_N[:, None]
+        kept_2 = torch.stack([(is_own_Nk & given_Nk).sum(), given_Nk.sum()]).double()
+        self._kept_2 = kept_2 if self._kept_2 is None else self._kept_2 + kept_2
+        return torch.return_types.topk((scores.gather(-1, chosen_Nk), chosen_Nk))
+
+    def _count(self, chosen_Nk: Tensor, real_N: Tensor) -> None:
+        counts_X = torch.bincount(chosen_Nk[real_N].flatten(), minlength=self.experts).double()
+        self._counts_X = counts_X if self._counts_X is None else self._counts_X + counts_X
+
+    def _begin(self, module: nn.Module, arguments: Any) -> None:
+        self._answers.append(_Answers(self))
+        self._answers[-1].__enter__()
+
+    def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._answers.pop().__exit__(None, None, None)
+
+
+class _Answers(TorchFunctionMode):
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self._router = router
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return self._router.answer(args[0], made) if func in CHOICES else made
+
+
+def _outermost(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that choose experts, by name; of one within another, the outer one."""
+    found: list[str] = []
+    for name, module in transformer.named_modules():
+        chooses = isinstance(getattr(module, "top_k", None), int) and _experts(module)
+        if chooses and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+            yield name, module
+
+
+def _experts(module: nn.Module) -> int:
+    """The number of experts among which `module` chooses; 0 for another module."""
+    named = (getattr(module, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return next((one for one in named if isinstance(one, int)), 0)
