@@ -58,12 +58,13 @@ class Routers:
         tokens, place_M = reading.arguments["input_ids"].numel(), place_BL[real_BL]
         real_N = torch.zeros(tokens, dtype=torch.bool, device=place_BL.device)
         real_N[place_M] = self.counts
-        routes_NE = None
+        routes_NE, most = None, -1
         if routes_BLE is not None:
+            most = int(routes_BLE.max())
             routes_NE = routes_BLE.new_full((tokens, routes_BLE.shape[-1]), -1)
             routes_NE[place_M] = routes_BLE[real_BL]
         for router in self._routers:
-            router.expect(routes_NE, real_N)
+            router.expect(routes_NE, most, real_N)
 
     def metrics(self, device: torch.device) -> dict[str, float]:
         """How the tokens of all passes since the last call were spread over experts. A collective of all ranks."""
@@ -102,15 +103,15 @@ class Router:
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
-    def expect(self, routes_NE: Tensor | None, real_N: Tensor) -> None:
-        """See `Routers.expect`."""
+    def expect(self, routes_NE: Tensor | None, most: int, real_N: Tensor) -> None:
+        """See `Routers.expect`; `most` is the largest of the routes."""
         routes_Nk = None
         if routes_NE is not None:
             routes_Nk = routes_NE[:, self._layer * self.top_k : (self._layer + 1) * self.top_k].long()
-            if routes_Nk.shape[1] != self.top_k or int(routes_Nk.max()) >= self.experts:
+            if routes_Nk.shape[1] != self.top_k or most >= self.experts:
                 raise ModelError(
-                    f"the engine's routes, {routes_NE.shape[1]} for each token, are not of this model: layer "
-                    f"{self._layer} sends a token to {self.top_k} of {self.experts} experts"
+                    f"the engine's routes, {routes_NE.shape[1]} for each token and to expert {most}, are not of this "
+                    f"model: layer {self._layer} sends a token to {self.top_k} of {self.experts} experts"
                 )
         self._pass = Pass(routes_Nk, real_N)
 
@@ -146,8 +147,10 @@ class Router:
         return torch.return_types.topk((scores.gather(-1, chosen_Nk), chosen_Nk))
 
     def _count(self, chosen_Nk: Tensor, real_N: Tensor) -> None:
-        counts_X = torch.bincount(chosen_Nk[real_N].flatten(), minlength=self.experts).double()
-        self._counts_X = counts_X if self._counts_X is None else self._counts_X + counts_X
+        # No number leaves the device here: a pass is not held up for each of its layers.
+        if self._counts_X is None:
+            self._counts_X = torch.zeros(self.experts, dtype=torch.float64, device=real_N.device)
+        self._counts_X.scatter_add_(0, chosen_Nk.flatten(), real_N.double().repeat_interleave(self.top_k))
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
         self._answers.append(_Answers(self))

@@ -157,19 +157,20 @@ def test_routes_are_used_where_they_are_asked_for_and_by_the_policy_alone(tmp_pa
 def test_routes_of_another_model_and_models_without_experts_are_refused(tmp_path: Path) -> None:
     folder, batch = folder_of(tmp_path / "moe"), routed(case.batch())
     updater = case.updater(case.config_of(*SGLANG), folder)
-    for factor, reason in ((1, "2 for each token, are not of this model: layer 1"), (2, None)):
-        cut = [replace(one, routes=halved(one.routes, factor)) for one in batch.trajectories]
-        rows = pad(replace(batch, trajectories=tuple(cut)))
-        if reason is None:
-            updater.policy(rows, "policy")
-        else:
-            with pytest.raises(ModelError, match=reason):
-                updater.policy(rows, "policy")
+    wrong = {
+        "2 for each token and to expert 3, are not of this model: layer 1": lambda given: given[:, :1],
+        "4 for each token and to expert 7, are not of this model: layer 0": lambda given: given + np.int16(EXPERTS),
+    }
+    for reason, change in wrong.items():
+        changed = [replace(one, routes=change(shaped(one.routes)).tobytes()) for one in batch.trajectories]
+        with pytest.raises(ModelError, match=reason):
+            updater.policy(pad(replace(batch, trajectories=tuple(changed))), "policy")
+    updater.policy(pad(batch), "policy")
     case.save_model(tmp_path / "dense")
     with pytest.raises(ModelError, match="is for a mixture of experts"):
         case.updater(case.config_of(*SGLANG), tmp_path / "dense")
 
 
-def halved(routes: bytes, layers: int) -> bytes:
-    """The routes of the first `layers` alone."""
-    return np.frombuffer(routes, "<i2").reshape(-1, LAYERS, TOP_K)[:, :layers].tobytes()
+def shaped(routes: bytes) -> Any:
+    """[tokens, layers, k]"""
+    return np.frombuffer(routes, "<i2").reshape(-1, LAYERS, TOP_K)
