@@ -70,10 +70,9 @@ class Routers:
         """How the tokens of all passes since the last call were spread over experts. A collective of all ranks."""
         if not self._routers:
             return {}
-        counts_LX = torch.stack([router.take().to(device) for router in self._routers])
-        kept_L2 = torch.stack([router.take_kept().to(device) for router in self._routers])
-        for counts in (counts_LX, kept_L2):
-            dist.all_reduce(counts)
+        counts = torch.stack([router.take().to(device) for router in self._routers])
+        dist.all_reduce(counts)
+        counts_LX, kept_L2 = counts[:, :-2], counts[:, -2:]
         share_LX = counts_LX / counts_LX.sum(-1, keepdim=True).clamp(min=1)
         kept, given = kept_L2.sum(0).tolist()
         return {
@@ -97,8 +96,7 @@ class Router:
         self.experts, self.top_k = _experts(module), int(module.top_k)
         self._layer = layer
         self._pass: Pass | None = None
-        self._counts_X: Tensor | None = None
-        self._kept_2: Tensor | None = None
+        self._counts: Tensor | None = None
         self._answers: list[_Answers] = []
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
@@ -116,14 +114,9 @@ class Router:
         self._pass = Pass(routes_Nk, real_N)
 
     def take(self) -> Tensor:
-        """[X] tokens of every expert since the last call."""
-        counts_X, self._counts_X = self._counts_X, None
-        return torch.zeros(self.experts, dtype=torch.float64) if counts_X is None else counts_X
-
-    def take_kept(self) -> Tensor:
-        """[2] the engine's choices that were the router's as well since the last call, and all of the engine's."""
-        kept_2, self._kept_2 = self._kept_2, None
-        return torch.zeros(2, dtype=torch.float64) if kept_2 is None else kept_2
+        """[X + 2] since the last call: tokens of every expert; the engine's choices that were its own too, and all."""
+        counts, self._counts = self._counts, None
+        return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
 
     def answer(self, scores: Tensor, own: Any) -> Any:
         """The choice of experts by [N, X] `scores`, where the router's `own` would be the largest of them."""
@@ -139,18 +132,17 @@ class Router:
             return own
         known_Nk = routes_Nk >= 0
         chosen_Nk = torch.where(known_Nk, routes_Nk, own.indices)
-        self._count(chosen_Nk, real_N)
+        counts = self._count(chosen_Nk, real_N)
         is_own_Nk = (chosen_Nk[:, :, None] == own.indices[:, None]).any(-1)
         given_Nk = known_Nk & real_N[:, None]
-        kept_2 = torch.stack([(is_own_Nk & given_Nk).sum(), given_Nk.sum()]).double()
-        self._kept_2 = kept_2 if self._kept_2 is None else self._kept_2 + kept_2
+        counts[-2:] += torch.stack([(is_own_Nk & given_Nk).sum(), given_Nk.sum()])
         return torch.return_types.topk((scores.gather(-1, chosen_Nk), chosen_Nk))
 
-    def _count(self, chosen_Nk: Tensor, real_N: Tensor) -> None:
+    def _count(self, chosen_Nk: Tensor, real_N: Tensor) -> Tensor:
         # No number leaves the device here: a pass is not held up for each of its layers.
-        if self._counts_X is None:
-            self._counts_X = torch.zeros(self.experts, dtype=torch.float64, device=real_N.device)
-        self._counts_X.scatter_add_(0, chosen_Nk.flatten(), real_N.double().repeat_interleave(self.top_k))
+        if self._counts is None:
+            self._counts = torch.zeros(self.experts + 2, dtype=torch.float64, device=real_N.device)
+        return self._counts.scatter_add_(0, chosen_Nk.flatten(), real_N.double().repeat_interleave(self.top_k))
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
         self._answers.append(_Answers(self))

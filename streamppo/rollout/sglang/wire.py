@@ -255,9 +255,7 @@ def _among_candidates(meta: Mapping[str, Answer], count: int) -> tuple[Floats, C
 
 def check_streams(version: tuple[int, ...]) -> None:
     """Refuse an SGLang whose streams are not known. Raises `ModelError`."""
-    if version < STREAMS:
-        wanted = ".".join(map(str, STREAMS))
-        raise ModelError(f"queue.segments need SGLang {wanted} or newer, and it is {'.'.join(map(str, version))}")
+    _refuse_older(version, STREAMS, "queue.segments")
 
 
 def check_candidates(version: tuple[int, ...]) -> None:
@@ -297,11 +295,13 @@ def one_later(versions_N: Ints, oldest: int) -> Ints:
 
 def check_routes(version: tuple[int, ...]) -> None:
     """Refuse an SGLang that does not tell the experts of a token. Raises `ModelError`."""
-    if version < NAMES_ROUTES:
-        wanted = ".".join(map(str, NAMES_ROUTES))
-        raise ModelError(
-            f"rollout.engine.routes need SGLang {wanted} or newer, and it is {'.'.join(map(str, version))}"
-        )
+    _refuse_older(version, NAMES_ROUTES, "rollout.engine.routes")
+
+
+def _refuse_older(version: tuple[int, ...], wanted: tuple[int, ...], what: str) -> None:
+    if version < wanted:
+        least, found = (".".join(map(str, one)) for one in (wanted, version))
+        raise ModelError(f"{what} need SGLang {least} or newer, and it is {found}")
 
 
 def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], *, routes: bool = False) -> None:
