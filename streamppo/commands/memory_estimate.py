@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
-from streamppo.learner import adapters
+from streamppo.learner import adapters, parallel
 from streamppo.learner.layers import Selection
 from streamppo.learner.loading import SHARD_LAYERS_ABOVE
 from streamppo.learner.policy import HEAD_CHUNK
@@ -25,6 +25,8 @@ VERSIONS = 3
 """Versions of the weights in the object store: two in the ledger, one on its way there."""
 BATCH = 160
 """Bytes that a rank holds of each token of the whole batch, between the passes: numbers, metrics and diagnostics."""
+ROUTE = 2
+"""Bytes of an expert that the engine chose for a token."""
 COPIES = 2
 """Versions of the weights in the memory of a rollout actor: the one that is served, and the next one on its way."""
 PROBED = 64
@@ -35,14 +37,17 @@ class Sizes(NamedTuple):
     """A model in numbers: parameters as counts, of which `trained` ones are not frozen, and bytes of one token in the
     compute type.
 
-    `layer` is one transformer layer; `rest` is everything outside of the layers: embeddings, norm, head. Of its
-    `activations_per_layer` selective checkpointing keeps `selected_per_layer`, and the layer's input.
+    `layer` is one transformer layer, of which `by_tensor` and `by_expert` are what tensor and expert parallelism cut;
+    `rest` is everything outside of the layers: embeddings, norm, head. Of its `activations_per_layer` selective
+    checkpointing keeps `selected_per_layer`, and the layer's input. `routes` are the experts of a token, of all layers.
     """
 
     parameters: int
     trained: int
     layers: int
     layer: int
+    by_tensor: int
+    by_expert: int
     hidden: int
     vocabulary: int
     head: int
@@ -50,6 +55,7 @@ class Sizes(NamedTuple):
     cache_per_token: int
     activations_per_layer: int
     selected_per_layer: int
+    routes: int
 
     @property
     def rest(self) -> int:
@@ -115,11 +121,14 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
     head_width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     pair = 2 * hf_config.num_key_value_heads * head_width
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
+    by_tensor, by_expert = parallel.cut_parameters(lm.base_model, layers[0])
     return Sizes(
         parameters=parameters,
         trained=sum(one.numel() for one in lm.parameters() if one.requires_grad),
         layers=len(layers),
         layer=_count(layers[0]),
+        by_tensor=by_tensor,
+        by_expert=by_expert,
         hidden=hf_config.hidden_size,
         vocabulary=hf_config.vocab_size,
         head=head,
@@ -127,6 +136,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
         cache_per_token=len(layers) * pair * dtype.itemsize,
         activations_per_layer=_activations(lm),
         selected_per_layer=_selected(lm) + hf_config.num_attention_heads * head_width * dtype.itemsize,
+        routes=len(layers) * getattr(hf_config, "num_experts_per_tok", 0) if by_expert else 0,
     )
 
 
@@ -205,14 +215,15 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     A critic of its own and a teacher are taken to be as large.
 
     state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks
-    gathered     weights in the compute type of two layers and of all that is in no layer (a small model: all of it);
-                 their gradients, and those in float32 on their way to the ranks
+    gathered     weights in the compute type of two layers, as far as they are not cut between ranks, and of all that
+                 is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
+                 ranks
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each (and
-                 what is selected) and one layer's
+                 what is selected) and one layer's; with tensor parallelism the slices that a rank gathers twice
     head         logits of a chunk, the head's float32 copy (on a GPU a part of its gradient) and its gradient
     reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
                  before there are gradients
-    batch        all rows of the batch, which every rank holds whole between its passes
+    batch        all rows of the batch, which every rank holds whole between its passes, and their tokens' experts
     """
     learner, critic = config.learner, config.algorithm.critic.model
     own = critic != "head"
@@ -220,18 +231,22 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     trained = model.trained + own_body
     frozen_bytes = (model.parameters - model.trained) * model.element
     small = model.parameters + own_body <= SHARD_LAYERS_ABOVE
-    whole = model.parameters if small else model.rest + 2 * model.layer
+    mesh = learner.mesh
+    kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
+    kept_of_layer -= model.by_expert - model.by_expert // mesh.expert
+    whole = model.rest + (model.layers if small else 2) * kept_of_layer
     # Only what is trained has gradients: of the whole, that share.
     gradients = model.trained / model.parameters
-    reduced = gradients * (whole if small else max(model.rest, model.layer))
+    reduced = gradients * (whole if small else max(model.rest, kept_of_layer))
     gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
-    tokens = -(-max(learner.micro_batch_tokens, longest) // learner.mesh.context)
-    layers = tokens * model.activations_per_layer * model.layers
+    tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
+    per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
+    layers = tokens * per_layer * model.layers
     if config.model.gradient_checkpointing != "off":
         kept = model.hidden * model.element
         kept += model.selected_per_layer if config.model.gradient_checkpointing == "selective" else 0
-        layers = tokens * (kept * model.layers + model.activations_per_layer)
-    reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, learner.mesh.shards(learner.ranks)
+        layers = tokens * (kept * model.layers + per_layer)
+    reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None
     # One that moves is kept in float32, others in the type that they compute in.
     frozen = is_second * (MASTER if reference.follow_every else model.element)
@@ -243,7 +258,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
         head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
         + model.vocabulary * model.hidden * 4 * 2 * config.model.float32_head,
         reference=frozen * model.parameters // shards,
-        batch=config.queue.batch_size * longest * BATCH,
+        batch=config.queue.batch_size * longest * (BATCH + ROUTE * model.routes * config.rollout.engine.routes),
     )
 
 

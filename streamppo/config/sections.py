@@ -171,7 +171,7 @@ class Learner(Machine, frozen=True, kw_only=True):
     minibatches: Positive = 1
     """Optimizer steps in one epoch."""
     micro_batch_tokens: Positive = 16384
-    """Tokens of a forward and backward on one rank (or `mesh.context` ranks), padding included; flash-attn has none."""
+    """Tokens of a forward and backward on one rank (or `mesh`'s for a row), padding included; flash-attn has none."""
     exact: bool = True
     """The same bits every time, so that recovery and replay make the recorded weights; false is faster on a GPU."""
     bucket_bytes: Positive = 256 * 1024 * 1024
@@ -390,7 +390,8 @@ def _gpus(config: Config) -> Iterator[str]:
             f"learner.gpus ({learner.gpus:g}) and rollout.gpus ({rollout.gpus:g}) are more than one GPU where a rank "
             f"and its share of the {rollout.actors} rollout actors have one between them"
         )
-    yield from learner.mesh.refuses(learner.ranks, config.queue.prefix)
+    cut = {"adapted": config.model.lora is not None, "compiled": config.model.compile}
+    yield from learner.mesh.refuses(learner.ranks, config.queue.prefix, **cut)
     if 0 < learner.gpus < 1 and learner.ranks > 1 and not shares_gpus(config):
         yield f"learner.gpus ({learner.gpus:g}) must be 1 with several ranks: NCCL wants a GPU for each"
 

@@ -1,6 +1,7 @@
 """Makes the policy of a model's files: sharded first, without memory, then filled rank by rank."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
-from streamppo.learner import adapters, attention, head, layers, pretrained, shared, ulysses, weight_files
+from streamppo.learner import adapters, attention, head, layers, parallel, pretrained, shared, ulysses, weight_files
 from streamppo.learner.policy import Policy, local
 from streamppo.learner.pretrained import CriticStart
 from streamppo.learner.routing import Routers
@@ -102,6 +103,7 @@ def sharded(
     for transformer in transformers:
         if refused := ulysses.refusal(transformer.config, slices.ranks):
             raise ModelError(refused)
+        parallel.cut_weights(transformer, slices.cut)
         layers.checkpoint_activations(transformer, config.gradient_checkpointing)
         if config.compile:
             layers.compile_layers(transformer)
@@ -110,14 +112,17 @@ def sharded(
     )
     # FSDP moves layer by layer what it shards: no GPU ever holds the whole model in float32.
     where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    sharding = partial(fully_shard, mp_policy=precision, offload_policy=where)
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
         for transformer in transformers:
             for layer in layers.layers_of(transformer):
-                fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=where)
+                parallel.shard_fully(layer, mesh, slices.cut, sharding)
     # Values are regressed on returns: a weight of 8 bits would move them by up to 1 / 256 of their size.
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    fully_shard(policy.value_head, mesh=mesh, mp_policy=exact, offload_policy=where)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
+    parallel.shard_fully(
+        policy.value_head, mesh, slices.cut, partial(fully_shard, mp_policy=exact, offload_policy=where)
+    )
+    parallel.shard_fully(policy, mesh, slices.cut, sharding)
     return policy
 
 
@@ -147,9 +152,10 @@ def _read_rows(policy: Policy, plan: weight_files.Plan) -> None:
     for name, parameter in policy.named_parameters():
         own = local(parameter)
         if own.numel():
-            begin = parameter.__create_chunk_list__()[0].offsets[0]  # pyright: ignore
-            rows = plan.read(name, begin, begin + len(own))
-            own.zero_() if rows is None else own.copy_(rows)
+            chunk = parameter.__create_chunk_list__()[0]  # pyright: ignore
+            begin, *others = (slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            rows = plan.read(name, begin.start, begin.stop)
+            own.zero_() if rows is None else own.copy_(rows[(slice(None), *others)])
 
 
 def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:

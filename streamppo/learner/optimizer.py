@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamppo.config.sections import Config, Learner
+from streamppo.learner.parallel import copies
 from streamppo.learner.policy import Policy, local
 
 Norm = Literal["2-norm", "max-norm"]
@@ -83,12 +84,16 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
 
     The max-norm is the largest entry. A collective of all ranks. Parameters without a gradient are left out.
     """
-    owners = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # torch's own norms are of weights that are all cut between the same ranks, and of a row on each.
+    shards = [local(one) for one in gradients]
     if norm == "2-norm":
-        total = torch.nn.utils.clip_grad_norm_(owners, bound)
-        return float((total.full_tensor() if isinstance(total, DTensor) else total).item())
-    # torch's own max-norm fails on a rank that holds no row of some parameter.
-    shards = [local(owner.grad) for owner in owners if owner.grad is not None]
+        squares = torch.nn.utils.get_total_norm(shards).double().square()
+        dist.all_reduce(squares)
+        several = [copies(one.device_mesh) for one in gradients[:1] if isinstance(one, DTensor)]
+        total = (squares / max(1, *several, 1)).sqrt().float()
+        torch._foreach_mul_(shards, (bound / (total + 1e-6)).clamp(max=1.0))
+        return float(total.item())
     sizes = [shard.abs().max() for shard in shards if shard.numel()]
     largest = torch.stack(sizes).max() if sizes else shards[0].new_zeros(())
     # A maximum over ranks may lose a NaN, and never an infinity.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
 from streamppo.errors import ModelError
-from streamppo.learner import adapters, attention, context, head, shared, ulysses
+from streamppo.learner import adapters, attention, context, head, parallel, shared, ulysses
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.routing import Routers
@@ -222,21 +222,32 @@ def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
     if not chunks or not parameter.to_local().numel() or rank_in_copy(parameter.device_mesh) != dist.get_rank():
         return Shard(dtype, shape, 0, 0)
     (chunk,) = chunks
+    begin, rows = chunk.offsets[0], chunk.sizes[0]
+    if parallel.is_cut_by_columns(parameter):
+        first, end = parallel.own_rows(rows, parameter)
+        return Shard(dtype, shape, begin + first, end - first)
     assert tuple(chunk.sizes[1:]) == shape[1:], "sharded along another dimension than the first"
-    return Shard(dtype, shape, chunk.offsets[0], chunk.sizes[0])
+    return Shard(dtype, shape, begin, rows)
 
 
 def rank_in_copy(mesh: DeviceMesh) -> int:
     """The rank of the first copy of the model that has the same shards as this one."""
-    return dist.get_rank() % mesh.size(-1)
+    return dist.get_rank() % (mesh.size() // parallel.copies(mesh))
 
 
 @phase("snapshot")
 @torch.no_grad()
 def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
-    """Write this rank's shards to `into`, which has them as `shards` says. No collective."""
+    """Write this rank's shards to `into`, which has them as `shards` says.
+
+    A collective of ranks that have columns of a weight each, and of no others.
+    """
     for name, parameter in adapters.trained(policy.lm).items():
-        if into[name].numel():
+        if isinstance(parameter, DTensor) and parallel.is_cut_by_columns(parameter):
+            rows = parallel.whole_rows(local(parameter).to(into[name].dtype), parameter)
+            if into[name].numel():
+                into[name].copy_(rows)
+        elif into[name].numel():
             into[name].copy_(local(parameter))
 
 
@@ -259,5 +270,5 @@ def gathered(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, 
 
 def _whole_of(cast: Tensor) -> Tensor:
     """All of a tensor, on rank 0 in memory of its own."""
-    whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
+    whole = parallel.whole_of(cast) if isinstance(cast, DTensor) else cast
     return whole if dist.get_rank() else whole.to("cpu", copy=True)

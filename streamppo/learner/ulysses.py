@@ -21,9 +21,10 @@ from torch.nn.functional import pad
 
 from streamppo.config.engine import FAMILIES
 from streamppo.config.mesh import Mesh
-from streamppo.learner import attention
+from streamppo.learner import attention, parallel
 from streamppo.learner.attention import Reading
 from streamppo.learner.device import everybody
+from streamppo.learner.parallel import Cut
 
 KNOWN = (*FAMILIES, "qwen3_moe")
 """Values of model_type whose layers look at other tokens in their attention alone, and there at all before them."""
@@ -36,13 +37,17 @@ PREFIX = "sliced_"
 class Slices(NamedTuple):
     """The `ranks` `within` which rows are cut into slices, of which this rank has the one of `number`.
 
-    Ranks `across` have the same slice of other rows. Without groups rows are not cut.
+    Ranks `across` have the same slice of other rows. Without groups rows are not cut. Ranks that exchange slices for
+    `heads` are those of a row; with tensor parallelism, those of them that have the same share of the heads, if there
+    are several. Weights are cut over the meshes of `cut`.
     """
 
     ranks: int = 1
     number: int = 0
     within: dist.ProcessGroup | None = None
     across: dist.ProcessGroup | None = None
+    heads: dist.ProcessGroup | None = None
+    cut: Cut = Cut()
 
     def apart(self) -> dist.ProcessGroup:
         """The ranks that pass different rows: all of them where rows are not cut."""
@@ -50,26 +55,35 @@ class Slices(NamedTuple):
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups that were made for this."""
-        return tuple(one for one in (self.within, self.across) if one is not None)
+        own = tuple(one for one in (self.within, self.across, self.heads) if one is not None)
+        return (*own, *self.cut.groups())
 
 
 WHOLE = Slices()
 
 
 def slices_of(device: str, config: Mesh) -> Slices:
-    """Cut rows between as many neighbours as `config` says. A collective."""
-    if config.context == 1:
-        return WHOLE
-    shape, names = (dist.get_world_size() // config.context, config.context), ("across", "within")
-    made = init_device_mesh(device, shape, mesh_dim_names=names)
-    return Slices(config.context, made.get_local_rank("within"), made.get_group("within"), made.get_group("across"))
+    """Cut rows between as many neighbours as `config` says, and weights. A collective."""
+    ranks, cut = config.slices, parallel.cut_of(device, config)
+    if ranks == 1:
+        return Slices(cut=cut)
+    rows = dist.get_world_size() // ranks
+    made = init_device_mesh(device, (rows, ranks), mesh_dim_names=("across", "within"))
+    number, within, across = made.get_local_rank("within"), made.get_group("within"), made.get_group("across")
+    if config.tensor == 1:
+        return Slices(ranks, number, within, across, within, cut)
+    heads: dist.ProcessGroup | None = None
+    if config.context > 1:
+        shape, names = (rows, config.context, config.tensor), ("across", "heads", "tensor")
+        heads = init_device_mesh(device, shape, mesh_dim_names=names).get_group("heads")
+    return Slices(ranks, number, within, across, heads, cut)
 
 
 def refusal(config: Any, ranks: int) -> str:
     """Say why rows of a model of transformers' `config` cannot be cut between so many `ranks`; "" if they can."""
     if ranks == 1:
         return ""
-    choice, model = f"learner.mesh.context = {ranks}", repr(config.name_or_path)
+    choice, model = f"learner.mesh.context * tensor = {ranks}", repr(config.name_or_path)
     if not attention.looks_at_all(config, KNOWN):
         known = ", ".join(KNOWN)
         return (
@@ -105,9 +119,11 @@ def _attend(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     compute: Any = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
-    heads = [_Exchange.apply(one, slices.within, 1, 2) for one in (query_BHSD, key_BHSD, value_BHSD)]
+    if slices.heads is None:
+        return compute(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **others)
+    heads = [_Exchange.apply(one, slices.heads, 1, 2) for one in (query_BHSD, key_BHSD, value_BHSD)]
     seen_BWHD, _ = compute(module, *heads, attention_mask, **others)
-    return _Exchange.apply(seen_BWHD, slices.within, 1, 2), None  # pyright: ignore[reportReturnType]
+    return _Exchange.apply(seen_BWHD, slices.heads, 1, 2), None  # pyright: ignore[reportReturnType]
 
 
 def sliced(reading: Reading, slices: Slices) -> Reading:

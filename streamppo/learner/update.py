@@ -273,8 +273,8 @@ class Updater:
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's share of the loss."""
-        # FSDP averages gradients over all ranks; the denominators are global, so the sum is wanted.
-        (loss * dist.get_world_size()).backward()
+        # Denominators are those of all ranks, whose gradients FSDP sums.
+        loss.backward()
 
     def _step(self, epoch: Epoch, version: int, rows: Tensor, shares: Sequence[Share]) -> Minibatch:
         """Use the gradient of a minibatch, unless the policy has moved too far already. A collective."""

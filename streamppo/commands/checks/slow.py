@@ -7,7 +7,7 @@ import transformers
 from streamppo.commands.checks import memory, model, task
 from streamppo.commands.checks.finding import Finding
 from streamppo.config.sections import Config
-from streamppo.learner import ulysses
+from streamppo.learner import parallel, ulysses
 
 
 def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> list[Finding]:
@@ -18,7 +18,12 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> l
     if loaded.tokenizer is not None:
         found = [one for one in found if one.subject != "task"] + task.load(config, loaded.tokenizer)[1]
     if loaded.hf_config is not None:
-        if refused := ulysses.refusal(loaded.hf_config, config.learner.mesh.context):
-            found.append(Finding("mesh", "error", refused))
+        mesh = config.learner.mesh
+        for refused in (
+            ulysses.refusal(loaded.hf_config, mesh.slices),
+            parallel.refusal(loaded.hf_config, mesh.expert),
+        ):
+            if refused:
+                found.append(Finding("mesh", "error", refused))
         found += memory.memory(config, loaded.hf_config, memory.gpu(gpu_gib))
     return found

@@ -13,7 +13,7 @@ from msgspec import structs
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.errors import ConfigError
-from streamppo.learner import checkpoint, device, optimizer
+from streamppo.learner import checkpoint, device, loading, optimizer
 from streamppo.learner import policy as model
 from streamppo.learner.batch import pad
 from streamppo.learner.checkpoint import Saver, Trained
@@ -29,7 +29,7 @@ DONE.set_result(Pushed("", 0.0, 0))
 
 def made(ranks: int, folder: Path, out: Path) -> dict[str, Any]:
     """An update, its push, and what a checkpoint of it brings back; with four ranks in two copies."""
-    model.SHARD_LAYERS_ABOVE = 0
+    loading.SHARD_LAYERS_ABOVE = 0
     overrides = [f"learner.ranks={ranks}", f"learner.mesh.replicate={COPIES if ranks > 1 else 1}", "learner.lr=0.01"]
     updater = case.updater(case.config_of(*overrides, "learner.micro_batch_tokens=40"), folder)
     metrics = case.metrics(updater, pad(case.batch()))

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from streamppo.commands import memory_estimate as memory
 from streamppo.config import file as configfile
-from streamppo.learner import device, loading, policy
+from streamppo.learner import device, loading, parallel, policy, ulysses
 from streamppo.weights.buckets import Buckets
 
 RANKS = 64
@@ -65,23 +65,43 @@ def first_of_many() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def parts_of(weight: Any) -> int:
+    """The number of ranks that have a part each of what FSDP2 gathers."""
+    mesh = weight.device_mesh
+    return mesh[parallel.PART].size() if parallel.PART in (mesh.mesh_dim_names or ()) else 1
+
+
 @pytest.mark.usefixtures("first_of_many")
-@pytest.mark.parametrize("copies", [1, 8])
-@pytest.mark.parametrize("name", LARGE)
-def test_bytes_of_a_rank_its_push_and_its_checkpoint_are_those_of_check(tmp_path: Path, name: str, copies: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *((name, mesh) for name in LARGE for mesh in ("replicate = 1", "replicate = 8")),
+        ("Qwen2.5-72B", "tensor = 8"),
+        ("Qwen2.5-72B", "replicate = 2, tensor = 4, context = 2"),
+        ("Qwen3-235B-A22B", "expert = 8"),
+        ("Qwen3-235B-A22B", "replicate = 2, expert = 16, tensor = 4"),
+    ],
+)
+def test_bytes_of_a_rank_its_push_and_its_checkpoint_are_those_of_check(tmp_path: Path, name: str, mesh: str) -> None:
     parameters, settings = LARGE[name]
     settings.tie_word_embeddings = False
     settings.architectures = [f"{type(settings).__name__.removesuffix('Config')}ForCausalLM"]
     settings.save_pretrained(tmp_path)
-    ranks = [f"learner.ranks={RANKS}", f"learner.mesh.replicate={copies}", "model.dtype=bfloat16"]
-    config = configfile.load(MATH, ranks)
-    made = loading.sharded(config.model, tmp_path, device.mesh_of("cpu", config.learner.mesh), "head", "sdpa")
+    config = configfile.load(MATH, [f"learner.ranks={RANKS}", f"learner.mesh={{{mesh}}}", "model.dtype=bfloat16"])
+    copies, slices = config.learner.mesh.replicate, ulysses.slices_of("cpu", config.learner.mesh)
+    ranks = device.mesh_of("cpu", config.learner.mesh)
+    made = loading.sharded(config.model, tmp_path, ranks, "head", "sdpa", slices=slices)
     assert sum(one.numel() for one in made.lm.parameters()) == pytest.approx(parameters, rel=2e-3)
 
     said = memory.sizes(settings, config.model)
     own = sum(policy.local(one).numel() for one in made.parameters())
     state = memory.MASTER + memory.GRADIENT + memory.MOMENTS
     assert own * state == pytest.approx(memory.rank(config, said, longest=64).state, rel=1e-3)
+
+    gathered = said.rest + 2 * sum(one.numel() // parts_of(one) for one in made.lm.base_model.layers[0].parameters())
+    reduced = max(said.rest, (gathered - said.rest) // 2)
+    counted = memory.rank(config, said, longest=64).gathered
+    assert 2 * 2 * gathered + memory.MASTER * reduced == pytest.approx(counted, rel=1e-3)
 
     buckets = Buckets(policy.shards(made, "bfloat16"), config.learner.bucket_bytes)
     pushed = sum(array.nbytes for array in buckets.arrays)

@@ -187,6 +187,8 @@ WRONG = {
     "parts: model-2.safetensors of the 2 parts are missing": ["model.path=parts"],
     "young/config.json: not the configuration of a model": ["model.path=young"],
     "must divide the 2 heads of keys and values": ["learner.ranks=4", "learner.mesh.context=4", "model.path=model"],
+    "tensor = 4 must divide the 2 heads": ["learner.ranks=4", "learner.mesh={tensor=2, context=2}", "model.path=model"],
+    "whose experts transformers knows how to cut": ["learner.ranks=2", "learner.mesh.expert=2", "model.path=model"],
     "are too much for one GPU: the GPU has 0 GiB": ["learner.gpus=1", "model.path=model", "--gpu-gib", "0.01"],
     "the cache does not hold one completion of 5 tokens": [
         "rollout.engine.kind=sglang",

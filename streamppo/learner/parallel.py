@@ -1,0 +1,330 @@
+"""Weights that are cut between ranks: tensor and expert parallelism, inside what FSDP2 shards.
+
+    tensor   a rank has a share of the heads of every layer, and of the units of its MLP. Ranks gather the slices of
+             their tokens (ulysses.py) before both, and scatter the sums of what they found to the slices again:
+             sequence parallelism, https://arxiv.org/abs/2205.05198, figure 5
+    expert   a rank has a share of the experts of every layer, and tokens go to it (dispatch.py)
+
+A weight that is cut is a DTensor of what all ranks have. FSDP2 shards a rank's part of it over the other ranks of a
+copy, and all other weights over all of them. Every rank's gradient is that of its own tokens, or of its own part: what
+FSDP2 reduces is their sum in both cases.
+
+t ranks between which weights are cut, S tokens of a slice.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from streamppo.config.mesh import Mesh
+from streamppo.errors import ModelError
+from streamppo.learner import dispatch
+
+REPLICATE, PART = "replicate", "part"
+"""Names of the dimensions of copies, and of ranks that have a part of a weight each."""
+EXPERTS = "moe_tp_experts"
+"""Transformers' name, in the plans of a family, for the module that has a layer's experts."""
+BY_TOKEN = {"hidden_states": -2, "position_embeddings": -2}
+"""Arguments of attention and of an MLP that have an entry for each token, and the dimension of tokens."""
+
+
+class Cut(NamedTuple):
+    """The meshes over which weights are cut: [copies, if there are several; ranks that shard a part; parts]."""
+
+    tensor: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
+
+    @property
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """Those that there are, each once."""
+        one, other = self
+        return tuple(mesh for mesh in (one, None if other is one else other) if mesh is not None)
+
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups that were made for them."""
+        return tuple(group for mesh in self.meshes for group in mesh.get_all_groups())
+
+
+def cut_of(device: str, config: Mesh) -> Cut:
+    """Make the meshes that `config` says. A collective."""
+    shards = config.shards(dist.get_world_size())
+
+    def mesh_of(parts: int) -> DeviceMesh | None:
+        if parts == 1:
+            return None
+        shape, names = (config.replicate, shards // parts, parts), (REPLICATE, "shard", PART)
+        first = config.replicate == 1
+        return init_device_mesh(device, shape[first:], mesh_dim_names=names[first:])
+
+    tensor = mesh_of(config.tensor)
+    return Cut(tensor, tensor if config.expert == config.tensor else mesh_of(config.expert))
+
+
+def refusal(config: Any, ranks: int) -> str:
+    """Say why experts of a model of transformers' `config` cannot be shared by so many `ranks`; "" if they can."""
+    if ranks == 1:
+        return ""
+    choice, model = f"learner.mesh.expert = {ranks}", repr(config.name_or_path)
+    if not _names(config, EXPERTS):
+        return f"{choice} is for families whose experts transformers knows how to cut: {model} is not of one"
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = next((one for name in names if isinstance(one := getattr(config, name, None), int)), 0)
+    return f"{choice} must divide the {experts} experts of {model}" if experts % ranks else ""
+
+
+def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
+    """The parameters of a `layer` of `transformer` that are cut between ranks of `tensor`, and of `expert`."""
+    (place,) = [name for name, module in transformer.named_modules() if module is layer]
+    by_tensor = _names(transformer.config, "colwise") | _names(transformer.config, "rowwise")
+    experts, found = _names(transformer.config, EXPERTS), [0, 0]
+    for name, module in layer.named_modules():
+        pattern = _pattern(f"{place}.{name}")
+        if type(module) is nn.Linear and pattern in by_tensor:
+            found[0] += module.weight.numel()
+        if pattern in experts:
+            found[1] += sum(parameter.numel() for parameter in module.parameters())
+    return found[0], found[1]
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------
+
+
+def cut_weights(transformer: Any, cut: Cut) -> None:
+    """Cut the weights of `transformer`, which is on the meta device, and let its layers compute with their parts.
+
+    Raises `ModelError` for a model that cannot be cut so.
+    """
+    modules = dict(transformer.named_modules())
+    if cut.expert is not None and (refused := refusal(transformer.config, cut.expert[PART].size())):
+        raise ModelError(refused)
+    if cut.tensor is not None:
+        _cut_layers(transformer.config, modules, cut.tensor)
+    if cut.expert is not None:
+        names = _names(transformer.config, EXPERTS)
+        for name, module in modules.items():
+            if _pattern(name) in names:
+                _cut_experts(module, name, cut.expert)
+
+
+def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: Cut, fully_shard: Callable[..., Any]) -> None:
+    """Shard `module` over `mesh` by FSDP2's `fully_shard`; of a weight that is cut every rank shards its part.
+
+    Gradients are summed over ranks, not averaged: not all weights are of the same number of ranks.
+    """
+    infos = [(one[PART], _info(one)) for one in cut.meshes]
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        if not isinstance(parameter, DTensor):
+            return None
+        (info,) = [info for part, info in infos if part == parameter.device_mesh]
+        return ShardPlacementResult(Shard(0), info)
+
+    fully_shard(module, mesh=mesh, shard_placement_fn=place)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
+    """Cut heads and units, by the plan of the model's family."""
+    group, blocks = mesh.get_group(PART), dict[str, nn.Module]()
+    by_rows, by_columns = _names(config, "colwise"), _names(config, "rowwise")
+    for name, module in modules.items():
+        if type(module) is not nn.Linear or _pattern(name) not in by_rows | by_columns:
+            continue
+        if _pattern(name) in by_rows:
+            _cut_parameter(module, "weight", name, 0, mesh)
+            if module.bias is not None:
+                _cut_parameter(module, "bias", name, 0, mesh)
+            module.forward = partial(_with_parts, module, module.forward)
+            block = name.rpartition(".")[0]
+            blocks[block] = modules[block]
+        else:
+            _cut_parameter(module, "weight", name, 1, mesh)
+            module.forward = partial(_summed, module, group)
+    if not blocks:
+        parts = mesh[PART].size()
+        raise ModelError(f"learner.mesh.tensor = {parts} is not possible with this model: none of its layers is cut")
+    for block in blocks.values():
+        block.register_forward_pre_hook(partial(_gather_arguments, group), with_kwargs=True)
+
+
+def _cut_experts(module: Any, name: str, mesh: DeviceMesh) -> None:
+    """Leave this rank its share of the experts of a layer."""
+    for own, parameter in list(module.named_parameters()):
+        if len(parameter) != module.num_experts:
+            raise ModelError(f"learner.mesh.expert: {name}.{own} is not one tensor for each expert")
+        _cut_parameter(module, own, name, 0, mesh)
+    module.num_experts //= mesh[PART].size()
+    compute = partial(_with_parts, module, module.forward)
+    module.forward = partial(dispatch.to_experts, compute, mesh.get_group(PART), module.num_experts)
+
+
+def _cut_parameter(module: nn.Module, own: str, name: str, dimension: int, mesh: DeviceMesh) -> None:
+    parameter, parts = module.get_parameter(own), mesh[PART].size()
+    if parameter.shape[dimension] % parts:
+        size = parameter.shape[dimension]
+        raise ModelError(f"learner.mesh: {name}.{own} has {size} entries to cut, which {parts} ranks cannot share")
+    made = distribute_tensor(parameter, mesh[PART], [Shard(dimension)], src_data_rank=None)
+    module.register_parameter(own, nn.Parameter(made, requires_grad=parameter.requires_grad))
+
+
+def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    """FSDP2's description of the ranks that have the same part of weights that are cut over `mesh`."""
+    if mesh.ndim == 2:
+        return FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh[REPLICATE, "shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _names(config: Any, style: str) -> set[str]:
+    """The patterns of names to which transformers' plans for the family give `style`."""
+    plans = (getattr(config, name, None) or {} for name in ("base_model_tp_plan", "base_model_ep_plan"))
+    return {name for plan in plans for name, found in plan.items() if found == style}
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+# --- computing -------------------------------------------------------------------------------------------------
+
+
+def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    with _parts(module):
+        return forward(*arguments)
+
+
+def _summed(module: Any, group: dist.ProcessGroup, input_tD: Tensor) -> Tensor:
+    """A product with this rank's columns, summed over ranks; this rank's slice of it. The bias is added once."""
+    with _parts(module):
+        mine = nn.functional.linear(input_tD, module.weight)
+    summed: Tensor = _Scatter.apply(mine, group, -2)  # pyright: ignore[reportAssignmentType]
+    return summed if module.bias is None else summed + module.bias
+
+
+def _gather_arguments(
+    group: dist.ProcessGroup, block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a block all tokens of `group` in place of this rank's slice of them."""
+
+    def gathered(value: Any, dimension: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(gathered(one, dimension) for one in value)
+        return _Gather.apply(value, group, dimension)
+
+    made = {name: gathered(one, BY_TOKEN[name]) if name in BY_TOKEN else one for name, one in named.items()}
+    return tuple(gathered(one, BY_TOKEN["hidden_states"]) for one in arguments), made
+
+
+@contextmanager
+def _parts(module: nn.Module) -> Iterator[None]:
+    """Let the weights of `module` be plain tensors, this rank's parts, as its arithmetic needs them."""
+    before = dict(module._parameters)
+    cut = {name: one.to_local() for name, one in before.items() if isinstance(one, DTensor)}
+    for name, part in cut.items():
+        del module._parameters[name]
+        module.__dict__[name] = part
+    try:
+        yield
+    finally:
+        for name in cut:
+            del module.__dict__[name]
+        # Their order is that of the names of a version.
+        module._parameters.clear()
+        module._parameters.update(before)
+
+
+class _Gather(torch.autograd.Function):
+    """Slices of all ranks, end to end along `dimension`; backward, the sum of all ranks' gradients of a slice."""
+
+    @staticmethod
+    def forward(ctx: Any, slice_S: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
+        ctx.given = group, dimension
+        return _gathered(slice_S, group, dimension)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return _scattered(gradient, *ctx.given), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """This rank's slice, along `dimension`, of the sum over ranks; backward, the gradients of all slices."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
+        ctx.given = group, dimension
+        return _scattered(whole, group, dimension)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return _gathered(gradient, *ctx.given), None, None
+
+
+def _gathered(slice_S: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
+    ranks = dist.get_world_size(group)
+    received = slice_S.new_empty(ranks, *slice_S.shape)
+    dist.all_gather_single(received, slice_S.contiguous()[None], group=group)
+    return torch.cat(received.unbind(), dimension)
+
+
+def _scattered(whole: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
+    sent = torch.stack(whole.chunk(dist.get_world_size(group), dimension))
+    received = torch.empty_like(sent[:1])
+    dist.reduce_scatter_single(received, sent, group=group)
+    return received[0]
+
+
+# --- what a rank has -------------------------------------------------------------------------------------------
+
+
+def copies(mesh: DeviceMesh) -> int:
+    """The number of copies of a model among the ranks of `mesh`, over which a weight is sharded."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(REPLICATE)) if REPLICATE in names else 1
+
+
+def is_cut_by_columns(parameter: Tensor) -> bool:
+    """True for a weight of whose rows a rank has a part each."""
+    return isinstance(parameter, DTensor) and any(
+        one.is_shard() and one.dim == 1  # pyright: ignore[reportAttributeAccessIssue]
+        for one in parameter.placements
+    )
+
+
+def own_rows(rows: int, parameter: DTensor) -> tuple[int, int]:
+    """Of so many rows, those from the first to the second number: the rows that this rank has whole, once exchanged."""
+    part = parameter.device_mesh[PART]
+    mine = part.get_local_rank()
+    return mine * rows // part.size(), (mine + 1) * rows // part.size()
+
+
+def whole_rows(own_RC: Tensor, parameter: DTensor) -> Tensor:
+    """Exchange this rank's columns of some rows for all columns of some of them. A collective of those that cut it."""
+    part = parameter.device_mesh[PART]
+    bounds = [at * len(own_RC) // part.size() for at in range(part.size() + 1)]
+    sent = [end - begin for begin, end in pairwise(bounds)]
+    mine = sent[part.get_local_rank()]
+    received = own_RC.new_empty(mine * part.size(), *own_RC.shape[1:])
+    dist.all_to_all_single(received, own_RC.contiguous(), [mine] * part.size(), sent, group=part.get_group())
+    return torch.cat(received.chunk(part.size()), 1) if mine else received.new_empty(0, *parameter.shape[1:])
+
+
+def whole_of(weight: DTensor) -> Tensor:
+    """All of a weight. A collective."""
+    # One dimension of the mesh at a time: torch warns of several at once, for sums, which these are not.
+    placements = list(weight.placements)
+    for dimension in range(weight.device_mesh.ndim):
+        placements[dimension] = Replicate()
+        weight = weight.redistribute(placements=placements)
+    return weight.to_local()
