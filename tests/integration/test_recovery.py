@@ -112,6 +112,12 @@ def all_accounted(run: Path) -> chaos.Trial:
             id="rows-in-two-slices",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ["learner", "driver"],
+            ("learner.ranks=2", "learner.mesh.tensor=2", "queue.max_lag=1", "learner.deltas=on"),
+            id="weights-cut-in-two",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(

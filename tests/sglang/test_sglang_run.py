@@ -42,8 +42,17 @@ def test_the_reward_rises_with_two_engines(tmp_path: Path, more: tuple[str, ...]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("routes", [False, True], ids=["own routes", "the engine's routes"])
-def test_a_mixture_of_experts_learns_and_is_resumed_and_replayed(tmp_path: Path, routes: bool) -> None:
+@pytest.mark.parametrize(
+    ("routes", "ranks"),
+    [
+        pytest.param(False, (), id="own routes"),
+        pytest.param(True, (), id="the engine's routes"),
+        pytest.param(True, ("learner.ranks=2", "learner.mesh.expert=2"), id="experts on two ranks"),
+    ],
+)
+def test_a_mixture_of_experts_learns_and_is_resumed_and_replayed(
+    tmp_path: Path, routes: bool, ranks: tuple[str, ...]
+) -> None:
     """From random weights, for a reward that any model can learn; every push is compared tensor by tensor."""
     tokenizer = character_tokenizer(ALPHABET)
     tokens = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "pad_token", "eos_token")} | {
@@ -56,7 +65,7 @@ def test_a_mixture_of_experts_learns_and_is_resumed_and_replayed(tmp_path: Path,
     (tmp_path / "sevens.py").write_text(SEVENS)
     overrides = [f"model.path={tmp_path / 'model'}", f"reward.function={tmp_path / 'sevens.py'}:score", "updates=30"]
     overrides += ["queue.batch_size=128", "rollout.slots=16", "rollout.in_flight=48", "learner.lr=3e-3"]
-    overrides += [f"rollout.engine.routes={str(routes).lower()}"]
+    overrides += [f"rollout.engine.routes={str(routes).lower()}", *ranks]
     command = [sys.executable, "-W", "ignore", "-m", "streamppo"]
     config, runs = REPOSITORY / "configs" / "math-sglang.toml", tmp_path / "runs"
     subprocess.run([*command, "run", str(config), "--runs", str(runs), *overrides], check=True, cwd=REPOSITORY)

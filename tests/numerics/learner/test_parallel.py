@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner import checkpoint, loading, optimizer, parallel, shared, ulysses, weight_files
+from streamppo.learner import checkpoint, dispatch, loading, optimizer, parallel, shared, ulysses, weight_files
 from streamppo.learner import policy as model
 from streamppo.learner.batch import pad
 from streamppo.learner.checkpoint import Saver, Trained
@@ -158,23 +159,28 @@ def test_every_rank_reads_its_part_of_a_model(family: str, mesh: str, tmp_path: 
         assert torch.equal(found[f"lm.{name}"], one), name
 
 
-def alone(ranks: int, folder: Path) -> str:
-    """The experts of one rank and the tokens of another: nothing is left for the other's experts."""
-    torch.manual_seed(0)
-    config = case.config_of(f"learner.ranks={ranks}", "learner.mesh.expert=2", "learner.micro_batch_tokens=40")
-    updater = case.updater(config, folder)
-    for name, one in updater.policy.named_parameters():
-        if name.endswith("mlp.gate.weight"):
-            torch.nn.init.zeros_(model.local(one))
-    metrics = case.metrics(updater, pad(case.batch()))
-    return f"{metrics['grad_norm']:.3f} {metrics['experts_idle']:.2f}"
+def all_to_the_first(ranks: int, computes: str) -> list[Any]:
+    """Sum what the first of two experts, one on each rank, makes of all tokens; the gradient of every rank's expert."""
+    settings = Qwen3MoeConfig(**case.SMALL, **MOE | {"num_experts_per_tok": 1}, num_experts=ranks)
+    settings._experts_implementation = computes
+    torch.manual_seed(3)
+    experts = Qwen3MoeExperts(settings)
+    for one in experts.parameters():
+        torch.nn.init.normal_(one)
+        one.data = one.data[dist.get_rank() :][:1].clone()
+    experts.num_experts = 1
+    tokens_ND = torch.randn(5, 32, requires_grad=True)
+    to_first = torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1)
+    dispatch.to_experts(experts, dist.group.WORLD, 1, tokens_ND, *to_first).sum().backward()  # pyright: ignore
+    assert tokens_ND.grad is not None and tokens_ND.grad.any()
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, [None if one.grad is None else bool(one.grad.any()) for one in experts.parameters()])
+    return found
 
 
-def test_experts_without_a_token_have_a_gradient_of_zero(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", "qwen3_moe")
-    norm, idle = case.by_ranks(alone, 2, tmp_path, tmp_path / "model").split()
-    # All scores are alike, and every token goes to the first experts, which are those of one rank.
-    assert float(idle) == 0.5 and 0 < float(norm) < 1e3
+@pytest.mark.parametrize("computes", ["eager", "grouped_mm"])
+def test_experts_without_a_token_have_a_gradient_of_zero(tmp_path: Path, computes: str) -> None:
+    assert case.by_ranks(all_to_the_first, 2, tmp_path, computes) == [[True, True], [False, False]]
 
 
 @pytest.mark.parametrize(
