@@ -214,7 +214,8 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
 
     A critic of its own and a teacher are taken to be as large.
 
-    state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks
+    state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks; none
+                 of it if that is offloaded
     gathered     weights in the compute type of two layers, as far as they are not cut between ranks, and of all that
                  is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
                  ranks
@@ -228,8 +229,6 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     learner, critic = config.learner, config.algorithm.critic.model
     own = critic != "head"
     own_body = model.body if own else 0
-    trained = model.trained + own_body
-    frozen_bytes = (model.parameters - model.trained) * model.element
     small = model.parameters + own_body <= SHARD_LAYERS_ABOVE
     mesh = learner.mesh
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
@@ -245,14 +244,14 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     if config.model.gradient_checkpointing != "off":
         kept = model.hidden * model.element
         kept += model.selected_per_layer if config.model.gradient_checkpointing == "selective" else 0
-        layers = tokens * (kept * model.layers + per_layer)
+        layers = tokens * (kept * model.layers * (config.model.gradient_checkpointing != "offloaded") + per_layer)
     reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None
     # One that moves is kept in float32, others in the type that they compute in.
     frozen = is_second * (MASTER if reference.follow_every else model.element)
     frozen += (bool(teacher.model) and not teacher.offload) * model.element
     return RankMemory(
-        state=(trained * (MASTER + GRADIENT + MOMENTS) + frozen_bytes) // shards,
+        state=0 if learner.offload else state(config, model),
         gathered=gathered,
         activations=layers * (1 + own),
         head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
@@ -260,6 +259,14 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
         reference=frozen * model.parameters // shards,
         batch=config.queue.batch_size * longest * (BATCH + ROUTE * model.routes * config.rollout.engine.routes),
     )
+
+
+def state(config: Config, model: Sizes) -> int:
+    """Bytes that a rank has of weights, gradients and moments, on its GPU or in the memory of its machine."""
+    own_body = model.body if config.algorithm.critic.model != "head" else 0
+    frozen = (model.parameters - model.trained) * model.element
+    trained = (model.trained + own_body) * (MASTER + GRADIENT + MOMENTS)
+    return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)
 
 
 def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMemory | None:

@@ -60,3 +60,12 @@ def address_fault(url: str) -> Iterator[str]:
     """A sentence if `url` does not say how a server is reached."""
     if not url.startswith(("http://", "https://")):
         yield f"url ({url!r}) must begin with http:// or https://"
+
+
+class Machine(Section, frozen=True):
+    """Hardware of one rank or one rollout actor."""
+
+    threads: Positive = 1
+    """CPU threads."""
+    gpus: NonNegative = 0
+    """GPUs; less than 1 where rank and actor share one."""

@@ -11,7 +11,7 @@ from streamppo.config.teacher import OF_SERVER
 
 KEPT = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh")
 """Fields and sections that a run keeps from its beginning to its end."""
-FREE = ("model.float32_head", "model.gradient_checkpointing", "model.compile")
+FREE = ("model.float32_head", "model.float32_router", "model.gradient_checkpointing", "model.compile")
 """Fields of these sections that may change all the same."""
 NOT_LEARNING = (
     "name",

@@ -2,7 +2,7 @@
 
 A choice between kinds is a tagged union: `kind = "..."` in the file selects the struct, and one `match` selects the
 function that builds the object. file.py reads files and overrides; the mathematics is in algorithm.py, data in task.py,
-the queue in queue.py, rewards in reward.py, engines in engine.py.
+the queue in queue.py, rewards in reward.py, engines in engine.py, ranks in learner.py.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from streamppo.config.algorithm import Algorithm
-from streamppo.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Seconds, Section
+from streamppo.config.base import Count, Fraction, Machine, Positive, PositiveFloat, Seconds, Section
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.exploration import KlCov
+from streamppo.config.learner import Learner
 from streamppo.config.lora import Lora
-from streamppo.config.mesh import Mesh
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
 from streamppo.config.task import Environment, Task
@@ -63,8 +63,10 @@ class Model(Section, frozen=True):
     """Attention of the learner; auto takes the newest flash-attn there is, in bfloat16 on a GPU, and else sdpa."""
     share_prompts: bool = True
     """With sdpa, the learner computes a prompt once for its samples in a micro-batch, where that is less work."""
-    gradient_checkpointing: Literal["off", "selective", "full"] = "off"
-    """Compute activations again in the backward pass, some or all but each layer's input: less memory, more time."""
+    float32_router: bool = False
+    """Scores of experts are a float32 product even in bfloat16, in the learner."""
+    gradient_checkpointing: Literal["off", "selective", "full", "offloaded"] = "off"
+    """Compute activations again in the backward pass, some or all but a layer's input, which may be on the CPU."""
     compile: bool = False
     """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
     lora: Lora | None = None
@@ -76,6 +78,8 @@ class Model(Section, frozen=True):
         """Flash-attn computes in 16 bits; a compiler makes its own selection."""
         if self.attention in FLASH and self.dtype != "bfloat16":
             yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
+        if self.compile and self.float32_router:
+            yield "float32_router = true looks at single operations, and compile = true leaves none"
         if self.compile and self.gradient_checkpointing == "selective":
             yield (
                 "gradient_checkpointing = 'selective' looks at single operations, and compile = true leaves none: "
@@ -90,15 +94,6 @@ class Model(Section, frozen=True):
 
 
 # --- rollout -------------------------------------------------------------------------------------------------
-
-
-class Machine(Section, frozen=True):
-    """Hardware of one rank or one rollout actor."""
-
-    threads: Positive = 1
-    """CPU threads."""
-    gpus: NonNegative = 0
-    """GPUs; less than 1 where rank and actor share one."""
 
 
 class Rollout(Machine, frozen=True):
@@ -134,50 +129,6 @@ class Rollout(Machine, frozen=True):
             yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
         if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
             yield refused
-
-
-# --- learner -------------------------------------------------------------------------------------------------
-
-
-class Learner(Machine, frozen=True, kw_only=True):
-    """The ranks that train."""
-
-    lr: PositiveFloat
-    """AdamW's learning rate."""
-    ranks: Positive = 1
-    """Learner ranks, one Ray actor each."""
-    mesh: Mesh = Mesh()
-    """Division of the model between ranks."""
-    warmup_updates: Count = 0
-    """Updates over which the learning rate rises from 0."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Fall of the learning rate until the last update."""
-    final_lr_share: Fraction = 0.0
-    """The learning rate at the end of the decay, as a share of lr."""
-    lr_by_ess: Literal["auto", "on", "off"] = "auto"
-    """The rate times the root of a batch's effective sample size (VCPO); `auto` does so with an adaptive lag."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's moments."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """The gradient's global norm is clipped to this."""
-    norm: Literal["2-norm", "max-norm"] = "2-norm"
-    """The norm that is meant: the length of the gradient, or its largest entry."""
-    max_bad_steps: Positive = 3
-    """Optimizer steps in a row whose gradient is not finite are skipped; after so many the run stops."""
-    epochs: Positive = 1
-    """Passes over one batch."""
-    minibatches: Positive = 1
-    """Optimizer steps in one epoch."""
-    micro_batch_tokens: Positive = 16384
-    """Tokens of a forward and backward on one rank (or `mesh`'s for a row), padding included; flash-attn has none."""
-    exact: bool = True
-    """The same bits every time, so that recovery and replay make the recorded weights; false is faster on a GPU."""
-    bucket_bytes: Positive = 256 * 1024 * 1024
-    """New weights travel to the engines in flat buckets of about this size."""
-    deltas: Literal["auto", "on", "off"] = "auto"
-    """Push what has changed alone, where that is less; `auto` does so on a cluster, where bytes cost more than time."""
 
 
 # --- around --------------------------------------------------------------------------------------------------

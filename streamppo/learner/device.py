@@ -47,8 +47,10 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
     return device
 
 
-def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int) -> None:
+def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, *, offload: bool = False) -> None:
     """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
+
+    With `offload` both: shards of ranks on GPUs are in the memory of CPUs.
 
     Its collectives may take as long as models are read, until `expect_updates`. Ranks that meet on loopback listen
     there alone; left to themselves, gloo and NCCL take an address of the machine, which its network can reach.
@@ -59,7 +61,7 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int) 
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        ("cpu:gloo,cuda:nccl" if offload else "nccl") if on_gpu else "gloo",
         store=_store(host, port, rank, ranks),
         rank=rank,
         world_size=ranks,

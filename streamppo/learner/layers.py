@@ -1,7 +1,7 @@
 """The layers of a transformer: computed again in the backward pass, wholly or in part, and compiled."""
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -14,8 +14,8 @@ from streamppo.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Checkpointing: TypeAlias = Literal["off", "selective", "full"]
-"""Layers keep their activations, a part of them, or their input alone."""
+Checkpointing: TypeAlias = Literal["off", "selective", "full", "offloaded"]
+"""Layers keep their activations, a part of them, or their input alone, which may be in the CPU's memory."""
 PLACES = ("layers", "h", "language_model.layers")
 """The names of the layers: of most models, of GPT-2 and its like, and of the text part of those that see."""
 MATRIX = ("aten::mm", "aten::addmm")
@@ -66,6 +66,13 @@ def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) 
     transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choice)
     for layer in layers_of(transformer):
         layer.training = True
+
+
+def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextManager[object]:
+    """Let a transformer keep what it keeps for its backward pass in the CPU's memory, if that is the `kind`."""
+    if kind != "offloaded":
+        return nullcontext()
+    return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
 
 
 def contexts() -> tuple[Any, Any]:

@@ -165,7 +165,10 @@ def build(
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
     slices = ulysses.slices_of(mesh.device_type, config.learner.mesh)
-    loaded = loading.load(config.model, model_path, temperature, mesh, critic, lora=config.model.lora, slices=slices)
+    lora, offload = config.model.lora, config.learner.offload
+    loaded = loading.load(
+        config.model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices
+    )
     loaded.set_context(config.queue.prefix)
     loaded.set_routes(replayed=config.rollout.engine.routes)
     has_moved = resume_from is not None and checkpoint.reference_has_moved(Path(resume_from))

@@ -97,8 +97,9 @@ def sharded(
                 parameter.data = parameter.data.to(getattr(torch, config.dtype))
         policy = Policy(lm, 1.0, own.transformer, layout=attention.layout(attends))
         policy.float32_head, policy.slices = config.float32_head, slices
+        policy.checkpointing = config.gradient_checkpointing
         if not config.compile:
-            policy.routers = Routers(lm.base_model)
+            policy.routers = Routers(lm.base_model, float32=config.float32_router)
     transformers = policy.transformers
     for transformer in transformers:
         if refused := ulysses.refusal(transformer.config, slices.ranks):

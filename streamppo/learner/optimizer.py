@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from streamppo.config.sections import Config, Learner
+from streamppo.config.learner import Learner
+from streamppo.config.sections import Config
 from streamppo.learner.parallel import copies
 from streamppo.learner.policy import Policy, local
 

@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 
     @property
     def meshes(self) -> tuple[DeviceMesh, ...]:
-        """Those that there are, each once."""
+        """Each of them once."""
         one, other = self
         return tuple(mesh for mesh in (one, None if other is one else other) if mesh is not None)
 
@@ -147,12 +147,12 @@ def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) ->
             _cut_parameter(module, "weight", name, 0, mesh)
             if module.bias is not None:
                 _cut_parameter(module, "bias", name, 0, mesh)
-            module.forward = partial(_with_parts, module, module.forward)
+            module.forward = partial(_with_parts, module, module.forward)  # pyright: ignore[reportAttributeAccessIssue]
             block = name.rpartition(".")[0]
             blocks[block] = modules[block]
         else:
             _cut_parameter(module, "weight", name, 1, mesh)
-            module.forward = partial(_summed, module, group)
+            module.forward = partial(_summed, module, group)  # pyright: ignore[reportAttributeAccessIssue]
     if not blocks:
         parts = mesh[PART].size()
         raise ModelError(f"learner.mesh.tensor = {parts} is not possible with this model: none of its layers is cut")

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
 from streamppo.errors import ModelError
-from streamppo.learner import adapters, attention, context, head, parallel, shared, ulysses
+from streamppo.learner import adapters, attention, context, head, layers, parallel, shared, ulysses
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.layers import Checkpointing
 from streamppo.learner.routing import Routers
 from streamppo.process import phase
 from streamppo.types import Tensor as Described
@@ -76,6 +77,7 @@ class Policy(nn.Module):
         self.detach_context = False
         self.slices = ulysses.WHOLE
         self.routers = Routers(None)
+        self.checkpointing: Checkpointing = "off"
         self.replays_routes = False
         self.head_shape = head.shape_of(lm)
         self.value_head = nn.Linear((lm if critic is None else critic).config.get_text_config().hidden_size, 1)
@@ -166,7 +168,8 @@ class Policy(nn.Module):
 
     def _hidden(self, transformer: Any, reading: Reading) -> Tensor:
         before = {} if reading.context is None else context.keys_and_values(transformer, reading.context)
-        return transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
+        with layers.offloading(self.checkpointing, reading.place_BL.device):
+            return transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
 def nothing(rows: PaddedBatch) -> Scored:
@@ -249,6 +252,12 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
                 into[name].copy_(rows)
         elif into[name].numel():
             into[name].copy_(local(parameter))
+
+
+def device_of(policy: nn.Module) -> torch.device:
+    """The device that `policy` computes on, wherever its shards wait."""
+    one = next(policy.parameters())
+    return torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) else one.device
 
 
 def local(parameter: Tensor) -> Tensor:

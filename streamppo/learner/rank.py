@@ -75,7 +75,7 @@ class Rank:
 
         ranks, critic = self._config.learner.ranks, self._config.algorithm.critic
         place = device.acquire(self._config.learner.gpus, exact=self._config.learner.exact)
-        device.join(place, address, self._rank, ranks)
+        device.join(place, address, self._rank, ranks, offload=self._config.learner.offload)
         mesh = device.mesh_of(place.type, self._config.learner.mesh)
         learner = self._built = self._build(self._config, model_path, mesh, self._publish, resume_from)
         device.expect_updates(mesh, *learner.policy.slices.groups())

@@ -32,14 +32,15 @@ class Routers:
     """The routers of one transformer; without experts there are none, and nothing is done.
 
     The word of `expect` holds until it is called again: a layer that is computed again in the backward pass asks once
-    more. Without `counts`, tokens of a pass are not among those of `metrics`.
+    more. Without `counts`, tokens of a pass are not among those of `metrics`. With `float32` their products are, of
+    the weights as they are.
     """
 
-    def __init__(self, transformer: "PreTrainedModel | None") -> None:
+    def __init__(self, transformer: "PreTrainedModel | None", *, float32: bool = False) -> None:
         self.counts = True
         self._routers = [
-            Router(module, int(layer[1]))
-            for name, module in (() if transformer is None else _outermost(transformer))
+            Router(module, int(layer[1]), float32=float32)
+            for name, module in (() if transformer is None else choosers(transformer))
             if (layer := re.search(r"\.?(\d+)\.", name))
         ]
 
@@ -92,8 +93,8 @@ class Pass(NamedTuple):
 class Router:
     """One router: the module within which the experts of layer `layer` are chosen."""
 
-    def __init__(self, module: Any, layer: int) -> None:
-        self.experts, self.top_k = _experts(module), int(module.top_k)
+    def __init__(self, module: Any, layer: int, *, float32: bool) -> None:
+        self.experts, self.top_k, self.float32 = _experts(module), int(module.top_k), float32
         self._layer = layer
         self._pass: Pass | None = None
         self._counts: Tensor | None = None
@@ -160,12 +161,14 @@ class _Answers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is nn.functional.linear and self._router.float32:
+            args = tuple(one.float() if isinstance(one, Tensor) else one for one in args)
         made = func(*args, **(kwargs or {}))
         return self._router.answer(args[0], made) if func in CHOICES else made
 
 
-def _outermost(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that choose experts, by name; of one within another, the outer one."""
+def choosers(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that choose experts, by name; of one within another, the outer one."""
     found: list[str] = []
     for name, module in transformer.named_modules():
         chooses = isinstance(getattr(module, "top_k", None), int) and _experts(module)

@@ -38,7 +38,7 @@ from streamppo.learner.metrics import (
 )
 from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
-from streamppo.learner.policy import Part, Policy, Scored, nothing, release
+from streamppo.learner.policy import Part, Policy, Scored, device_of, nothing, release
 from streamppo.learner.reference import Without, follow
 from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, learned, of_server
 from streamppo.process import phase
@@ -91,7 +91,7 @@ class Updater:
         self.teacher = teacher
         self.beta = config.algorithm.kl.reward_beta
         self.bonus = Bonus(config.algorithm.entropy, config.algorithm.entropy)
-        self.device = next(policy.parameters()).device
+        self.device = device_of(policy)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         width, is_padded = policy.lm.config.get_text_config().hidden_size, policy.layout is attention.padded
         self.division = Division(config, self.rank, self.ranks, width, is_padded)

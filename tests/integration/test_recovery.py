@@ -114,7 +114,7 @@ def all_accounted(run: Path) -> chaos.Trial:
         ),
         pytest.param(
             ["learner", "driver"],
-            ("learner.ranks=2", "learner.mesh.tensor=2", "queue.max_lag=1", "learner.deltas=on"),
+            ("learner.ranks=2", "learner.mesh.tensor=2", "queue.max_lag=1"),
             id="weights-cut-in-two",
             marks=pytest.mark.slow,
         ),

@@ -72,6 +72,7 @@ UPDATES = [
     ["algorithm.advantage.kind=vtrace"],
     ["algorithm.kl.loss_beta=0.1"],
     ["algorithm.kl.loss_beta=0.1", "algorithm.kl.offload=true"],
+    ["learner.offload=true", "model.gradient_checkpointing=offloaded"],
     ["algorithm.critic.model=policy", "model.gradient_checkpointing=selective", "learner.minibatches=2"],
     ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=2", "learner.norm=max-norm"],
 ]
@@ -82,7 +83,8 @@ def test_an_update_on_cuda_over_nccl_is_the_update_on_the_cpu_over_gloo(tmp_path
     torch.backends.cuda.matmul.allow_tf32 = False
     case.save_model(tmp_path / "model")
     results = {}
-    for place, backend in (("cpu", "gloo"), ("cuda", "nccl")):
+    on_gpu = "cpu:gloo,cuda:nccl" if "learner.offload=true" in overrides else "nccl"
+    for place, backend in (("cpu", "gloo"), ("cuda", on_gpu)):
         with case.group(0, 1, tmp_path / f"store-{place}", backend):
             updater = case.updater(case.config_of(*overrides), tmp_path / "model", place)
             metrics = case.metrics(updater, pad(case.batch()).to(updater.device))

@@ -47,7 +47,7 @@ def test_the_reward_rises_with_two_engines(tmp_path: Path, more: tuple[str, ...]
     [
         pytest.param(False, (), id="own routes"),
         pytest.param(True, (), id="the engine's routes"),
-        pytest.param(True, ("learner.ranks=2", "learner.mesh.expert=2"), id="experts on two ranks"),
+        pytest.param(True, ("learner.ranks=2", "learner.mesh.expert=2"), id="experts-on-two-ranks"),
     ],
 )
 def test_a_mixture_of_experts_learns_and_is_resumed_and_replayed(

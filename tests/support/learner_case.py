@@ -116,7 +116,8 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     torch.manual_seed(9)
     slices = ulysses.slices_of(device, config.learner.mesh)
     critic, lora = config.algorithm.critic.model, config.model.lora
-    policy = loading.load(config.model, folder, temperature, mesh, critic, lora=lora, slices=slices)
+    offload = config.learner.offload
+    policy = loading.load(config.model, folder, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
     policy.set_context(config.queue.prefix)
     policy.set_routes(replayed=config.rollout.engine.routes)
     followed = reference.load(config, str(folder), mesh, policy, None)

@@ -45,10 +45,10 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
         text = f"prompt and completion may have {allowed} tokens; the model takes {context}: completions end there"
         yield Finding("context", "note", text)
     yield from _rank_and_engine(config, model, min(allowed, context), context, gpu)
-    copies = estimate.host(config, model)
-    yield Finding(
-        "host memory", "ok", f"rollout actors hold {_gib(copies)} of weights: the served and the next version"
-    )
+    text = f"rollout actors hold {_gib(estimate.host(config, model))} of weights: the served and the next version"
+    if config.learner.offload:
+        text += f"; every rank {_gib(estimate.state(config, model))} of weights, gradients and moments"
+    yield Finding("host memory", "ok", text)
     yield from _candidates(config, model)
     yield from _object_store(config, model)
 

@@ -48,8 +48,8 @@ CASES = {
     "qwen3": ((T2,),),
     "qwen3_moe": (
         (E2,),
-        ("learner.mesh.expert=4", "model.gradient_checkpointing=full"),
-        (E2, T2),
+        ("learner.mesh.expert=4", "model.gradient_checkpointing=offloaded"),
+        (E2, T2, "learner.offload=true"),
         ("learner.mesh.expert=4", T2, "algorithm.kl.loss_beta=0.1"),
         (E2, "learner.mesh.replicate=2"),
         (E2, "learner.mesh.context=2", "model.gradient_checkpointing=selective"),

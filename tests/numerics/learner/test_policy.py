@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamppo.errors import ConfigError, RunError, UpdateError
-from streamppo.learner import device, layers, loading
+from streamppo.learner import device, layers, loading, optimizer
 from streamppo.learner.batch import PaddedBatch, pad
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -57,14 +57,15 @@ def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(folder: P
 
 def test_gradient_checkpointing_computes_every_layer_again(folder: Path) -> None:
     calls = {}
-    for choice in ("off", "selective", "full"):
+    for choice in ("off", "selective", "full", "offloaded"):
         options = (f"model.gradient_checkpointing={choice}", "learner.epochs=2", "algorithm.critic.model=policy")
         updater = case.updater(case.config_of(*options, "learner.micro_batch_tokens=100000"), folder)
         calls[choice] = []
         for transformer in (updater.policy.lm.base_model, updater.policy.critic):
             transformer.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=calls[choice]: seen.append(1))
         updater.update(pad(case.batch()))
-    assert {choice: len(seen) for choice, seen in calls.items()} == {"off": 2 + 4, "selective": 2 + 8, "full": 2 + 8}
+    again = dict.fromkeys(("selective", "full", "offloaded"), 2 + 8)
+    assert {choice: len(seen) for choice, seen in calls.items()} == {"off": 2 + 4, **again}
 
 
 class Products(TorchDispatchMode):
@@ -79,7 +80,7 @@ class Products(TorchDispatchMode):
 
 def test_selective_checkpointing_computes_half_of_the_products_again_and_changes_no_gradient(folder: Path) -> None:
     counts, gradients = {}, {}
-    for choice in ("off", "selective", "full"):
+    for choice in ("off", "selective", "full", "offloaded"):
         updater = case.updater(
             case.config_of(f"model.gradient_checkpointing={choice}", "algorithm.entropy=0.1"), folder
         )
@@ -90,8 +91,43 @@ def test_selective_checkpointing_computes_half_of_the_products_again_and_changes
     # Of a layer's seven products the last, whose result nothing needs, is never computed again.
     assert counts["full"] - counts["off"] == 2 * 6
     assert counts["selective"] - counts["off"] == 2 * 3
-    for choice in ("selective", "full"):
+    for choice in ("selective", "full", "offloaded"):
         assert all(torch.equal(one, other) for one, other in zip(gradients[choice], gradients["off"], strict=True))
+
+
+@pytest.mark.parametrize(("choice", "moved"), [("full", 0), ("offloaded", 2)])
+def test_inputs_of_layers_wait_on_the_cpu_where_that_is_chosen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str, moved: int
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    class Seen(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory=pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (shapes.append(tuple(tensor.shape)), pack(tensor))[1]
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Seen)
+    config = case.config_of(f"model.gradient_checkpointing={choice}", "learner.micro_batch_tokens=100000")
+    updater, rows = case.updater(config, folder), pad(case.batch())
+    updater.policy(rows, "policy").logprobs_BT.sum().backward()
+    # Of a layer its input alone, and of the last norm what it needs.
+    assert sum(shape == (*rows.inputs_BL.shape, 32) for shape in shapes) >= moved
+    assert bool(shapes) == bool(moved) and not any(48 in shape for shape in shapes)
+
+
+def test_offloaded_weights_are_trained_as_all_others(folder: Path) -> None:
+    found: list[case.Weights] = []
+    for choice in ("false", "true"):
+        config = case.config_of(f"learner.offload={choice}", "learner.epochs=2", "model.dtype=bfloat16")
+        updater = case.updater(config, folder)
+        updater.optimizer = optimizer.adamw(updater.policy, config)
+        for seed in (0, 1):
+            case.metrics(updater, pad(case.batch(seed=seed)))
+        found.append(case.whole(updater.policy))
+        moments = [one for state in updater.optimizer.state.values() for one in state.values()]
+        assert {one.device.type for one in (*updater.policy.parameters(), *moments)} == {"cpu"}
+    case.assert_same_weights(*found, atol=0)
 
 
 @pytest.mark.filterwarnings("default")

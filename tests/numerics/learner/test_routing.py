@@ -1,5 +1,6 @@
 """Routing replay: a token goes to the experts that the engine chose, in every family and division of a batch."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import loading
+from streamppo.learner import loading, routing
 from streamppo.learner.batch import pad
+from streamppo.learner.routing import Router
 from streamppo.types import Batch, Trajectory, ints
 
 EXPERTS, TOP_K, LAYERS = 4, 2, 2
@@ -127,7 +129,8 @@ def test_the_routers_own_choice_replayed_changes_nothing_and_another_one_does(tm
 
 def test_ranks_slices_and_layers_that_are_computed_twice_send_tokens_alike(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model")
-    cases = (), ("model.gradient_checkpointing=full",), ("model.gradient_checkpointing=selective",)
+    kinds = "full", "selective", "offloaded"
+    cases = (), *((f"model.gradient_checkpointing={kind}",) for kind in kinds)
     plain, *checkpointed = case.by_ranks(updates, 1, tmp_path, folder, cases)
     for one in checkpointed:
         case.assert_same_weights(plain[0], one[0])
@@ -174,3 +177,41 @@ def test_routes_of_another_model_and_models_without_experts_are_refused(tmp_path
 def shaped(routes: bytes) -> Any:
     """[tokens, layers, k]"""
     return np.frombuffer(routes, "<i2").reshape(-1, LAYERS, TOP_K)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_of_experts_are_a_float32_product_where_that_is_chosen(tmp_path: Path, family: str) -> None:
+    lm: Any = AutoModelForCausalLM.from_pretrained(folder_of(tmp_path / "model", family), dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    hidden_1ND, found = torch.randn(1, 64, 32, dtype=torch.bfloat16), dict[object, torch.Tensor]()
+    for name, module in routing.choosers(lm.base_model):
+        for kind in (torch.bfloat16, torch.float32, "chosen"):
+            one = deepcopy(module).to(torch.float32 if kind == torch.float32 else torch.bfloat16)
+            if kind == "chosen":
+                Router(one, 0, float32=True)
+            with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+                _keep_scores(patch, found, kind)
+                one((hidden_1ND if family == "Qwen3Next" else hidden_1ND[0]).to(next(one.parameters()).dtype))
+        gap = {kind: (found[kind] - found[torch.float32]).abs().max() for kind in (torch.bfloat16, "chosen")}
+        assert gap["chosen"] < 1e-5 and gap[torch.bfloat16] > 1e-4, name
+
+
+def _keep_scores(patch: pytest.MonkeyPatch, found: dict[object, torch.Tensor], kind: object) -> None:
+    original = torch.topk
+
+    def seen(scores: torch.Tensor, k: int, *others: Any, **named: Any) -> Any:
+        if scores.shape[-1] == EXPERTS:
+            found[kind] = scores.float()
+        return original(scores, k, *others, **named)
+
+    patch.setattr(torch, "topk", seen)
+    patch.setattr(torch.Tensor, "topk", seen)
+
+
+def test_a_run_can_choose_float32_scores(tmp_path: Path) -> None:
+    folder, said = folder_of(tmp_path / "model"), list[torch.Tensor]()
+    for choice in ("false", "true"):
+        with case.group(0, 1, tmp_path / f"store-{choice}"), torch.no_grad():
+            options = ("model.dtype=bfloat16", f"model.float32_router={choice}")
+            said.append(case.updater(case.config_of(*options), folder).policy(pad(case.batch()), "policy").logprobs_BT)
+    assert not torch.equal(*said)
