@@ -1,5 +1,6 @@
 """Models of 32 to 235 billion parameters, laid out over 64 ranks without memory: a rank has what `check` says."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def first_of_many() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
+
+
+def test_the_table_of_the_documentation_is_what_check_says() -> None:
+    text = (MATH.parent.parent / "docs" / "scaling.md").read_text()
+    rows = re.findall(r"^\| (`learner.mesh=.*`) \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    for settings, numbers in rows:
+        options = [f"learner.ranks={RANKS}", "model.dtype=bfloat16", "model.gradient_checkpointing=full"]
+        config = configfile.load(MATH, [*options, *re.findall("`(.*?)`", settings)])
+        _, model = LARGE["Qwen3-235B-A22B"]
+        model.tie_word_embeddings = False
+        said = memory.rank(config, memory.sizes(model, config.model), longest=16384)
+        parts = said.state, said.gathered, said.activations, said.head, said.total
+        assert numbers.split(" | ") == [f"{part / 2**30:.1f}" for part in parts], settings
 
 
 def parts_of(weight: Any) -> int:
