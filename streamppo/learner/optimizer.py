@@ -92,7 +92,7 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
         squares = torch.nn.utils.get_total_norm(shards).double().square()
         dist.all_reduce(squares)
         several = [copies(one.device_mesh) for one in gradients[:1] if isinstance(one, DTensor)]
-        total = (squares / max(1, *several, 1)).sqrt().float()
+        total = (squares / max([1, *several])).sqrt().float()
         torch._foreach_mul_(shards, (bound / (total + 1e-6)).clamp(max=1.0))
         return float(total.item())
     sizes = [shard.abs().max() for shard in shards if shard.numel()]

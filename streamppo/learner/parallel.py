@@ -35,8 +35,10 @@ REPLICATE, PART = "replicate", "part"
 """Names of the dimensions of copies, and of ranks that have a part of a weight each."""
 EXPERTS = "moe_tp_experts"
 """Transformers' name, in the plans of a family, for the module that has a layer's experts."""
-BY_TOKEN = {"hidden_states": -2, "position_embeddings": -2}
-"""Arguments of attention and of an MLP that have an entry for each token, and the dimension of tokens."""
+BY_TOKEN = ("hidden_states", "position_embeddings")
+"""Arguments of attention and of an MLP that have an entry for each token; others by position have one too."""
+TOKENS = -2
+"""Their dimension of tokens."""
 
 
 class Cut(NamedTuple):
@@ -205,11 +207,11 @@ def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: T
         return forward(*arguments)
 
 
-def _summed(module: Any, group: dist.ProcessGroup, input_tD: Tensor) -> Tensor:
+def _summed(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
     """A product with this rank's columns, summed over ranks; this rank's slice of it. The bias is added once."""
     with _parts(module):
-        mine = nn.functional.linear(input_tD, module.weight)
-    summed: Tensor = _Scatter.apply(mine, group, -2)  # pyright: ignore[reportAssignmentType]
+        mine = nn.functional.linear(units, module.weight)
+    summed: Tensor = _Scatter.apply(mine, group)  # pyright: ignore[reportAssignmentType]
     return summed if module.bias is None else summed + module.bias
 
 
@@ -218,13 +220,13 @@ def _gather_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a block all tokens of `group` in place of this rank's slice of them."""
 
-    def gathered(value: Any, dimension: int) -> Any:
+    def gathered(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(gathered(one, dimension) for one in value)
-        return _Gather.apply(value, group, dimension)
+            return tuple(gathered(one) for one in value)
+        return _Gather.apply(value, group)
 
-    made = {name: gathered(one, BY_TOKEN[name]) if name in BY_TOKEN else one for name, one in named.items()}
-    return tuple(gathered(one, BY_TOKEN["hidden_states"]) for one in arguments), made
+    made = {name: gathered(one) if name in BY_TOKEN else one for name, one in named.items()}
+    return tuple(gathered(one) for one in arguments), made
 
 
 @contextmanager
@@ -246,40 +248,40 @@ def _parts(module: nn.Module) -> Iterator[None]:
 
 
 class _Gather(torch.autograd.Function):
-    """Slices of all ranks, end to end along `dimension`; backward, the sum of all ranks' gradients of a slice."""
+    """Slices of all ranks, end to end; backward, the sum of all ranks' gradients of a slice."""
 
     @staticmethod
-    def forward(ctx: Any, slice_S: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-        ctx.given = group, dimension
-        return _gathered(slice_S, group, dimension)
+    def forward(ctx: Any, slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(slice_S, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return _scattered(gradient, *ctx.given), None, None
+        return _scattered(gradient, ctx.group), None
 
 
 class _Scatter(torch.autograd.Function):
-    """This rank's slice, along `dimension`, of the sum over ranks; backward, the gradients of all slices."""
+    """This rank's slice of the sum over ranks; backward, the gradients of all slices."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-        ctx.given = group, dimension
-        return _scattered(whole, group, dimension)
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(whole, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return _gathered(gradient, *ctx.given), None, None
+        return _gathered(gradient, ctx.group), None
 
 
-def _gathered(slice_S: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
+def _gathered(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     received = slice_S.new_empty(ranks, *slice_S.shape)
     dist.all_gather_single(received, slice_S.contiguous()[None], group=group)
-    return torch.cat(received.unbind(), dimension)
+    return torch.cat(received.unbind(), TOKENS)
 
 
-def _scattered(whole: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    sent = torch.stack(whole.chunk(dist.get_world_size(group), dimension))
+def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent = torch.stack(whole.chunk(dist.get_world_size(group), TOKENS))
     received = torch.empty_like(sent[:1])
     dist.reduce_scatter_single(received, sent, group=group)
     return received[0]
