@@ -39,6 +39,7 @@ BY_TOKEN = ("hidden_states", "position_embeddings")
 """Arguments of attention and of an MLP that have an entry for each token; others by position have one too."""
 TOKENS = -2
 """Their dimension of tokens."""
+Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 class Cut(NamedTuple):
@@ -211,7 +212,7 @@ def _summed(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
     """A product with this rank's columns, summed over ranks; this rank's slice of it. The bias is added once."""
     with _parts(module):
         mine = nn.functional.linear(units, module.weight)
-    summed: Tensor = _Scatter.apply(mine, group)  # pyright: ignore[reportAssignmentType]
+    summed: Tensor = _Paired.apply(mine, group, _scattered, _gathered)  # pyright: ignore[reportAssignmentType]
     return summed if module.bias is None else summed + module.bias
 
 
@@ -223,7 +224,7 @@ def _gather_arguments(
     def gathered(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(gathered(one) for one in value)
-        return _Gather.apply(value, group)
+        return _Paired.apply(value, group, _gathered, _scattered)
 
     made = {name: gathered(one) if name in BY_TOKEN else one for name, one in named.items()}
     return tuple(gathered(one) for one in arguments), made
@@ -247,33 +248,22 @@ def _parts(module: nn.Module) -> Iterator[None]:
         module._parameters.update(before)
 
 
-class _Gather(torch.autograd.Function):
-    """Slices of all ranks, end to end; backward, the sum of all ranks' gradients of a slice."""
+class _Paired(torch.autograd.Function):
+    """`forth` of a tensor between the ranks of a group; backward, `back` of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(slice_S, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return _scattered(gradient, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    """This rank's slice of the sum over ranks; backward, the gradients of all slices."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(whole, group)
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, forth: Move, back: Move) -> Tensor:
+        ctx.given = group, back
+        return forth(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return _gathered(gradient, ctx.group), None
+        group, back = ctx.given
+        return back(gradient, group), None, None, None
 
 
 def _gathered(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Slices of all ranks, end to end."""
     ranks = dist.get_world_size(group)
     received = slice_S.new_empty(ranks, *slice_S.shape)
     dist.all_gather_single(received, slice_S.contiguous()[None], group=group)
@@ -281,6 +271,7 @@ def _gathered(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice of the sum over ranks."""
     sent = torch.stack(whole.chunk(dist.get_world_size(group), TOKENS))
     received = torch.empty_like(sent[:1])
     dist.reduce_scatter_single(received, sent, group=group)
