@@ -226,9 +226,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
                  before there are gradients
     batch        all rows of the batch, which every rank holds whole between its passes, and their tokens' experts
     """
-    learner, critic = config.learner, config.algorithm.critic.model
-    own = critic != "head"
-    own_body = model.body if own else 0
+    learner, own_body = config.learner, _own_body(config, model)
     small = model.parameters + own_body <= SHARD_LAYERS_ABOVE
     mesh = learner.mesh
     kept_of_layer = model.layer - model.by_tensor + model.by_tensor // mesh.tensor
@@ -253,7 +251,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     return RankMemory(
         state=0 if learner.offload else state(config, model),
         gathered=gathered,
-        activations=layers * (1 + own),
+        activations=layers * (1 + bool(own_body)),
         head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
         + model.vocabulary * model.hidden * 4 * 2 * config.model.float32_head,
         reference=frozen * model.parameters // shards,
@@ -263,10 +261,14 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
 
 def state(config: Config, model: Sizes) -> int:
     """Bytes that a rank has of weights, gradients and moments, on its GPU or in the memory of its machine."""
-    own_body = model.body if config.algorithm.critic.model != "head" else 0
     frozen = (model.parameters - model.trained) * model.element
-    trained = (model.trained + own_body) * (MASTER + GRADIENT + MOMENTS)
+    trained = (model.trained + _own_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
     return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)
+
+
+def _own_body(config: Config, model: Sizes) -> int:
+    """The parameters of a critic with a transformer of its own."""
+    return model.body if config.algorithm.critic.model != "head" else 0
 
 
 def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMemory | None:

@@ -4,8 +4,8 @@
     there    the experts of a rank compute the pairs that all ranks sent, each as a token with one expert
     back     a token's k results are summed where it came from
 
-The ranks of a group may pass different rows, of different widths: that of tensor parallelism is one of its uses, and
-none is needed. As in GShard, https://arxiv.org/abs/2006.16668, but without a capacity: no token is left out.
+The ranks of a group may pass different rows, of different widths. As in GShard, https://arxiv.org/abs/2006.16668, but
+without a capacity: no token is left out.
 
 N tokens of a rank, D width, M = N * k pairs, P pairs that a rank receives.
 """

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from streamppo.config.mesh import Mesh
 from streamppo.errors import ModelError
 from streamppo.learner import dispatch
+from streamppo.learner.routing import experts_of
 
 REPLICATE, PART = "replicate", "part"
 """Names of the dimensions of copies, and of ranks that have a part of a weight each."""
@@ -81,8 +82,7 @@ def refusal(config: Any, ranks: int) -> str:
     choice, model = f"learner.mesh.expert = {ranks}", repr(config.name_or_path)
     if not _names(config, EXPERTS):
         return f"{choice} is for families whose experts transformers knows how to cut: {model} is not of one"
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    experts = next((one for name in names if isinstance(one := getattr(config, name, None), int)), 0)
+    experts = experts_of(config)
     return f"{choice} must divide the {experts} experts of {model}" if experts % ranks else ""
 
 
@@ -297,20 +297,24 @@ def is_cut_by_columns(parameter: Tensor) -> bool:
 
 def own_rows(rows: int, parameter: DTensor) -> tuple[int, int]:
     """Of so many rows, those from the first to the second number: the rows that this rank has whole, once exchanged."""
-    part = parameter.device_mesh[PART]
-    mine = part.get_local_rank()
-    return mine * rows // part.size(), (mine + 1) * rows // part.size()
+    bounds, mine = _bounds(rows, parameter), parameter.device_mesh[PART].get_local_rank()
+    return bounds[mine], bounds[mine + 1]
 
 
 def whole_rows(own_RC: Tensor, parameter: DTensor) -> Tensor:
     """Exchange this rank's columns of some rows for all columns of some of them. A collective of those that cut it."""
     part = parameter.device_mesh[PART]
-    bounds = [at * len(own_RC) // part.size() for at in range(part.size() + 1)]
-    sent = [end - begin for begin, end in pairwise(bounds)]
+    sent = [end - begin for begin, end in pairwise(_bounds(len(own_RC), parameter))]
     mine = sent[part.get_local_rank()]
     received = own_RC.new_empty(mine * part.size(), *own_RC.shape[1:])
     dist.all_to_all_single(received, own_RC.contiguous(), [mine] * part.size(), sent, group=part.get_group())
     return torch.cat(received.chunk(part.size()), 1) if mine else received.new_empty(0, *parameter.shape[1:])
+
+
+def _bounds(rows: int, parameter: DTensor) -> list[int]:
+    """Divide so many rows between the ranks that have a part each of `parameter`."""
+    parts = parameter.device_mesh[PART].size()
+    return [at * rows // parts for at in range(parts + 1)]
 
 
 def whole_of(weight: DTensor) -> Tensor:

@@ -94,7 +94,7 @@ class Router:
     """One router: the module within which the experts of layer `layer` are chosen."""
 
     def __init__(self, module: Any, layer: int, *, float32: bool) -> None:
-        self.experts, self.top_k, self.float32 = _experts(module), int(module.top_k), float32
+        self.experts, self.top_k, self.float32 = experts_of(module), int(module.top_k), float32
         self._layer = layer
         self._pass: Pass | None = None
         self._counts: Tensor | None = None
@@ -171,13 +171,13 @@ def choosers(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that choose experts, by name; of one within another, the outer one."""
     found: list[str] = []
     for name, module in transformer.named_modules():
-        chooses = isinstance(getattr(module, "top_k", None), int) and _experts(module)
+        chooses = isinstance(getattr(module, "top_k", None), int) and experts_of(module)
         if chooses and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
             yield name, module
 
 
-def _experts(module: nn.Module) -> int:
-    """The number of experts among which `module` chooses; 0 for another module."""
-    named = (getattr(module, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+def experts_of(chooser: object) -> int:
+    """The number of experts among which a module, or a model of such a configuration, chooses; 0 for others."""
+    named = (getattr(chooser, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
     return next((one for one in named if isinstance(one, int)), 0)
