@@ -46,6 +46,8 @@ from streamppo.types import Identity
 MARK = "STREAMPPO_CHAOS"
 REPOSITORY = Path(__file__).parent.parent
 KINDS = {"rollout": "ray::RolloutActor", "queue": "ray::QueueActor", "learner": "ray::Rank", "driver": "-m streamppo"}
+SHARDS = {"shard": "ray::QueueShard"}
+"""A kind of process that a run has with `--set queue.shards=2`."""
 SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "checkpoint.every=10", "name=chaos")
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3
@@ -91,7 +93,7 @@ class Victim:
         """kill -9 a process of `kind`, and resume a driver when nothing is left of it. False if there is none."""
         for process in self.family():
             with contextlib.suppress(psutil.Error):
-                if KINDS[kind] in " ".join(process.cmdline()):
+                if (KINDS | SHARDS)[kind] in " ".join(process.cmdline()):
                     process.kill()
                     break
         else:
@@ -185,10 +187,10 @@ def account(run: Path, kills: list[Kill]) -> Trial:
     samples = saved.counters.shape.samples_per_prompt
     found = archive.open(run)
     trained = [one for version in found.versions() for one in found.batch(version).trajectories]
-    waiting = [one for one in (slot.trajectory for slot in saved.slots) if one is not None]
+    waiting = [one for one in (slot.stored for slot in saved.slots) if one is not None]
     # A slot has one end, or is on its way to one; each segment, if there are any, is one thing too.
     ends = Counter(_number(one.identity, samples) for one in trained if one.finish != "cut")
-    ends += Counter(slot.number for slot in saved.slots if not slot.trajectory or slot.trajectory.finish != "cut")
+    ends += Counter(slot.number for slot in saved.slots if not slot.stored or slot.stored.finish != "cut")
     ends += Counter({one.number for one in ended if one.state in GIVEN_UP})
     segments = Counter(one.identity for one in (*trained, *waiting) if one.finish == "cut")
     # Of segments that grew too old the rest is never sampled again.
@@ -214,7 +216,7 @@ def table(trials: list[Trial]) -> dict[str, Any]:
     """The campaign in numbers."""
     kills = [kill for one in trials for kill in one.kills]
     rows: dict[str, Any] = {}
-    for kind in KINDS:
+    for kind in KINDS | SHARDS:
         seconds = [kill.recovery_s for kill in kills if kill.kind == kind and kill.recovery_s is not None]
         rows[kind] = {
             "kills": sum(kill.kind == kind for kill in kills),
@@ -244,7 +246,8 @@ def jobs(options: argparse.Namespace, folder: Path) -> list[Job]:
     """All trials of a campaign; the same options always make the same ones, and more `--trials` add to them."""
     generator, made = random.Random(options.seed), list[Job]()
     for number in range(options.trials):
-        kinds, seed = [generator.choice(list(KINDS)) for _ in range(options.kills)], generator.randrange(2**31)
+        victims = list(KINDS | SHARDS if any(one.startswith("queue.shards=") for one in options.set) else KINDS)
+        kinds, seed = [generator.choice(victims) for _ in range(options.kills)], generator.randrange(2**31)
         # The drawn choices are those of the trial's own seed, however many the configuration offers.
         fixed = [*SHORT, *options.set]
         drawn = draw.draw(random.Random(seed), options.config, fixed, folder) if options.draw else []

@@ -34,6 +34,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
     "queue.samples_per_prompt": (1, 4, 8),
     "queue.max_lag": (0, 1, 2, 4, "{kind='adaptive', at_most=4, ess=0.9}"),
     "queue.too_old": ("mask", "drop", "wait", "windowed"),
+    "queue.shards": (1, 1, 1, 3),
     "rollout.actors": (1, 2),
     "rollout.top_p": (1.0, 1.0, 0.9),
     "rollout.top_k": (0, 0, 8),

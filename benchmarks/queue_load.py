@@ -70,17 +70,17 @@ class Load:
             "mask": np.ones(tokens, dtype=np.bool_).tobytes(),
         }
 
-    def finished(self, tickets: Sequence[Ticket], name: str, version: int) -> bytes:
-        """An encoded delivery of the trajectories of `tickets`."""
+    def finished(self, tickets: Sequence[Ticket], name: str, version: int) -> tuple[Trajectory, ...]:
+        """The trajectories of `tickets`."""
         versions = np.full(self.tokens, version, dtype="<i4").tobytes()
-        return encode(
-            tuple(
-                Trajectory(
-                    identity=one.identity, actor=name, versions=versions, finish="stop", reward=1.0, **self._columns
-                )
-                for one in tickets
-            )
+        return tuple(
+            Trajectory(identity=one.identity, actor=name, versions=versions, finish="stop", reward=1.0, **self._columns)
+            for one in tickets
         )
+
+    async def deliver(self, name: str, version: int, made: tuple[Trajectory, ...]) -> None:
+        """Deliver trajectories as a rollout actor does."""
+        await self.queue.deliver(name, version, encode(made), encode(()))
 
     async def sample(self, name: str) -> None:
         """Ask for one ticket after another, and deliver its trajectory, without end."""
@@ -93,9 +93,9 @@ class Load:
             call += 1
             asked = time.perf_counter()
             self.ticket_s.append(asked - begin)
-            data = self.finished(tickets, name, self.version)
+            made = self.finished(tickets, name, self.version)
             begin = time.perf_counter()
-            await self.queue.deliver(name, self.version, data, encode(()))
+            await self.deliver(name, self.version, made)
             self.deliver_s.append(time.perf_counter() - begin)
 
     async def follow(self, name: str) -> None:
@@ -110,16 +110,16 @@ class Load:
         """Take batch after batch, and publish the version that it makes, without end."""
         while True:
             await self.queue.take(self.version)
-            await self.queue.publish(_push(self.version + 1), [], b"", 0)
+            await self.queue.publish(push(self.version + 1), [], b"", 0)
             self.version += 1
 
     async def lone(self, tickets: Sequence[Ticket]) -> list[float]:
         """CPU milliseconds of each of some deliveries, with all that they wake."""
         cost_ms: list[float] = []
         for ticket in tickets:
-            data = self.finished([ticket], "holder", 0)
+            made = self.finished([ticket], "holder", 0)
             begin = time.process_time()
-            await self.queue.deliver("holder", 0, data, encode(()))
+            await self.deliver("holder", 0, made)
             # Sleepers that were woken run before the loop comes back here for the third time.
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -132,10 +132,13 @@ async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> d
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
     # Its methods are typed as those of an actor elsewhere.
     queue: Any = QueueActor(
-        msgspec.msgpack.encode(_config(batch, tokens)), str(folder), str(folder), put=cast(Any, lambda encoded: encoded)
+        msgspec.msgpack.encode(config_of(batch, tokens)),
+        str(folder),
+        str(folder),
+        put=cast(Any, lambda encoded: encoded),
     )
     await queue.begin(0)
-    await queue.publish(_push(0), [], b"", 0)
+    await queue.publish(push(0), [], b"", 0)
     load = Load(queue, engines, tokens)
     held = decode(await queue.issue("holder", 0, 2 * batch, 0), tuple[Ticket, ...])
     names = [f"engine-{number}" for number in range(engines)]
@@ -143,7 +146,7 @@ async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> d
     await asyncio.sleep(SETTLED_S)
     lone_ms = await load.lone(held[:LONE])
     for first in range(LONE, len(held), HELD):
-        await queue.deliver("holder", 0, load.finished(held[first : first + HELD], "holder", 0), encode(()))
+        await load.deliver("holder", 0, load.finished(held[first : first + HELD], "holder", 0))
     tasks.append(asyncio.create_task(load.learn()))
     # The first versions free what the holder had.
     with suppress(TimeoutError):
@@ -169,12 +172,13 @@ async def _measure(folder: Path, engines: int, tokens: int, seconds: float) -> d
         "tickets_per_s": len(load.ticket_s) / wall,
         "versions_per_s": (load.version - version) / wall,
         "cpu_ms_per_delivery": 1e3 * cpu / max(1, delivered),
-        **_latencies("deliver", load.deliver_s),
-        **_latencies("ticket", load.ticket_s),
+        **latencies("deliver", load.deliver_s),
+        **latencies("ticket", load.ticket_s),
     }
 
 
-def _latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
+def latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """The median and the 99th percentile, in ms, by their names."""
     found = sorted(seconds) or [float("nan")]
     return {
         f"{name}_{share}_ms": 1e3 * found[min(len(found) - 1, len(found) * percent // 100)]
@@ -182,12 +186,14 @@ def _latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _config(batch: int, tokens: int) -> Config:
+def config_of(batch: int, tokens: int, *more: str) -> Config:
+    """The configuration of a queue for completions of so many `tokens`, with `more` overrides."""
     overrides = (f"queue.batch_size={batch}", "queue.samples_per_prompt=1", "queue.max_lag=1")
-    return configfile.load(CONFIG, (*overrides, f"rollout.max_tokens={tokens}"))
+    return configfile.load(CONFIG, (*overrides, f"rollout.max_tokens={tokens}", *more))
 
 
-def _push(version: int) -> bytes:
+def push(version: int) -> bytes:
+    """A version without tensors."""
     return encode(Push(version=version, base_version=None, tensors=(), pieces=(), bucket_bytes=()))
 
 

@@ -31,9 +31,9 @@ def naming(path: Path, kind: type[StreamppoError]) -> Generator[None]:
 
 
 def folder(path: Path) -> None:
-    """Make a folder, unless it is there, so that its name survives a power cut."""
+    """Make a folder, unless it is there, so that its name survives a power cut; several may do it at a time."""
     if not path.is_dir():
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         flush(path.parent)
 
 

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
 from threading import Lock
@@ -154,3 +154,12 @@ def spent() -> dict[str, Spent]:
     """Return the time of every phase of this process since its start, and of the process as a whole."""
     with _lock:
         return {**_spent, WHOLE: Spent(1, time.perf_counter() - _STARTED, time.process_time())}
+
+
+def together(processes: Iterable[Mapping[str, Spent]]) -> dict[str, Spent]:
+    """Add up what several processes have `spent`."""
+    found: dict[str, list[Spent]] = {}
+    for one in processes:
+        for name, time_of in one.items():
+            found.setdefault(name, []).append(time_of)
+    return {name: Spent(*map(sum, zip(*times, strict=True))) for name, times in found.items()}

@@ -221,12 +221,14 @@ class Batch(Crossing, frozen=True):
     """The trajectories that the update from `version` to `version + 1` trains on, in this order.
 
     Tokens sampled by a version below `min_version` are older than `max_lag` allows: they count in the
-    denominators and stay out of the loss (`too_old = mask`; the other choices leave none in the batch).
+    denominators and stay out of the loss (`too_old = mask`; the other choices leave none in the batch). A part of a
+    batch has the numbers of its `rows` (int32); a whole one has none.
     """
 
     version: int
     min_version: int
-    trajectories: tuple[Trajectory, ...]
+    rows: bytes = b""
+    trajectories: tuple[Trajectory, ...] = ()
 
 
 class Outline(Crossing, frozen=True):
@@ -237,8 +239,9 @@ class Outline(Crossing, frozen=True):
 
 
 class Tokens(Crossing, frozen=True):
-    """The token ids and routes of one trajectory, as it has them."""
+    """The token ids and routes of one trajectory, as it has them; `row` is its place in the batch."""
 
+    row: int
     prompt_tokens: bytes
     tokens: bytes
     candidates: bytes

@@ -9,7 +9,7 @@ import msgspec
 from streamppo.config.sections import Config
 from streamppo.config.teacher import OF_SERVER
 
-KEPT = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh")
+KEPT = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh", "queue.shards")
 """Fields and sections that a run keeps from its beginning to its end."""
 FREE = ("model.float32_head", "model.float32_router", "model.gradient_checkpointing", "model.compile")
 """Fields of these sections that may change all the same."""

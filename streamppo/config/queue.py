@@ -69,6 +69,9 @@ class Queue(Section, frozen=True):
     admission: Literal["engine", "mean"] = "engine"
     """Slots open up to max_lag ahead of the asking engine's version, or of the learner's: it bounds the mean alone."""
 
+    shards: Positive = 1
+    """Processes that hold the tokens; above 1 the queue has records of trajectories, for very many or wide tokens."""
+
     @property
     def prefix(self) -> Literal["attached", "detached"]:
         """The context of completions has its gradient, unless segments do without."""

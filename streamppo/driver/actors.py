@@ -10,7 +10,9 @@ from streamppo.config.sections import Config, model_path
 from streamppo.driver.cluster import here
 from streamppo.driver.placement import Placement
 from streamppo.learner.rank import Rank
+from streamppo.queue import shards
 from streamppo.queue.actor import QueueActor
+from streamppo.queue.shard import QueueShard
 from streamppo.queue.source import BatchSource
 from streamppo.rollout.actor import RolloutActor
 from streamppo.types import encode
@@ -22,14 +24,27 @@ MAILBOX_CALLS = 10_000
 """Calls that may wait inside an actor at one time; more than all actors ever make."""
 
 
-def make_queue(config: Config, folder: Path) -> "ActorProxy[QueueActor]":
-    """The queue of the run in `folder`, beside the driver.
+def make_shards(config: Config, folder: Path) -> "list[ActorProxy[QueueShard]]":
+    """The shards of the queue of the run in `folder`, beside it; none where the queue has the trajectories itself."""
+    actor = ray.remote(QueueShard)
+    return [
+        actor.options(name=shards.name(shard), **_lasting()).remote(
+            encode(config), str(folder), model_path(config, folder), shard
+        )
+        for shard in shards.numbers(config)
+    ]
 
-    Ray starts it again when it dies, and repeats the calls that were under way.
-    """
-    options = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
-    actor = ray.remote(QueueActor).options(name="queue", num_cpus=0, scheduling_strategy=here(), **options)
+
+def make_queue(config: Config, folder: Path) -> "ActorProxy[QueueActor]":
+    """The queue of the run in `folder`, beside the driver; its shards are there already."""
+    actor = ray.remote(QueueActor).options(name="queue", **_lasting())
     return actor.remote(encode(config), str(folder), model_path(config, folder))
+
+
+def _lasting() -> dict[str, Any]:
+    """Ray's options for actors beside the driver, which it starts again when they die; it repeats calls to them."""
+    lasting = {"max_concurrency": MAILBOX_CALLS, "max_restarts": -1, "max_task_retries": -1}
+    return {"num_cpus": 0, "scheduling_strategy": here(), **lasting}
 
 
 def make_rollout(

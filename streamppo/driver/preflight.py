@@ -36,6 +36,8 @@ def _verify_journal(config: Config, folder: Path) -> None:
     finally:
         journal.close()
     continuation.refuse_other(before, config, max(versions, default=0), lambda: _start(folder))
+    if before is not None:
+        continuation.refuse_without_shards(folder, config)
 
 
 def _start(folder: Path) -> int:

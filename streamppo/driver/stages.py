@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError, RayError
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
 from streamppo.driver import lock, nodes
-from streamppo.driver.actors import make_queue, make_ranks, make_rollout
+from streamppo.driver.actors import make_queue, make_ranks, make_rollout, make_shards
 from streamppo.driver.cluster import actor_id, describe, inside, kill, refuse_dead_ray
 from streamppo.driver.crew import Crew
 from streamppo.driver.interrupts import Interrupts
@@ -64,6 +64,7 @@ class Stages:
         self._restarts: deque[float] = deque()
         self._memory = MemoryKills()
         self.calls = Calls(self._died, self._tick)
+        self._shards = make_shards(config, folder)
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
         self._needs = nodes.of_rank(config, folder) if config.cluster.address != LOCAL else None
@@ -90,6 +91,8 @@ class Stages:
         """
         (newest,) = self.calls.wait([self.queue.begin.remote(version)], "opening the journal")
         self._follow_queue("")
+        for number in range(len(self._shards)):
+            self._follow_shard(number, "")
         return newest
 
     def start_learner(self, checkpoint: Path | None) -> int:
@@ -203,11 +206,21 @@ class Stages:
 
         self.calls.watch(self.queue.another_life.remote(life), Stage.QUEUE, follow)
 
+    def _follow_shard(self, number: int, life: str) -> None:
+        """Learn of every new process of one of the queue's shards."""
+
+        def follow(another: str) -> None:
+            if life:
+                self.note(Stage.QUEUE, f"shard {number} of the queue died and has its journal again")
+            self._follow_shard(number, another)
+
+        self.calls.watch(self._shards[number].another_life.remote(life), Stage.QUEUE, follow)
+
     def _died(self, name: str, error: RayActorError) -> None:
         """Replace a rollout actor. Raises `LearnerLost` for a rank, `RunError` for a queue that cannot be rebuilt."""
         if error.actor_id in {actor_id(rank) for rank in self.ranks}:
             raise LearnerLost(f"{name}: {describe(error)}") from error
-        if error.actor_id == actor_id(self.queue):
+        if error.actor_id in map(actor_id, (self.queue, *self._shards)):
             raise RunError(f"{Stage.QUEUE}: {describe(error)}") from error
         self.crew.replace(error.actor_id, describe(error))
 

@@ -83,18 +83,18 @@ class Fetcher:
 
     def _whole(self, version: int) -> Batch | None:
         found = ray.get(self._source.take.remote(version))
-        return None if found is None else decode(ray.get(found).data, Batch)
+        return None if found is None else parts.merge([decode(one.data, Batch) for one in ray.get(found)])
 
     def _own(self, version: int, own_rows: OwnRows) -> Batch | None:
         """The batch with the tokens of this rank's rows; None if the run was stopped."""
         if (found := ray.get(self._source.outline.remote(version))) is None:
             return None
-        outline = decode(ray.get(found).data, Outline)
+        outline = parts.merge_outlines([decode(one.data, Outline) for one in ray.get(found)])
         rows = own_rows(torch.tensor(parts.widths(outline)), version)
         asked = np.array(rows, dtype="<i4").tobytes()
         if (found := ray.get(self._source.tokens.remote(version, asked))) is None:
             return None
-        return parts.join(outline, rows, decode(ray.get(found).data, tuple[Tokens, ...]))
+        return parts.join(outline, [one for part in ray.get(found) for one in decode(part.data, tuple[Tokens, ...])])
 
 
 def lag_histogram(batch: PaddedBatch) -> dict[int, int]:

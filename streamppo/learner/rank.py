@@ -149,7 +149,9 @@ class Rank:
         return self._built
 
     def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> Published:
-        return decode(ray.get(self._queue.publish.remote(push, refs, learned, self._epoch)), Published)
+        # A queue that has records alone passes a reference on to its shards.
+        told = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
+        return decode(ray.get(self._queue.publish.remote(push, refs, told, self._epoch)), Published)
 
     def _beat(self) -> None:
         """Tell the queue without end that this process lives, beside all work; a collective that hangs is not told."""

@@ -8,8 +8,8 @@
     no version is published before the batch that made it is in the archive, with the learner's numbers of it
 
 Queue and ledger share a process, so that a version becomes known, ends the lease of the batch that made it and lets
-engines pull it in one step. A new process fences out the one before it and rebuilds the queue from the journal; the
-learner brings the weights again.
+engines pull it in one step. A queue with shards (shard.py) has records alone: tokens pass this process by. A new
+process fences out the one before it and rebuilds the queue from the journal; the learner brings the weights again.
 """
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
@@ -17,7 +17,7 @@ learner brings the weights again.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -38,12 +38,14 @@ from streamppo.queue.handout import BatchRef, Handout, Put
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
 from streamppo.queue.rules import QueueRules
+from streamppo.queue.shards import Shards
+from streamppo.queue.slot import Record
 from streamppo.queue.source import ArchivedRuns
 from streamppo.queue.state import QueueState, Settings, settings_of
 from streamppo.queue.waiting import BatchWaiters, TicketLine, VersionWaiters
-from streamppo.types import Batch, Failure, Learned, Push, Trajectory, decode, encode
+from streamppo.types import Batch, Failure, Identity, Learned, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, Published
-from streamppo.weights.shares import Joining, Share
+from streamppo.weights.shares import Joining, Share, Told
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
@@ -58,7 +60,14 @@ POLL_S = 5.0
 class QueueActor(ArchivedRuns):
     """Every method is safe to call twice with the same arguments: Ray repeats calls when this process dies."""
 
-    def __init__(self, config: bytes, run: str, model_path: str, put: Put = handout.put) -> None:
+    def __init__(
+        self,
+        config: bytes,
+        run: str,
+        model_path: str,
+        put: Put = handout.put,
+        shards: Callable[[Config], Shards] = Shards.of,
+    ) -> None:
         process.log_to_stdout("queue")
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path
@@ -71,6 +80,7 @@ class QueueActor(ArchivedRuns):
         self._archive.sweep()
         self._archiving: dict[int, asyncio.Task[Archived]] = {}
         self._unwritten: list[Made] = []
+        self._consumed: list[Identity] = []
         self._asked = self._written = 0
         self._writing = asyncio.Lock()
         self._broken: JournalError | None = None
@@ -79,7 +89,7 @@ class QueueActor(ArchivedRuns):
         self._learner = 0
         self._tickets, self._batches = TicketLine(self._queue), BatchWaiters(self._queue)
         self._versions = VersionWaiters()
-        self._handout = Handout(put)
+        self._handout, self._shards = Handout(put), shards(self.config)
         self._heard: dict[str, float] = {}
         self._life = uuid4().hex
         process.collect_rarely()
@@ -136,8 +146,8 @@ class QueueActor(ArchivedRuns):
         if len(kept) == len(self._archive.checksums):
             return
         samples = self._queue.settings.samples_per_prompt
-        held = [prompt for prompt, _ in self._queue.state.slots]
-        first_slot = min([*held, *(one.first_prompt for one in kept)], default=0) * samples
+        first_held = self._queue.state.first_prompt(samples)
+        first_slot = min([first_held, *(one.first_prompt for one in kept)]) * samples
         async with self._writing:
             await asyncio.to_thread(self._journal.forget, before, first_slot)
         await asyncio.to_thread(self._archive.drop, before)
@@ -145,7 +155,8 @@ class QueueActor(ArchivedRuns):
     @ray.method
     async def report(self) -> bytes:
         """The queue's counters."""
-        return encode(structs.replace(report.report(self._queue.state), phases=process.spent()))
+        phases = process.together([process.spent(), *await self._shards.spent()])
+        return encode(structs.replace(report.report(self._queue.state), phases=phases))
 
     @ray.method
     async def waiting_for(self) -> str:
@@ -185,13 +196,17 @@ class QueueActor(ArchivedRuns):
     async def deliver(self, actor: str, engine_version: int, trajectories: bytes, failures: bytes) -> None:
         """Store all that `actor` has finished since it last called; in the journal when this returns.
 
-        All segments that were due to be cut for `engine_version` have come with it.
+        All segments that were due to be cut for `engine_version` have come with it. A queue with shards gets records
+        as `trajectories`.
         """
         self._heard[actor] = time.monotonic()
-        if self._queue.limits is None:
+        if self._queue.limits is None and not self._shards:
             self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
         try:
-            self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
+            if self._shards:
+                self._queue.put_records(decode(trajectories, tuple[Record, ...]))
+            else:
+                self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
             for failure in decode(failures, tuple[Failure, ...]):
                 self._queue.fail(failure)
             self._queue.cut_for(actor, engine_version)
@@ -218,28 +233,29 @@ class QueueActor(ArchivedRuns):
     # --- the learner's side ----------------------------------------------------------------------------------
 
     @ray.method
-    async def take(self, version: int) -> "BatchRef | None":
-        """The batch of the update that starts at `version`, as soon as it is whole; None after `stop`.
+    async def take(self, version: int) -> "list[BatchRef] | None":
+        """The batch of the update that starts at `version`, as soon as it is whole, in parts; None after `stop`.
 
         A batch that one rank has got before `stop` all ranks get. A batch that was trained on comes from the archive.
         """
-        read = await self._leased(version)
-        return None if read is None else await self._handout.batch(version, read)
+        return await self._handed(version, lambda read: self._handout.batch(version, read), self._shards.take)
 
     @ray.method
-    async def outline(self, version: int) -> "BatchRef | None":
-        """The outline of the same batch, in the same way, for a rank that reads a part of its rows."""
-        read = await self._leased(version)
-        return None if read is None else await self._handout.outline(version, read)
+    async def outline(self, version: int) -> "list[BatchRef] | None":
+        """The outline of the same batch, in the same way, for a rank that reads some of its rows."""
+        return await self._handed(version, lambda read: self._handout.outline(version, read), self._shards.outline)
 
     @ray.method
-    async def tokens(self, version: int, rows: bytes) -> "BatchRef | None":
-        """The token ids of the trajectories at `rows` (int32) of the same batch."""
-        read = await self._leased(version)
-        return None if read is None else await self._handout.tokens(version, rows, read)
+    async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
+        """The token ids of the trajectories at `rows` (int32) of the same batch, in the same way."""
+        return await self._handed(
+            version,
+            lambda read: self._handout.tokens(version, rows, read),
+            lambda batch: self._shards.tokens(batch, rows),
+        )
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
         """Publish a version, once every rank has called with its share: archive and consume its batch, free its slots,
         and let engines pull its weights. Returns a `Published`, to all ranks.
 
@@ -265,6 +281,7 @@ class QueueActor(ArchivedRuns):
         archived = await self._archive_of(version - 1, learned) if version and version not in self._made else None
         known = self._made.get(version)
         if known is None:
+            self._consumed += _names(self._queue.leased(version - 1)) if version else []
             self._queue.publish(version, described.admitted_lag)
             self._serve()
             self._made[version] = Made(version=version, digest=digest, archived=archived)
@@ -286,19 +303,27 @@ class QueueActor(ArchivedRuns):
         newest = self._ledger.newest
         return newest if newest is not None and newest >= self._queue.state.version else None
 
-    async def _leased(self, version: int) -> Callable[[], Batch] | None:
-        """Wait for a batch, and return the function that reads it; None after `stop`."""
+    async def _handed(
+        self,
+        version: int,
+        whole: Callable[[Callable[[], Batch]], Awaitable[BatchRef]],
+        by_shards: Callable[[Batch], Awaitable[list[BatchRef]]],
+    ) -> list[BatchRef] | None:
+        """Wait for a batch, and hand it out: `whole`, with a function that reads it, or `by_shards`.
+
+        None after `stop`.
+        """
         if version < self._queue.state.version:
-            # The file has its name when its version is in the journal.
+            # The files have their names when their version is in the journal.
             await self._commit()
-            return lambda: self._archive.batch(version)
+            return [await whole(lambda: self._archive.batch(version))]
         found = self._batches.batch(version)
         # Trajectories that were too old for it are to be sampled again.
         self._tickets.serve()
         if (batch := await asyncio.shield(found)) is None:
             return None
         await self._commit()
-        return lambda: batch
+        return await by_shards(batch) if self._shards else [await whole(lambda: batch)]
 
     def _serve(self) -> None:
         """Give what a change has made to those that wait for it; a batch first, which may open slots again."""
@@ -316,6 +341,7 @@ class QueueActor(ArchivedRuns):
                 return
             upto, made = self._asked, self._unwritten
             changes, self._unwritten = snapshot.drain(self._queue.settings, self._queue.state), []
+            consumed, self._consumed = self._consumed, []
             try:
                 await asyncio.to_thread(self._journal.write, changes, made, self._archive.settle)
             except JournalError as error:
@@ -323,18 +349,34 @@ class QueueActor(ArchivedRuns):
                 self._broken = error
                 raise
             self._written = upto
+        if self._shards and (consumed or changes.ended):
+            first = self._queue.state.first_prompt(self._queue.settings.samples_per_prompt)
+            self._shards.drop([*consumed, *(one.identity for one in changes.ended)], first)
 
-    def _archive_of(self, version: int, learned: bytes) -> asyncio.Task[Archived]:
-        """The task that writes a leased batch, begun once."""
+    async def _archive_of(self, version: int, learned: Told) -> Archived:
+        """Write a leased batch, once; what failed is begun anew by the next call."""
         if version not in self._archiving:
-            numbers = decode(learned, Learned) if learned else Learned()
-            writing = asyncio.to_thread(self._archive.write, self._queue.leased(version), numbers)
-            self._archiving[version] = asyncio.create_task(writing)
-        return self._archiving[version]
+            self._archiving[version] = asyncio.create_task(self._write(self._queue.leased(version), learned))
+        task = self._archiving[version]
+        await asyncio.wait([task])
+        if task.exception() is not None and self._archiving.get(version) is task:
+            del self._archiving[version]
+        return task.result()
+
+    async def _write(self, batch: Batch, learned: Told) -> Archived:
+        if self._shards:
+            told = [] if isinstance(learned, bytes) else learned
+            return self._archive.gather(batch.version, await self._shards.archive(batch, told))
+        numbers = decode(learned, Learned) if isinstance(learned, bytes) and learned else Learned()
+        return await asyncio.to_thread(self._archive.write, batch, numbers)
 
     def _hear(self, actor: str, engine_version: int) -> None:
         self._heard[actor] = time.monotonic()
         self._tickets.hear(actor, engine_version)
+
+
+def _names(batch: Batch) -> list[Identity]:
+    return [trajectory.identity for trajectory in batch.trajectories]
 
 
 def _rebuilt(settings: Settings, journal: Journal) -> QueueRules:

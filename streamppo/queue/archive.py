@@ -1,6 +1,7 @@
 """The durable record of what was trained on: one zarr group for each update, each a zip file of its own.
 
-runs/NAME/archive/00000042.zarr.zip       the batch of version 42, exactly
+runs/NAME/archive/00000042.zarr.zip            the batch of version 42, exactly
+runs/NAME/archive/00000042.1-of-4.zarr.zip     where the queue has shards, the part of it that one of them had
 
     zarr.open_group(zarr.storage.ZipStore("00000042.zarr.zip", mode="r"))        is all that it takes to read one
 
@@ -14,6 +15,8 @@ rewards are explained, `explanations` is their text in UTF-8, flat, with offsets
 each token, as the update began, lie beside it: `values`, the critic's expectation before it was sampled, if there is a
 critic; `proximal_logprobs`, its log-prob by the learner's own policy, if a pass gave it; `advantages`. A file is
 complete when it has its name; it counts once the journal holds its SHA-256.
+
+The attribute `rows` of a part has the numbers of its trajectories in the batch; the parts are read as one.
 
 With segments, `segment` is a trajectory's number in its completion, and `prefix` says how many of the last tokens of
 its prompt are of the segments before it.
@@ -40,10 +43,10 @@ from numpy.typing import NDArray
 from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.process import phase
-from streamppo.queue import zarr_zip
+from streamppo.queue import parts, zarr_zip
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
-from streamppo.types import Batch, Floats, Identity, Learned, Trajectory, flags, floats, ints, routes
+from streamppo.types import Batch, Crossing, Floats, Identity, Learned, Trajectory, flags, floats, ints, routes
 
 if TYPE_CHECKING:
     import pyarrow
@@ -68,7 +71,7 @@ IDENTITY = ("prompt", "sample", "attempt", "segment")
 """Columns of an identity's numbers; the last one only with segments."""
 
 
-class Attributes(msgspec.Struct):
+class Attributes(msgspec.Struct, omit_defaults=True):
     """A batch's versions, and the words that columns of numbers stand for."""
 
     version: int
@@ -77,38 +80,49 @@ class Attributes(msgspec.Struct):
     actors: list[str]
     finishs: list[str]
     component_names: list[str] = []
+    rows: list[int] = []
 
     def words(self) -> dict[str, list[str]]:
         """The words of each column of words."""
         return {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
 
 
-class Archive:
-    """The batches of one run. `checksums` are the SHA-256 of the files that count, by version."""
+class Written(Crossing, frozen=True):
+    """A file without a name, of a batch or of a part of one, its SHA-256, and its first and its last prompt."""
 
-    def __init__(self, folder: Path, checksums: Mapping[int, str]) -> None:
+    path: str
+    sha256: str
+    first_prompt: int
+    last_prompt: int
+
+
+class Archive:
+    """The batches of one run. `checksums` are the SHA-256 of the files of each that count, by version."""
+
+    def __init__(self, folder: Path, checksums: Mapping[int, tuple[str, ...]]) -> None:
         self.folder = folder
         self.checksums = dict(checksums)
-        self._writer = uuid4().hex
+        self._asides: dict[int, list[Path]] = {}
 
     def versions(self) -> list[int]:
         """The versions whose batch is here, in order."""
         return sorted(self.checksums)
 
-    @phase("archive")
     def write(self, batch: Batch, learned: Learned | None = None) -> Archived:
         """Make `batch` durable, but for its name, which `settle` gives it; returns the journal's record of the file.
 
         `learned` has one number for each token of its completions. Raises `JournalError` if the disk refuses.
         """
-        aside = self._aside(batch.version)
-        with durable.naming(self.path(batch.version), JournalError):
-            durable.folder(self.folder)
-            _write(aside, batch, learned or Learned())
-            durable.flush(aside)
-            sha256 = durable.sha256(aside)
-        prompts = [trajectory.identity.prompt for trajectory in batch.trajectories]
-        return Archived(sha256=sha256, first_prompt=min(prompts), last_prompt=max(prompts))
+        return self.gather(batch.version, [write(self.folder, batch, learned or Learned())])
+
+    def gather(self, version: int, written: Sequence[Written]) -> Archived:
+        """Note the files of all parts of a batch, which shards have written; returns the journal's record of them."""
+        self._asides[version] = [Path(one.path) for one in written]
+        return Archived(
+            files=tuple(one.sha256 for one in written),
+            first_prompt=min(one.first_prompt for one in written),
+            last_prompt=max(one.last_prompt for one in written),
+        )
 
     def settle(self, made: Made) -> None:
         """Give the batch that made a version its name, if there is one; it counts from here on.
@@ -117,10 +131,12 @@ class Archive:
         """
         if made.archived is None:
             return
-        version = made.version - 1
-        with durable.naming(self.path(version), JournalError):
-            durable.rename(self._aside(version), self.path(version))
-        self.checksums[version] = made.archived.sha256
+        version, files = made.version - 1, made.archived.files
+        paths = self.paths(version, len(files))
+        for aside, path in zip(self._asides.pop(version), paths, strict=True):
+            with durable.naming(path, JournalError):
+                durable.rename(aside, path)
+        self.checksums[version] = files
 
     def sweep(self) -> None:
         """Delete files without a name, left by writers that died, and those before the first that is kept.
@@ -136,8 +152,9 @@ class Archive:
     def drop(self, before: int) -> None:
         """Delete the batches of versions below `before`; the journal has forgotten them. Raises `JournalError`."""
         for version in [one for one in self.checksums if one < before]:
-            with durable.naming(self.path(version), JournalError):
-                self.path(version).unlink(missing_ok=True)
+            for path in self.paths(version, len(self.checksums[version])):
+                with durable.naming(path, JournalError):
+                    path.unlink(missing_ok=True)
             del self.checksums[version]
 
     def columns(self, version: int) -> dict[str, Column]:
@@ -176,12 +193,13 @@ class Archive:
         return pyarrow.table({**columns, **words, **told, **flat})
 
     def path(self, version: int) -> Path:
-        """The file of the batch of `version`."""
-        return self.folder / f"{version:08d}.zarr.zip"
+        """The file of the batch of `version`, if it is the only one."""
+        return _path(self.folder, version)
 
-    def _aside(self, version: int) -> Path:
-        path = self.path(version)
-        return durable.aside(path.with_name(f"{path.name}.{self._writer}"))
+    def paths(self, version: int, count: int) -> list[Path]:
+        """The `count` files of the batch of `version`."""
+        parts = [f".{number + 1}-of-{count}" for number in range(count)] if count > 1 else [""]
+        return [_path(self.folder, version, part) for part in parts]
 
     def _read(self, version: int) -> tuple[dict[str, Column], Attributes]:
         path, expected = self.path(version), self.checksums.get(version)
@@ -189,20 +207,9 @@ class Archive:
             if version < min(self.checksums, default=0):
                 raise JournalError(f"{path}: not kept: the archive begins with version {min(self.checksums)}")
             raise JournalError(f"{path}: no batch of version {version} was recorded")
-        try:
-            found = durable.sha256(path)
-        except OSError as error:
-            raise JournalError(f"{path}: cannot be read: {error}") from error
-        if found != expected:
-            raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
-        # A quarter of a second to import, which a new run needs in no process.
-        import zarr
-        from zarr.storage import ZipStore
-
-        with ZipStore(path, mode="r") as store:
-            group = zarr.open_group(store, mode="r")
-            columns = {name: np.asarray(array[:]) for name, array in group.arrays()}
-            return columns, msgspec.convert(dict(group.attrs), Attributes)
+        paths = self.paths(version, len(expected))
+        found = [_read(path, sha256) for path, sha256 in zip(paths, expected, strict=True)]
+        return found[0] if len(found) == 1 and not found[0][1].rows else _merged(found)
 
 
 def open(run: Path) -> Archive:
@@ -219,12 +226,63 @@ def learned(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
     return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
 
 
-def checksums(versions: Iterable[Made]) -> dict[int, str]:
-    """The SHA-256 of each archived batch, by the batch's version."""
-    return {made.version - 1: made.archived.sha256 for made in versions if made.archived}
+def checksums(versions: Iterable[Made]) -> dict[int, tuple[str, ...]]:
+    """The SHA-256 of the files of each archived batch, by the batch's version."""
+    return {made.version - 1: made.archived.files for made in versions if made.archived}
 
 
-def _write(path: Path, batch: Batch, learned: Learned) -> None:
+@phase("archive")
+def write(folder: Path, batch: Batch, learned: Learned) -> Written:
+    """Make a batch, or a part of one, durable, but for its name; `learned` has a number for each of its tokens.
+
+    Raises `JournalError` if the disk refuses.
+    """
+    path = _path(folder, batch.version)
+    aside = durable.aside(path.with_name(f"{path.name}.{uuid4().hex}"))
+    with durable.naming(path, JournalError):
+        durable.folder(folder)
+        columns, attributes = _columns(batch, learned)
+        zarr_zip.write(aside, columns, msgspec.to_builtins(attributes))
+        durable.flush(aside)
+        sha256 = durable.sha256(aside)
+    prompts = [trajectory.identity.prompt for trajectory in batch.trajectories]
+    return Written(path=str(aside), sha256=sha256, first_prompt=min(prompts), last_prompt=max(prompts))
+
+
+def _path(folder: Path, version: int, part: str = "") -> Path:
+    return folder / f"{version:08d}{part}.zarr.zip"
+
+
+def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
+    """The columns and attributes of a file. Raises `JournalError` if it is missing or damaged."""
+    try:
+        found = durable.sha256(path)
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error}") from error
+    if found != expected:
+        raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
+    # A quarter of a second to import, which a new run needs in no process.
+    import zarr
+    from zarr.storage import ZipStore
+
+    with ZipStore(path, mode="r") as store:
+        group = zarr.open_group(store, mode="r")
+        columns = {name: np.asarray(array[:]) for name, array in group.arrays()}
+        return columns, msgspec.convert(dict(group.attrs), Attributes)
+
+
+def _merged(found: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
+    """The columns of a whole batch, of those of its parts."""
+    batch = parts.merge([_batch(columns, attributes) for columns, attributes in found])
+    by_row: dict[str, dict[int, Floats]] = {}
+    for columns, attributes in found:
+        for name, numbers in learned(columns).items():
+            by_row.setdefault(name, {}).update(zip(attributes.rows, numbers, strict=True))
+    flat = {name: np.concatenate([rows[row] for row in sorted(rows)]).tobytes() for name, rows in by_row.items()}
+    return _columns(batch, Learned(**flat))
+
+
+def _columns(batch: Batch, learned: Learned) -> tuple[dict[str, Column], Attributes]:
     trajectories = batch.trajectories
     words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
     known = {name: sorted(set(column)) for name, column in words.items()}
@@ -240,8 +298,12 @@ def _write(path: Path, batch: Batch, learned: Learned) -> None:
         **{name: read(b"".join(getattr(one, name) for one in trajectories)) for name, read in FLAT.items()},
         **{name: np.array([known[name].index(word) for word in column]) for name, column in words.items()},
     }
-    attributes: dict[str, object] = {"version": batch.version, "min_version": batch.min_version}
-    attributes |= {f"{name}s": found for name, found in known.items()}
+    attributes = Attributes(
+        version=batch.version,
+        min_version=batch.min_version,
+        rows=ints(batch.rows).tolist(),
+        **{f"{name}s": found for name, found in known.items()},
+    )
     for name, read in RAGGED.items():
         if any(parts := [getattr(one, name) for one in trajectories]):
             columns[name] = read(b"".join(parts))
@@ -258,10 +320,10 @@ def _write(path: Path, batch: Batch, learned: Learned) -> None:
         columns["explanations_offsets"] = _offsets([len(text) for text in texts])
     if names := sorted({name for one in trajectories for name in one.components}):
         columns["components"] = np.array([[one.components.get(name, np.nan) for name in names] for one in trajectories])
-        attributes["component_names"] = names
+        attributes.component_names = names
     if not all(one.versions_known for one in trajectories):
         columns["versions_known"] = np.array([one.versions_known for one in trajectories])
-    zarr_zip.write(path, columns, attributes)
+    return columns, attributes
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:
@@ -310,4 +372,9 @@ def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
                 **ragged,
             )
         )
-    return Batch(version=attributes.version, min_version=attributes.min_version, trajectories=tuple(trajectories))
+    return Batch(
+        version=attributes.version,
+        min_version=attributes.min_version,
+        rows=np.array(attributes.rows, dtype="<i4").tobytes(),
+        trajectories=tuple(trajectories),
+    )

@@ -8,6 +8,7 @@ import msgspec
 from streamppo.config.change import kept, learning
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, JournalError
+from streamppo.queue import shard, shards
 from streamppo.queue.journal import Journal
 
 
@@ -59,3 +60,10 @@ def refuse_without_journal(run: Path) -> None:
             f"{path}: missing, though {trained} is there: without it nobody knows which trajectories were trained on. "
             f"Put it back, with journal.tip, to go on; `streamppo export {run} --to FOLDER` gets the weights out"
         )
+
+
+def refuse_without_shards(run: Path, config: Config) -> None:
+    """Raise `JournalError` if a run that has begun lacks the journal of one of its queue's shards."""
+    for number in shards.numbers(config):
+        if not (path := shard.path(run, number)).is_file():
+            raise JournalError(f"{path}: missing: the tokens of trajectories that wait are there. Put it back to go on")

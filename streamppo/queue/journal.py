@@ -8,18 +8,14 @@ A writer begins with `fence`: earlier writers, which may not be as dead as they 
 on, and neither can they name a file of the archive.
 
 A slot's row goes when its batch is consumed, because the archive names it from then on. So the journal is as large as
-the queue, but for a short row for each attempt that was lost, failed, too old or given up. Columns beside a row's bytes
-are keys and nothing else. SQLite checks its structure and nothing else: every row carries a checksum of its own.
+the queue, but for a short row for each attempt that was lost, failed, too old or given up.
 """
 
-import logging
 import sqlite3
 import struct
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 from zlib import crc32
 
 import msgspec
@@ -27,22 +23,17 @@ import msgspec
 from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.process import phase
+from streamppo.queue.database import Database, checked
 from streamppo.queue.records import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
-from streamppo.types import decode, encode
 
-FORMAT = 6
+FORMAT = 7
 """The number of the tables' format; a journal of another one is refused."""
 DEAD_LETTERS = 1000
 """Dead letters that are kept; the newest."""
-LOCKED_S = 120.0
-"""How long a writer waits for another process, such as a backup or an `sqlite3` shell, that has the write lock."""
 ALL = range(2**62)
 """Every slot."""
 TIP = struct.Struct("<QI")
-T = TypeVar("T")
-log = logging.getLogger(__name__)
-TABLES = f"""
-begin immediate;
+TABLES = """
 create table if not exists state (name text primary key, value blob, checksum int) strict;
 create table if not exists slots (
     number int, part int, row blob, checksum int, primary key (number, part)
@@ -56,30 +47,16 @@ create table if not exists ended (
 create table if not exists dead_letters (
     prompt int, sample int, attempt int, row blob, checksum int, primary key (prompt, sample, attempt)
 ) strict;
-pragma user_version = {FORMAT};
-commit;
 """
 
 
-class Journal:
-    """One writer at a time, and readers, which leave the files as they are.
-
-    Every method raises `JournalError`, which names the file, if SQLite or the disk refuses.
-    """
+class Journal(Database):
+    """One writer at a time, and readers, which leave the files as they are."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        self.path = path
         self._tip = path.with_name("journal.tip")
-        self._read_only = read_only
+        super().__init__(path, TABLES, FORMAT, read_only=read_only)
         with self._errors_named():
-            address = _read_only_address(path) if read_only else path
-            self._db = sqlite3.connect(address, uri=read_only, check_same_thread=False, isolation_level=None)
-            self._verify_structure()
-            if not read_only:
-                self._db.execute("pragma journal_mode = wal")
-                # An acknowledged trajectory survives a power cut, not only a kill.
-                self._db.execute("pragma synchronous = full")
-            self._verify_format()
             self._number = self._last_transaction()
 
     @classmethod
@@ -92,7 +69,7 @@ class Journal:
 
     def fence(self) -> None:
         """Keep everybody who opened it before from writing; all that they wrote is read from here on."""
-        with self._transaction(fencing=True):
+        with self._numbered(fencing=True):
             pass
 
     @phase("journal")
@@ -104,26 +81,26 @@ class Journal:
         `before_commit` is called within it for each of `made`: never for a writer that was fenced out, and before the
         version is known as made.
         """
-        with self._transaction() as db:
+        with self._numbered() as db:
             if before_commit is not None:
                 for version in made:
                     before_commit(version)
             db.executemany(
                 "insert or replace into slots values (?, ?, ?, ?)",
-                [(slot.number, slot.part, *_checked(slot)) for slot in changes.slots],
+                [(slot.number, slot.part, *checked(slot)) for slot in changes.slots],
             )
             db.executemany(
                 "insert or replace into leases values (?, ?, ?)",
-                [(lease.version, *_checked(lease)) for lease in changes.leases],
+                [(lease.version, *checked(lease)) for lease in changes.leases],
             )
             db.executemany("delete from slots where number = ? and part = ?", changes.gone)
             db.executemany(
                 "insert or ignore into ended values (?, ?, ?, ?, ?)",
-                [(one.number, one.identity.attempt, one.identity.segment, *_checked(one)) for one in changes.ended],
+                [(one.number, one.identity.attempt, one.identity.segment, *checked(one)) for one in changes.ended],
             )
             db.executemany(
                 "insert or ignore into versions values (?, ?, ?)",
-                [(version.version, *_checked(version)) for version in made],
+                [(version.version, *checked(version)) for version in made],
             )
             db.execute("delete from leases where version < ?", (changes.counters.version,))
             if changes.dead:
@@ -131,7 +108,7 @@ class Journal:
                 db.execute(
                     "delete from dead_letters where rowid <= (select max(rowid) from dead_letters) - ?", (DEAD_LETTERS,)
                 )
-            db.execute("insert or replace into state values ('counters', ?, ?)", _checked(changes.counters))
+            db.execute("insert or replace into state values ('counters', ?, ?)", checked(changes.counters))
 
     def read(self) -> Saved | None:
         """All that a queue is rebuilt from; None if nothing was ever written."""
@@ -176,36 +153,24 @@ class Journal:
 
     def configure(self, version: int, config: bytes) -> None:
         """Note that `config` holds from `version` on."""
-        with self._transaction() as db:
+        with self._numbered() as db:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
     def forget(self, before: int, first_slot: int) -> None:
         """Note that the batches of versions below `before` are not kept; nor is why attempts below a slot ended."""
         made = [one for one in self.versions().values() if one.archived is not None and one.version <= before]
-        rows = [(one.version, *_checked(msgspec.structs.replace(one, archived=None))) for one in made]
-        with self._transaction() as db:
+        rows = [(one.version, *checked(msgspec.structs.replace(one, archived=None))) for one in made]
+        with self._numbered() as db:
             db.executemany("insert or replace into versions values (?, ?, ?)", rows)
             db.execute("delete from ended where number < ?", (first_slot,))
-
-    def close(self) -> None:
-        """Fold the log into the file, unless it is only read."""
-        with self._errors_named():
-            self._db.close()
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _errors_named(self) -> Generator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise JournalError(f"{self.path}: {error}") from error
-
-    @contextmanager
-    def _transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
+    def _numbered(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
+        """A transaction with the next number, which the tip has afterwards."""
         with self._errors_named():
-            self._begin()
-            try:
+            with self._transaction() as db:
                 number = self._transactions()
                 if not self.path.exists():
                     raise JournalError(f"{self.path}: gone: the run's folder was moved or deleted while it is running")
@@ -214,51 +179,11 @@ class Journal:
                 if number == 0:
                     # Its name and its size survive a power cut; what it says later is never ahead of the log.
                     durable.write(self._tip, _tip(0))
-                yield self._db
-                self._db.execute("insert or replace into state values ('number', ?, ?)", _checked(number + 1))
-                self._db.execute("commit")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("rollback")
-                raise
+                yield db
+                db.execute("insert or replace into state values ('number', ?, ?)", checked(number + 1))
             self._number = number + 1
             with open(self._tip, "r+b", buffering=0) as file:
                 file.write(_tip(self._number))
-
-    def _begin(self) -> None:
-        """Take the write lock. Raises `JournalError` if another process holds it for longer than `LOCKED_S`."""
-        deadline = time.monotonic() + LOCKED_S
-        while True:
-            try:
-                self._db.execute("begin immediate")
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
-                    raise
-                if time.monotonic() > deadline:
-                    raise JournalError(f"{self.path}: {_holder(self.path)} has locked it for {LOCKED_S:g} s") from error
-                log.info("%s: the queue waits for %s, which has locked it", self.path, _holder(self.path))
-            else:
-                return
-
-    def _verify_structure(self) -> None:
-        ((first, *_),) = self._db.execute("pragma integrity_check(1)").fetchall()
-        if first != "ok":
-            raise JournalError(f"{self.path}: damaged: {first}")
-
-    def _verify_format(self) -> None:
-        """Make the tables of a new journal. Raises `JournalError` for one that another version of streamppo made."""
-        ((found,),) = self._db.execute("pragma user_version").fetchall()
-        ((tables,),) = self._db.execute("select count(*) from sqlite_master").fetchall()
-        if not tables and self._read_only:
-            raise JournalError(f"{self.path}: empty: nothing was ever written there")
-        if not tables:
-            self._db.executescript(TABLES)
-        elif found != FORMAT:
-            # The first format had no number.
-            raise JournalError(
-                f"{self.path}: made by another version of streamppo: its format is {found or 1}, and this version "
-                f"reads {FORMAT}: go on with the version that made the run, or begin a new one"
-            )
 
     def _transactions(self) -> int:
         """The number of the last transaction that is recorded."""
@@ -284,50 +209,11 @@ class Journal:
             )
         return number
 
-    def _rows(self, table: str, query: str, kind: type[T], *arguments: int) -> list[T]:
-        with self._errors_named():
-            found = self._db.execute(query, arguments).fetchall()
-        return [self._decoded(table, row, checksum, kind) for row, checksum in found]
-
-    def _decoded(self, table: str, row: bytes, checksum: int, kind: type[T]) -> T:
-        self._check(table, row, checksum)
-        try:
-            return decode(row, kind)
-        except msgspec.MsgspecError as error:
-            raise JournalError(f"{self.path}: a row of {table!r} cannot be read: {error}") from error
-
-    def _check(self, table: str, row: bytes, checksum: int) -> None:
-        if not isinstance(row, bytes) or crc32(row) != checksum:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise JournalError(f"{self.path}: damaged: a row of {table!r} does not match its checksum")
-
-
-def _read_only_address(path: Path) -> str:
-    """The address under which SQLite changes nothing; without a log it would begin one, unless the file is final."""
-    final = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
-    return f"{path.resolve().as_uri()}?mode=ro{final}"
-
-
-def _holder(path: Path, locks: Path = Path("/proc/locks")) -> str:
-    """Name the process that has locked the journal at `path`: the locks of a log in WAL mode are on its -shm file."""
-    try:
-        inode = path.with_name(f"{path.name}-shm").stat().st_ino
-        rows = [line.split() for line in locks.read_text().splitlines()]
-    except OSError:
-        return "another process"
-    # 1: POSIX  ADVISORY  WRITE 4711 fe:00:1234 120 120
-    found = [row[4] for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")]
-    return f"process {', '.join(found)}" if found else "another process"
-
 
 def _tip(number: int) -> bytes:
     return TIP.pack(number, crc32(struct.pack("<Q", number)))
 
 
-def _checked(value: object) -> tuple[bytes, int]:
-    row = encode(value)
-    return row, crc32(row)
-
-
 def _dead(letter: DeadLetter) -> tuple[int | bytes, ...]:
     identity = letter.trajectory.identity
-    return identity.prompt, identity.sample, identity.attempt, *_checked(letter)
+    return identity.prompt, identity.sample, identity.attempt, *checked(letter)

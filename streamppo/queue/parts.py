@@ -1,6 +1,8 @@
 """A batch in parts: its outline, which every rank needs of all rows, and the tokens of the rows that a rank reads.
 
-    batch = join(outline_of(batch), rows, tokens_of(batch, rows))       exactly, but for the tokens of other rows: zeros
+    batch = join(outline_of(batch), tokens_of(batch, rows))       exactly, but for the tokens of other rows: zeros
+
+Each shard of a queue gives the part of a batch that it has, or of its outline; `merge` puts the parts together.
 
 Advantages, corrections and metrics are computed on every rank from all rows, and need no token ids. Only a pass over
 rows does, and each row is passed over by one rank.
@@ -11,25 +13,48 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import structs
 
+from streamppo.errors import JournalError
 from streamppo.types import Batch, Outline, Tokens, Trajectory, ints
 
 
 def outline_of(batch: Batch) -> Outline:
     """Everything of a batch but its token ids."""
     lengths = [len(one.prompt_tokens) // 4 for one in batch.trajectories]
-    none = Tokens(prompt_tokens=b"", tokens=b"", candidates=b"")
+    none = Tokens(row=0, prompt_tokens=b"", tokens=b"", candidates=b"")
     bare = tuple(_with(one, none) for one in batch.trajectories)
     prompt_lengths = np.array(lengths, dtype="<i4").tobytes()
     return Outline(batch=structs.replace(batch, trajectories=bare), prompt_lengths=prompt_lengths)
 
 
 def tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tokens, ...]:
-    """The token ids of the trajectories at `rows`."""
-    picked = (batch.trajectories[row] for row in rows)
+    """The token ids of the trajectories at `rows`; a part of a batch gives those of the rows that it has."""
+    place = {row: at for at, row in enumerate(ints(batch.rows).tolist())} if batch.rows else None
     return tuple(
-        Tokens(prompt_tokens=one.prompt_tokens, tokens=one.tokens, candidates=one.candidates, routes=one.routes)
-        for one in picked
+        _tokens(row, batch.trajectories[row if place is None else place[row]])
+        for row in rows
+        if place is None or row in place
     )
+
+
+def merge(batches: Sequence[Batch]) -> Batch:
+    """The whole batch of these parts, or of the only one. Raises `JournalError` if a row is missing."""
+    first, *others = batches
+    if not others and not first.rows:
+        return first
+    rows = dict(pair for one in batches for pair in zip(ints(one.rows).tolist(), one.trajectories, strict=True))
+    if sorted(rows) != list(range(len(rows))):
+        raise JournalError(f"the batch of version {first.version} came in parts, and lacks rows")
+    return structs.replace(first, rows=b"", trajectories=tuple(rows[row] for row in sorted(rows)))
+
+
+def merge_outlines(outlines: Sequence[Outline]) -> Outline:
+    """The outline of the whole batch of these parts. Raises as `merge` does."""
+    first, *others = outlines
+    if not others and not first.batch.rows:
+        return first
+    order = np.argsort(ints(b"".join(one.batch.rows for one in outlines)))
+    lengths = ints(b"".join(one.prompt_lengths for one in outlines))
+    return Outline(batch=merge([one.batch for one in outlines]), prompt_lengths=lengths[order].tobytes())
 
 
 def widths(outline: Outline) -> list[int]:
@@ -38,18 +63,24 @@ def widths(outline: Outline) -> list[int]:
     return [prompt + tokens for prompt, tokens in zip(ints(outline.prompt_lengths).tolist(), completions, strict=True)]
 
 
-def join(outline: Outline, rows: Sequence[int], tokens: Sequence[Tokens]) -> Batch:
-    """The batch with the `tokens` of `rows`; those of other rows are zeros, as many, without candidates and routes."""
-    known = dict(zip(rows, tokens, strict=True))
+def join(outline: Outline, tokens: Sequence[Tokens]) -> Batch:
+    """The batch with these `tokens`; those of other rows are zeros, as many, without candidates and routes."""
+    known = {one.row: one for one in tokens}
     lengths = ints(outline.prompt_lengths).tolist()
     bare = enumerate(zip(outline.batch.trajectories, lengths, strict=True))
     whole = tuple(_with(one, known.get(row) or _zeros(one, length)) for row, (one, length) in bare)
     return structs.replace(outline.batch, trajectories=whole)
 
 
+def _tokens(row: int, one: Trajectory) -> Tokens:
+    columns = {"prompt_tokens": one.prompt_tokens, "tokens": one.tokens, "candidates": one.candidates}
+    return Tokens(row=row, routes=one.routes, **columns)
+
+
 def _with(one: Trajectory, tokens: Tokens) -> Trajectory:
-    return structs.replace(one, **structs.asdict(tokens))
+    columns = {name: column for name, column in structs.asdict(tokens).items() if name != "row"}
+    return structs.replace(one, **columns)
 
 
 def _zeros(one: Trajectory, prompt_length: int) -> Tokens:
-    return Tokens(prompt_tokens=bytes(4 * prompt_length), tokens=bytes(len(one.versions)), candidates=b"")
+    return Tokens(row=0, prompt_tokens=bytes(4 * prompt_length), tokens=bytes(len(one.versions)), candidates=b"")

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from streamppo.queue.slot import SlotState
+from streamppo.queue.slot import Record, SlotState
 from streamppo.types import Crossing, Identity, Trajectory
 
 Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "resampled"]
@@ -13,7 +13,8 @@ GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 class SavedSlot(Crossing, frozen=True):
     """A slot that is held, or a part of one.
 
-    Request `call` of `actor` has its ticket, or its trajectory is stored, or it is open.
+    Request `call` of `actor` has its ticket, or its trajectory is stored, or it is open. If the queue has shards, a
+    `record` stands for the trajectory.
     """
 
     number: int
@@ -23,11 +24,17 @@ class SavedSlot(Crossing, frozen=True):
     failures: int
     trajectory: Trajectory | None
     part: int = 0
+    record: Record | None = None
+
+    @property
+    def stored(self) -> Trajectory | None:
+        """The trajectory, or its record, if it has come."""
+        return self.record or self.trajectory
 
     @property
     def state(self) -> SlotState:
         """Open, issued or ready; a ready one is leased if a `Lease` names it."""
-        return SlotState.READY if self.trajectory else SlotState.ISSUED if self.actor else SlotState.OPEN
+        return SlotState.READY if self.stored else SlotState.ISSUED if self.actor else SlotState.OPEN
 
 
 class Shape(NamedTuple):
@@ -83,9 +90,12 @@ class DeadLetter(Crossing, frozen=True):
 
 
 class Archived(Crossing, frozen=True):
-    """The file of one batch in the archive. All prompts of the batch are from `first_prompt` to `last_prompt`."""
+    """The files of one batch in the archive: the SHA-256 of the only one, or of each shard's part.
 
-    sha256: str
+    All prompts of the batch are from `first_prompt` to `last_prompt`.
+    """
+
+    files: tuple[str, ...]
     first_prompt: int
     last_prompt: int
 

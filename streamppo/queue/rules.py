@@ -34,10 +34,10 @@ from streamppo.queue import segments
 from streamppo.queue.defects import Limits, defect, defects
 from streamppo.queue.failures import FailureWindow
 from streamppo.queue.records import DeadLetter, Ended, Ending
-from streamppo.queue.slot import Slot, SlotState, Unit, all_younger, count_older
+from streamppo.queue.slot import Record, Slot, SlotState, Unit, all_younger, count_older, newest_version
 from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings
 from streamppo.queue.window import in_window
-from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory, ints
+from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory
 
 
 class QueueRules:
@@ -100,6 +100,11 @@ class QueueRules:
         for trajectory, reason in zip(trajectories, defects(trajectories, self.limits), strict=True):
             self._put(trajectory, reason)
 
+    def put_records(self, records: Sequence[Record]) -> None:
+        """Store the records of finished trajectories, which a shard has looked at."""
+        for record in records:
+            self._put(record, record.defect or None)
+
     def put(self, trajectory: Trajectory) -> bool:
         """Store a finished trajectory. False if nobody waits for it: delivered twice, or by one given up for dead.
 
@@ -119,7 +124,7 @@ class QueueRules:
             self.state.counts["dead_letters"] += 1
             self._fail(slot, "dead_letter", "engine", reason)
             return False
-        if (newest := int(ints(trajectory.versions).max())) > self.state.version:
+        if (newest := newest_version(trajectory)) > self.state.version:
             raise QueueError(f"{trajectory.actor} sampled with version {newest}, which the ledger does not know")
         self._count_delivered(trajectory.num_sampled)
         if trajectory.finish == "cut":

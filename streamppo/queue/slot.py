@@ -19,7 +19,9 @@ abandoned   nobody samples it again
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from streamppo.types import Identity, Trajectory, flags, ints
@@ -48,6 +50,68 @@ NEXT: dict[SlotState, tuple[SlotState, ...]] = {
     SlotState.ABANDONED: (),
 }
 """The arrows of the drawing; any other transition is a bug of ours."""
+
+
+class Record(Trajectory, frozen=True):
+    """A trajectory as the queue has it if a shard has its columns (shard.py), which are empty here.
+
+    `ages` are the versions that sampled its tokens, oldest first, and how many each of them sampled. With a `defect` it
+    cannot be trained on, and still has its columns.
+    """
+
+    length: int = 0
+    newest_version: int = 0
+    ages: tuple[tuple[int, int], ...] = ()
+    defect: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the length of the completion."""
+        return self.length
+
+    @property
+    def num_sampled(self) -> int:
+        """The tokens that the policy sampled."""
+        return sum(count for _, count in self.ages)
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the oldest token that the policy sampled."""
+        return self.ages[0][0]
+
+
+BARE: dict[str, Any] = dict.fromkeys(
+    (
+        "prompt_tokens",
+        "tokens",
+        "logprobs",
+        "versions",
+        "mask",
+        "token_rewards",
+        "candidates",
+        "candidate_counts",
+        "teacher_logprobs",
+        "routes",
+    ),
+    b"",
+) | {"explanation": ""}
+"""Fields of a trajectory that its record does without."""
+
+
+def record_of(trajectory: Trajectory, defect: str | None) -> Record:
+    """The record of a trajectory that is sound; one that has a `defect` keeps all that it has."""
+    fields = structs.asdict(trajectory)
+    if defect is not None:
+        ages = ((0, trajectory.num_sampled),)
+        return Record(**fields, length=trajectory.num_tokens, ages=ages, defect=defect)
+    versions = ints(trajectory.versions)
+    ages, counts = np.unique(versions[flags(trajectory.mask)], return_counts=True)
+    return Record(
+        **fields | BARE,
+        length=trajectory.num_tokens,
+        newest_version=int(versions.max()),
+        ages=tuple(zip(ages.tolist(), counts.tolist(), strict=True)),
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -121,11 +185,21 @@ class Unit:
 
 def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
     """(tokens that the policy sampled before `version`, all that it sampled)."""
+    if isinstance(trajectory, Record):
+        return sum(count for age, count in trajectory.ages if age < version), trajectory.num_sampled
     mask = flags(trajectory.mask)
     return int((ints(trajectory.versions)[mask] < version).sum()), int(mask.sum())
 
 
+def newest_version(trajectory: Trajectory) -> int:
+    """The newest version of any token."""
+    return trajectory.newest_version if isinstance(trajectory, Record) else int(ints(trajectory.versions).max())
+
+
 def all_younger(units: Iterable[Unit], version: int) -> bool:
     """True if no token of `units` was sampled before `version`: the common case, found out for all units at once."""
-    columns = b"".join(trajectory.versions for unit in units for trajectory in unit.trajectories)
+    trajectories = [trajectory for unit in units for trajectory in unit.trajectories]
+    if isinstance(trajectories[0], Record):
+        return all(trajectory.oldest_version >= version for trajectory in trajectories)
+    columns = b"".join(trajectory.versions for trajectory in trajectories)
     return bool(ints(columns).min() >= version)

@@ -11,7 +11,7 @@ from pathlib import Path
 from streamppo.errors import JournalError
 from streamppo.queue.records import Changes, Counters, Lease, Saved, SavedSlot
 from streamppo.queue.rules import lease
-from streamppo.queue.slot import NO_CALL, Slot, SlotState, Unit
+from streamppo.queue.slot import NO_CALL, Record, Slot, SlotState, Unit
 from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings, nothing_unwritten
 
 
@@ -83,7 +83,7 @@ def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
         actor=saved.actor,
         call=saved.call,
         failures=saved.failures,
-        trajectory=saved.trajectory,
+        trajectory=saved.stored,
         part=saved.part,
     )
     unit.slots.append(slot)
@@ -106,13 +106,15 @@ def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
 
 
 def _saved(slot: Slot) -> SavedSlot:
+    record = slot.trajectory if isinstance(slot.trajectory, Record) else None
     return SavedSlot(
         number=slot.number,
         identity=slot.identity,
         actor=slot.actor,
         call=slot.call,
         failures=slot.failures,
-        trajectory=slot.trajectory,
+        trajectory=None if record else slot.trajectory,
+        record=record,
         part=slot.part,
     )
 

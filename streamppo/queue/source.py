@@ -18,7 +18,7 @@ from streamppo.queue import archive, handout
 from streamppo.queue.handout import BatchRef, Handout, Put
 from streamppo.types import Push, decode, encode
 from streamppo.weights.ledger import Published
-from streamppo.weights.shares import Joining, Share
+from streamppo.weights.shares import Joining, Share, Told
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
@@ -32,26 +32,26 @@ class BatchSource(Protocol):
     """The calls that a learner makes: batches in, versions out. A Ray actor answers them."""
 
     @ray.method
-    async def take(self, version: int) -> "BatchRef | None":
-        """Return the batch of the update that starts at `version`, as soon as it is whole; None after a stop.
+    async def take(self, version: int) -> "list[BatchRef] | None":
+        """Return the batch of the update that starts at `version`, in parts, as soon as it is whole; None after a stop.
 
-        The reference is lost with this process: then the next one has the same batch.
+        References are lost with the process that made them: then the next one has the same batch.
         """
         ...
 
     @ray.method
-    async def outline(self, version: int) -> "BatchRef | None":
-        """Return the `Outline` of the same batch, in the same way, for a rank that reads a part of its rows."""
+    async def outline(self, version: int) -> "list[BatchRef] | None":
+        """Return the `Outline` of the same batch, in the same way, for a rank that reads some of its rows."""
         ...
 
     @ray.method
-    async def tokens(self, version: int, rows: bytes) -> "BatchRef | None":
+    async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
         """Return the `Tokens` of the trajectories at `rows` (int32) of the same batch."""
         ...
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> bytes:
-        """Receive one rank's share of a new version: its `Push`, its buckets, and the encoded `Learned` of its batch.
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
+        """Receive one rank's share of a new version: its `Push`, its buckets, and the `Learned` of its batch.
 
         `learner` counts the groups of ranks that the run has had. Returns a `Published` when all shares have come.
         """
@@ -111,22 +111,22 @@ class ArchiveSource(ArchivedRuns):
         self._joining = Joining(self._publish)
 
     @ray.method
-    async def take(self, version: int) -> "BatchRef | None":
+    async def take(self, version: int) -> "list[BatchRef] | None":
         """The batch that was trained on from `version`."""
-        return await self._handout.batch(version, lambda: self._archive.batch(version))
+        return [await self._handout.batch(version, lambda: self._archive.batch(version))]
 
     @ray.method
-    async def outline(self, version: int) -> "BatchRef | None":
+    async def outline(self, version: int) -> "list[BatchRef] | None":
         """The outline of the batch that was trained on from `version`."""
-        return await self._handout.outline(version, lambda: self._archive.batch(version))
+        return [await self._handout.outline(version, lambda: self._archive.batch(version))]
 
     @ray.method
-    async def tokens(self, version: int, rows: bytes) -> "BatchRef | None":
+    async def tokens(self, version: int, rows: bytes) -> "list[BatchRef] | None":
         """The token ids of some of its rows."""
-        return await self._handout.tokens(version, rows, lambda: self._archive.batch(version))
+        return [await self._handout.tokens(version, rows, lambda: self._archive.batch(version))]
 
     @ray.method
-    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes, learner: int) -> bytes:
+    async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
         """Keep the digest of a version; its weights go nowhere. Returns a `Published`."""
         return encode(await self._joining.result(Share(decode(push, Push), refs, learned)))
 

@@ -178,6 +178,12 @@ class QueueState:
         """Slots that were opened, and parts of them, which are neither consumed nor abandoned; leased ones are held."""
         return self.opened + self.counts["cut"] - self.abandoned - self.counts["consumed"]
 
+    def first_prompt(self, samples_per_prompt: int) -> int:
+        """The first prompt of which anything is held; the one to be opened next if nothing is."""
+        leased = (slot for one in self.leases.values() for unit in one.units for slot in unit.slots)
+        held = [*(prompt for prompt, _ in self.slots), *(slot.identity.prompt for slot in leased)]
+        return min(held, default=self.opened // samples_per_prompt)
+
     def issues(self, slot: Slot) -> None:
         """Count `slot`, whose actor has its ticket."""
         assert slot.actor is not None

@@ -21,6 +21,7 @@ from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, TeacherFailed
 from streamppo.process import phase
+from streamppo.queue.shards import Shards
 from streamppo.queue.source import BEAT_S
 from streamppo.rollout import adapters, build, teacher
 from streamppo.rollout.cuts import cut_for, most_under_way
@@ -101,7 +102,9 @@ async def start(
     engine = await build.engine(config, name, model_path, push.version, tensors)
     player = Player(engine, tokenizer, config.environment)
     follower = Follower(name, queue, engine, replica, source)
-    return Worker(config, name, queue, task, player, rewards, follower=follower, teacher=taught_by)
+    return Worker(
+        config, name, queue, task, player, rewards, follower=follower, teacher=taught_by, shards=Shards.of(config)
+    )
 
 
 class Worker:
@@ -118,8 +121,9 @@ class Worker:
         *,
         follower: Follower,
         teacher: Teacher | None = None,
+        shards: Shards | None = None,
     ) -> None:
-        self._config, self._name, self._queue = config, name, queue
+        self._config, self._name, self._queue, self._shards = config, name, queue, shards
         self._task, self._player, self._rewards, self._teacher = task, player, rewards, teacher
         self._follower, self._engine = follower, follower.engine
         self._sampling = build.sampling(config)
@@ -263,8 +267,10 @@ class Worker:
                 results, self._finished = self._finished, []
                 trajectories = tuple(result for result in results if isinstance(result, Trajectory))
                 failures = tuple(result for result in results if isinstance(result, Failure))
-                delivery = encode(trajectories), encode(failures)
-            await self._queue.deliver.remote(self._name, version, *delivery)
+                delivery = b"" if self._shards else encode(trajectories)
+            if self._shards:
+                delivery = encode(await self._shards.store(trajectories))
+            await self._queue.deliver.remote(self._name, version, delivery, encode(failures))
 
     def _cut_waiting(self) -> int:
         """Cut what is due of the completions that wait; returns the version for which all is cut."""

@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 from msgspec import structs
 
 from streamppo.errors import WeightsError
 from streamppo.types import Piece, Push, Tensor
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+Told: TypeAlias = "bytes | list[ObjectRef[bytes]]"
+"""An encoded `Learned`, empty without a batch; or, for a queue with shards, a reference of it."""
 T = TypeVar("T")
 R = TypeVar("R")
 REMEMBERED = 64
@@ -20,7 +25,7 @@ class Share(NamedTuple, Generic[T]):
 
     push: Push
     refs: list[T]
-    learned: bytes
+    learned: Told
 
 
 class Shares(Generic[T]):

@@ -101,6 +101,17 @@ def all_accounted(run: Path) -> chaos.Trial:
             id="two-ranks-with-deltas",
         ),
         pytest.param(
+            ["shard", "queue", "learner", "shard", "driver"],
+            ("queue.shards=3", "learner.ranks=2", "queue.max_lag=1"),
+            id="a-queue-with-shards",
+        ),
+        pytest.param(
+            ["shard", "rollout", "queue", "shard", "driver"],
+            ("queue.shards=2", "rollout.actors=2", "queue.segments={}", "queue.too_old=mask"),
+            id="segments-in-shards",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["learner", "driver"],
             ("learner.ranks=4", "learner.mesh.replicate=2", "queue.max_lag=1"),
             id="two-copies-of-two-ranks",

@@ -17,6 +17,7 @@ from streamppo.errors import QueueError
 from streamppo.queue import report, snapshot
 from streamppo.queue.records import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
 from streamppo.queue.rules import QueueRules
+from streamppo.queue.slot import Record, record_of
 from streamppo.queue.state import QueueState, Settings
 from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, decode, encode, ints
 
@@ -57,8 +58,10 @@ class QueueMachine(RuleBasedStateMachine):
         whole_groups=st.booleans(),
         too_old=st.sampled_from(["mask", "drop", "wait", "windowed", "keep"]),
         max_attempts=st.integers(1, 3),
+        records=st.booleans(),
     )
-    def begin(self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int) -> None:
+    def begin(self, max_lag: int, whole_groups: bool, too_old: Any, max_attempts: int, records: bool) -> None:
+        self.records = records
         self.max_lag, self.whole_groups, self.too_old = max_lag, whole_groups, too_old
         self.max_attempts = max_attempts
         self.config = Queue(
@@ -166,15 +169,23 @@ class QueueMachine(RuleBasedStateMachine):
     def _deliver(self, identity: Identity) -> None:
         actor, _, versions = self.flying.pop(identity)
         done = self._trajectory(identity, versions or [self.engines[actor]])
-        assert self.queue.put(done) is True
+        assert self._put(done)
         self.tokens_delivered += done.num_tokens
         self.delivered.append(done)
+
+    def _put(self, done: Trajectory) -> bool:
+        """True if somebody waited for it. A queue with shards gets its record alone."""
+        if not self.records:
+            return self.queue.put(done)
+        before = self.queue.state.counts["stored"]
+        self.queue.put_records([record_of(done, None)])
+        return self.queue.state.counts["stored"] > before
 
     @precondition(lambda self: self.delivered or self.zombies)
     @rule(data=st.data())
     def deliver_late_or_again(self, data: st.DataObject) -> None:
         done = data.draw(st.sampled_from(self.delivered + self.zombies))
-        assert self.queue.put(done) is False
+        assert not self._put(done)
         self.tokens_delivered += done.num_tokens
 
     @precondition(lambda self: self.flying)
@@ -241,10 +252,12 @@ class QueueMachine(RuleBasedStateMachine):
             assert slot not in self.consumed, "leased twice"
             self.consumed[slot] = version
             self.trained.add(done.identity)
-            young = [v for v in ints(done.versions).tolist() if v >= batch.min_version]
+            assert isinstance(done, Record) is self.records
+            whole = next(one for one in self.delivered if one.identity == done.identity)
+            young = [v for v in ints(whole.versions).tolist() if v >= batch.min_version]
             assert young, "a trajectory without a token to train on"
             if self.too_old != "mask":
-                assert len(young) == done.num_tokens, "older than max_lag"
+                assert len(young) == whole.num_tokens, "older than max_lag"
         if self.whole_groups:
             assert all(n % 2 == 0 and numbers[i + 1] == n + 1 for i, n in enumerate(numbers) if i % 2 == 0)
         return True

@@ -33,7 +33,7 @@ def _updated(ranks: int, folder: str, options: tuple[str, ...], *, own: bool) ->
     if own:
         outline = parts.outline_of(whole)
         rows = updater.own_rows(torch.tensor(parts.widths(outline)), whole.version)
-        whole = parts.join(outline, rows, parts.tokens_of(whole, rows))
+        whole = parts.join(outline, parts.tokens_of(whole, rows))
     updater.metrics(updater.update(pad(whole)))
     return [*case.whole(updater.policy).values()]
 

@@ -15,7 +15,9 @@ from streamppo.driver import preflight
 from streamppo.errors import CheckpointError, JournalError, StreamppoError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import Files, State
+from streamppo.queue import shard
 from streamppo.queue.archive import Archive
+from streamppo.queue.bodies import Bodies
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
 from streamppo.queue.state import settings_of
@@ -103,6 +105,17 @@ def test_a_damaged_checkpoint_stays_where_it_is_when_a_resume_is_refused(math_co
     run = trained(tmp_path, math_config(), checkpoint=2)
     (run / "checkpoints" / "00000002" / "manifest.json").write_text("{}")
     assert "versions 1 to 2 must be redone" in str(refusal(math_config("learner.lr=1e-5"), run))
+
+
+def test_a_journal_of_a_shard_that_was_deleted_is_named(math_config: Load, tmp_path: Path) -> None:
+    config = math_config("queue.shards=2")
+    run = trained(tmp_path, config, checkpoint=2)
+    for number in range(2):
+        Bodies(shard.path(run, number)).close()
+    preflight.verify(config, run)
+    shard.path(run, 1).unlink()
+    assert f"{run}/shards/1.sqlite: missing" in str(refusal(config, run))
+    assert "a run keeps its queue.shards: it was 2" in str(refusal(math_config(), run))
 
 
 def test_a_journal_that_was_deleted_is_named_and_none_is_made(math_config: Load, tmp_path: Path) -> None:

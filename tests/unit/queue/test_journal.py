@@ -13,7 +13,7 @@ from conftest import COUNTERS, trajectory
 
 from streamppo import durable
 from streamppo.errors import JournalError
-from streamppo.queue import journal as journal_module
+from streamppo.queue import database as sqlite
 from streamppo.queue.journal import DEAD_LETTERS, FORMAT, Journal
 from streamppo.queue.records import Changes, DeadLetter, Ended, Lease, Made, SavedSlot
 from streamppo.types import Identity
@@ -314,8 +314,8 @@ def test_a_writer_waits_for_the_process_that_has_locked_the_journal_and_names_it
     other.execute("begin immediate")
     before = everything(mine)
     waiting = Waiting(other)
-    monkeypatch.setattr(journal_module, "time", waiting)
-    monkeypatch.setattr(journal_module, "log", waiting)
+    monkeypatch.setattr(sqlite, "time", waiting)
+    monkeypatch.setattr(sqlite, "log", waiting)
     with pytest.raises(JournalError, match=r"journal\.sqlite: (another )?process.* has locked it for 120 s$"):
         mine.write(Changes(COUNTERS, (slot(9),)))
     assert everything(mine) == before
@@ -350,5 +350,5 @@ def test_the_process_that_holds_the_lock_is_named_by_its_number(tmp_path: Path) 
         f"2: POSIX  ADVISORY  READ  12 fe:00:{shared.stat().st_ino} 124 124\n"
         f"3: POSIX  ADVISORY  WRITE 4711 fe:00:{shared.stat().st_ino} 120 120\n"
     )
-    assert journal_module._holder(tmp_path / "journal.sqlite", tmp_path / "locks") == "process 4711"
-    assert journal_module._holder(tmp_path / "other.sqlite", tmp_path / "locks") == "another process"
+    assert sqlite._holder(tmp_path / "journal.sqlite", tmp_path / "locks") == "process 4711"
+    assert sqlite._holder(tmp_path / "other.sqlite", tmp_path / "locks") == "another process"

@@ -37,8 +37,8 @@ def test_the_parts_of_all_rows_are_the_batch_and_other_rows_are_zeros_of_their_l
     )
     outline = parts.outline_of(whole)
     assert parts.widths(outline) == [5] * 4
-    assert parts.join(outline, [2, 0, 3, 1], parts.tokens_of(whole, [2, 0, 3, 1])) == whole
-    some = parts.join(outline, [2], parts.tokens_of(whole, [2]))
+    assert parts.join(outline, parts.tokens_of(whole, [2, 0, 3, 1])) == whole
+    some = parts.join(outline, parts.tokens_of(whole, [2]))
     assert some.trajectories[2] == whole.trajectories[2]
     other, had = some.trajectories[1], whole.trajectories[1]
     assert (other.prompt_tokens, other.tokens, other.candidates, other.routes) == (bytes(12), bytes(8), b"", b"")
@@ -63,7 +63,7 @@ def test_each_rank_fetches_the_outline_and_its_own_rows_and_the_batch_is_read_on
         assert len(reads) == 1
         outline = decode(store.held[0], Outline)
         for mine, held in zip(rows, store.held[1:], strict=True):
-            found = parts.join(outline, mine.tolist(), decode(held, tuple[Tokens, ...]))
+            found = parts.join(outline, decode(held, tuple[Tokens, ...]))
             assert all(found.trajectories[row] == whole.trajectories[row] for row in mine)
         # Of a row of 400 + 1000 tokens: 13 bytes for each of the completion and 4 for each of the prompt; in parts 9
         # for each of the completion, and 4 for each of both in one row of eight.

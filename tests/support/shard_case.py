@@ -1,0 +1,54 @@
+"""A queue's shards without Ray: their calls are coroutines of this process."""
+
+import asyncio
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from streamppo.config.sections import Config
+from streamppo.queue.handout import Put
+from streamppo.queue.shard import QueueShard
+from streamppo.queue.shards import Shards, numbers
+from streamppo.types import Learned, Trajectory, encode
+
+
+class Handle:
+    """Stands for the actor's handle of `shard`."""
+
+    def __init__(self, shard: QueueShard) -> None:
+        self.shard = shard
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(getattr(self.shard, name)(*given)))
+
+
+class Ref:
+    """Stands for a reference, which any number may await."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[None, None, bytes]:
+        yield
+        return self._value
+
+
+def shards(config: bytes, run: Path, put: Put) -> Shards:
+    """The shards of the run in the folder `run`, which has the model's config.json."""
+    made = numbers(msgspec.msgpack.decode(config, type=Config))
+    actors: Any = [Handle(QueueShard(config, str(run), str(run), number, put)) for number in made]
+    return Shards(actors)
+
+
+async def deliver(queue: Any, actor: str, made: Sequence[Trajectory]) -> None:
+    """Deliver as a rollout actor does: by the shards of `queue`, if it has any."""
+    given = await queue._shards.store(made) if queue._shards else tuple(made)
+    await queue.deliver(actor, 0, encode(given), encode(()))
+
+
+def told(queue: Any, learned: Learned) -> Any:
+    """The learner's numbers as a rank gives them to `queue`."""
+    return [Ref(encode(learned))] if queue._shards else encode(learned)
