@@ -42,7 +42,7 @@ from streamppo.queue.shards import Shards
 from streamppo.queue.slot import Record
 from streamppo.queue.source import ArchivedRuns
 from streamppo.queue.state import QueueState, Settings, settings_of
-from streamppo.queue.waiting import BatchWaiters, TicketLine, VersionWaiters
+from streamppo.queue.waiting import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.types import Batch, Failure, Identity, Learned, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, Published
 from streamppo.weights.shares import Joining, Share, Told
@@ -90,6 +90,7 @@ class QueueActor(ArchivedRuns):
         self._tickets, self._batches = TicketLine(self._queue), BatchWaiters(self._queue)
         self._versions = VersionWaiters()
         self._handout, self._shards = Handout(put), shards(self.config)
+        self._polls = Polls(POLL_S)
         self._heard: dict[str, float] = {}
         self._life = uuid4().hex
         process.collect_rarely()
@@ -167,14 +168,14 @@ class QueueActor(ArchivedRuns):
 
     @ray.method
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
-        """Up to `limit` tickets, as soon as there is one; none after `POLL_S`.
+        """Up to `limit` tickets, as soon as there is one; none after a while.
 
         A swap may happen while the call waits here: `swapped` says so, and admits more. An actor counts `call` up when
         it has received tickets; until then it gets the same ones again.
         """
         self._hear(actor, engine_version)
         try:
-            async with asyncio.timeout(POLL_S):
+            async with self._polls.one():
                 tickets = await self._tickets.tickets(actor, engine_version, limit, call)
         except TimeoutError:
             return encode(())
@@ -219,12 +220,12 @@ class QueueActor(ArchivedRuns):
     async def weights_after(self, actor: str, version: int, have: int) -> "list[PushedRefs]":
         """Return, in order, all that version `have` (-1: nothing) needs to become the newest version.
 
-        It comes as soon as there is one above `version`, which the engine holds; nothing after `POLL_S`.
+        It comes as soon as there is one above `version`, which the engine holds; nothing after a while.
         """
         self._hear(actor, version)
         if (newest := self._newest()) is None or newest <= version:
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
+                async with self._polls.one():
                     await self._versions.above(version)
             if (newest := self._newest()) is None or newest <= version:
                 return []

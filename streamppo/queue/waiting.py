@@ -9,6 +9,8 @@ that concerns nobody costs a look at each engine version and each batch that is 
 """
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 
@@ -132,6 +134,30 @@ class TicketLine:
         del line[caller.actor]
         if not line:
             del self._by_version[caller.engine_version]
+
+
+class Polls:
+    """Calls that wait here and come back empty after `shortest_s`; after longer if they are very many.
+
+    An empty answer costs as much as any other, and says nothing.
+    """
+
+    EMPTY_PER_S = 50
+    """Calls that come back empty in a second, at most."""
+
+    def __init__(self, shortest_s: float) -> None:
+        self.waiting = 0
+        self._shortest_s = shortest_s
+
+    @asynccontextmanager
+    async def one(self) -> AsyncGenerator[None]:
+        """Raise `TimeoutError` if the block waits for longer than it may."""
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(max(self._shortest_s, self.waiting / self.EMPTY_PER_S)):
+                yield
+        finally:
+            self.waiting -= 1
 
 
 class BatchWaiters:

@@ -11,7 +11,7 @@ from conftest import trajectory
 from streamppo.errors import QueueError
 from streamppo.queue.rules import QueueRules
 from streamppo.queue.state import QueueState, Settings
-from streamppo.queue.waiting import BatchWaiters, TicketLine, VersionWaiters
+from streamppo.queue.waiting import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.types import Failure, Ticket, Trajectory
 
 SETTINGS = Settings(
@@ -307,3 +307,30 @@ async def test_a_version_wakes_those_that_are_older_and_no_others() -> None:
     versions.published(3)
     await asyncio.gather(*waiting.values())
     assert not versions._events
+
+
+def test_thousands_who_wait_are_not_answered_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, timeout = list[float | None](), asyncio.timeout
+
+    def noted(seconds: float) -> asyncio.Timeout:
+        waited.append(seconds)
+        return timeout(seconds)
+
+    async def wait(polls: Polls) -> None:
+        async with polls.one():
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        polls = Polls(5.0)
+        calls = [asyncio.create_task(wait(polls)) for _ in range(2000)]
+        await asyncio.sleep(0.05)
+        assert (polls.waiting, waited[0], waited[-1]) == (2000, 5.0, 2000 / Polls.EMPTY_PER_S)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert polls.waiting == 0
+        with pytest.raises(TimeoutError):
+            await wait(Polls(0.01))
+
+    monkeypatch.setattr(asyncio, "timeout", noted)
+    asyncio.run(main())
