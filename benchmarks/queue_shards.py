@@ -50,6 +50,8 @@ from streamppo.types import Learned, Trajectory, encode
 BYTES_A_TOKEN = 13
 """Of a completion: its id, log-prob, version and mask."""
 WARM_VERSIONS, WARM_S = 2, 120.0
+FOLLOWERS = 64
+"""Engines that swap to every version: here versions come in seconds, and in a run of such lengths in minutes."""
 STORE_BYTES = 6 * 2**30
 
 
@@ -103,7 +105,8 @@ async def _measure(folder: Path, engines: int, tokens: int, shards: int, seconds
     await load.queue.begin(0)
     await load.queue.publish(push(0), [], b"", 0)
     names = [f"engine-{number}" for number in range(engines)]
-    tasks = [asyncio.create_task(work(name)) for name in names for work in (load.sample, load.follow)]
+    tasks = [asyncio.create_task(load.sample(name)) for name in names]
+    tasks += [asyncio.create_task(load.follow(name)) for name in names[:FOLLOWERS]]
     tasks.append(asyncio.create_task(load.learn()))
     with suppress(TimeoutError):
         async with asyncio.timeout(WARM_S):

@@ -39,7 +39,7 @@ from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.stages import Stages
 from streamppo.driver.watch import Stage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
-from streamppo.learner import manifest
+from streamppo.learner import manifest, remote
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import display
 from streamppo.telemetry.metrics_file import FINISHED
@@ -127,7 +127,7 @@ def train(stages: Stages, record: Record) -> Reports:
     config, checkpoints = stages.config, stages.folder / "checkpoints"
     # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap. Lines that are lost in
     # another way are not: training never waits for telemetry.
-    checkpoint = manifest.newest(checkpoints, at_most=record.complete_to)
+    checkpoint = remote.newest(checkpoints, stages.address, at_most=record.complete_to)
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     configfile.save(config, stages.folder)
     _evaluate(stages, record, newest)
@@ -145,7 +145,7 @@ def train(stages: Stages, record: Record) -> Reports:
             return _finish(stages, record)
         except LearnerLost as lost:
             stages.note(Stage.LEARNER, str(lost))
-            checkpoint = manifest.newest(checkpoints, at_most=record.complete_to)
+            checkpoint = remote.newest(checkpoints, stages.address, at_most=record.complete_to)
 
 
 def _checkpoint(stages: Stages, version: int) -> None:
@@ -191,6 +191,7 @@ def _finish(stages: Stages, record: Record) -> Reports:
     stages.calls.wait([*saving, *(rank.settle.remote() for rank in ranks)], "the last checkpoint")
     exporting = [rank.export.remote(str(folder / "final")) for rank in ranks]
     record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
+    stages.fetch_final()
     remake.lost_lines(record, folder)
     # More than `updates`, where a run that had made more of them is resumed with fewer.
     _evaluate(stages, record, record.version)

@@ -19,10 +19,10 @@ from streamppo.config import file as configfile
 from streamppo.config.change import moved
 from streamppo.config.sections import Config, model_path
 from streamppo.driver.actors import make_ranks
-from streamppo.driver.cluster import describe, init_ray
+from streamppo.driver.cluster import describe, here, init_ray
 from streamppo.driver.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
-from streamppo.learner import manifest
+from streamppo.learner import manifest, remote
 from streamppo.queue import archive, continuation
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
@@ -96,9 +96,10 @@ def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[i
     start = int(checkpoint.name) if checkpoint else 0
     if last < start:
         raise JournalError(f"{run}: versions before {start} cannot be made again: their batches were not kept")
-    first = configs[max(version for version in configs if version <= start)]
+    first = remote.told(configs[max(version for version in configs if version <= start)], run)
     init_ray(first)
-    source = ray.remote(ArchiveSource).options(num_cpus=0, max_concurrency=100).remote(str(run))
+    options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here()}
+    source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
     resume_from = str(checkpoint) if checkpoint else None
@@ -119,11 +120,14 @@ def _oldest_start(run: Path) -> Path | None:
     """
     if not (first := min(archive.open(run).versions(), default=0)):
         return None
-    covered = [path for path in manifest.complete(run / "checkpoints") if int(path.name) >= first]
-    if not covered:
+    folder, address = run / "checkpoints", remote.known(run)
+    copies = remote.Remote(address).versions() if address else []
+    found = {*(int(path.name) for path in manifest.complete(folder)), *copies}
+    if not (covered := sorted(version for version in found if version >= first)):
         raise JournalError(f"{run}: the archive begins with version {first}, and no checkpoint is as new as that")
-    echo(f"batches before version {first} were not kept: beginning with the checkpoint of version {covered[0].name}")
-    return covered[0]
+    path = folder / f"{covered[0]:08d}"
+    echo(f"batches before version {first} were not kept: beginning with the checkpoint of version {path.name}")
+    return path
 
 
 def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamppo.config.sections import Config, Model, model_path
 from streamppo.errors import CheckpointError
-from streamppo.learner import adapters, manifest, pretrained
+from streamppo.learner import adapters, manifest, pretrained, remote
 from streamppo.weights import buckets
 from streamppo.weights.adapters import merged
 from streamppo.weights.buckets import Shard
@@ -55,8 +55,15 @@ def of_model(path: str, dtype: str) -> dict[str, Tensor]:
 
 
 def _checkpoint(run: Path, version: int | None) -> Path:
-    found = {int(path.name): path for path in manifest.complete(run / "checkpoints")}
-    wanted = max(found, default=0) if version is None else version
+    folder, address = run / "checkpoints", remote.known(run)
+    found = {int(path.name): path for path in manifest.complete(folder)}
+    wanted = max(found, default=None) if version is None else version
+    if address and wanted not in found:
+        copies = remote.Remote(address).versions()
+        wanted = max(copies, default=None) if wanted is None else wanted
+        found |= {one: folder / f"{one:08d}" for one in copies if one not in found}
+        if wanted in found:
+            remote.Remote(address).fetch_checkpoint(found[wanted])
     if wanted not in found:
         there = ", ".join(map(str, found)) or "none"
         asked = "" if version is None else f" of version {version}"

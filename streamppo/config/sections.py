@@ -152,6 +152,8 @@ class Checkpoint(Section, frozen=True):
     """The newest checkpoints that stay on disk."""
     keep_every: Count = 0
     """Checkpoints of versions that this divides stay for good; 0 keeps none of them."""
+    remote: str = ""
+    """An address of fsspec's (s3://bucket/runs, gs://...) where copies go, from which a rank fetches what it lacks."""
 
 
 class Archive(Section, frozen=True):
@@ -178,6 +180,8 @@ class Cluster(Section, frozen=True):
     """Logical CPUs that local Ray may hand out; all that the configuration asks for by default."""
     object_store_mib: Positive = 256
     """Shared memory of the local object store."""
+    own_disks: bool = False
+    """Nodes do not see the run's folder: each has one of its own, and the rest comes by way of checkpoint.remote."""
 
 
 class Watchdog(Section, frozen=True):
@@ -258,11 +262,7 @@ class Config(Section, frozen=True):
             yield refused
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
-        if self.archive.keep and (not self.checkpoint.every or self.checkpoint.keep < 2):
-            yield (
-                f"archive.keep ({self.archive.keep}) drops batches that two checkpoints have made needless: "
-                "checkpoint.every must be above 0 and checkpoint.keep at least 2"
-            )
+        yield from _kept(self)
         if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
             yield refused
         segments = queue.segments is not None
@@ -280,6 +280,17 @@ class Config(Section, frozen=True):
                 f"name ({_short(self.name)}) must be usable as the name of a folder: at most {LONGEST_NAME} bytes, "
                 'without "/", control characters, spaces at an end or "." at the beginning'
             )
+
+
+def _kept(config: Config) -> Iterator[str]:
+    """A sentence for every choice that would leave a run without what it needs to go on."""
+    if config.archive.keep and (not config.checkpoint.every or config.checkpoint.keep < 2):
+        yield (
+            f"archive.keep ({config.archive.keep}) drops batches that two checkpoints have made needless: "
+            "checkpoint.every must be above 0 and checkpoint.keep at least 2"
+        )
+    if config.cluster.own_disks and not config.checkpoint.remote:
+        yield "cluster.own_disks needs checkpoint.remote: a node that comes has no file of those that have gone"
 
 
 def _proximal(config: Config) -> Iterator[str]:

@@ -35,14 +35,16 @@ class Needs(NamedTuple):
 
 
 def of_rank(config: Config, folder: Path) -> Needs:
-    """Leave a text in `folder`, and say what a learner rank needs. Raises `RunError` if the folder takes no file."""
+    """Leave a text in `folder`, and say what a learner rank needs. Raises `RunError` if the folder takes no file.
+
+    Nodes with disks of their own need not see the folder.
+    """
+    if config.cluster.own_disks:
+        return Needs("", "", _given(config), tuple(config.algorithm.own_functions.values()))
     token = uuid4().hex
     with durable.naming(folder / TOKEN, RunError):
         durable.write(folder / TOKEN, token.encode())
-    algorithm = config.algorithm
-    folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
-    given = _local([name for name in folders if name not in ("", BUILTIN, *CRITICS)])
-    return Needs(str(folder), token, given, tuple(algorithm.own_functions.values()))
+    return Needs(str(folder), token, _given(config), tuple(config.algorithm.own_functions.values()))
 
 
 def of_rollout(config: Config, rank: Needs) -> Needs:
@@ -72,7 +74,9 @@ def lacking(needs: Needs) -> list[str]:
     """Name everything that this process does not find."""
     missing: list[str] = []
     token = Path(needs.folder) / TOKEN
-    if not token.is_file():
+    if not needs.folder:
+        pass
+    elif not token.is_file():
         missing.append(f"the run's folder {needs.folder}")
     elif token.read_text() != needs.token:
         missing.append(f"the run's folder {needs.folder}: another one of that name is there")
@@ -80,6 +84,13 @@ def lacking(needs: Needs) -> list[str]:
     missing += [f"the plug-in {name}" for name in needs.plugins if not _is_there(name.rpartition(":")[0])]
     missing += [f"the environment variable {name}" for name in needs.variables if name not in os.environ]
     return missing
+
+
+def _given(config: Config) -> tuple[str, ...]:
+    """The folders of models and runs that ranks read, and that the run does not make."""
+    algorithm = config.algorithm
+    folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
+    return _local([name for name in folders if name not in ("", BUILTIN, *CRITICS)])
 
 
 def _local(names: Sequence[str]) -> tuple[str, ...]:

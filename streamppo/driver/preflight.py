@@ -6,7 +6,7 @@ from pathlib import Path
 from streamppo.config.sections import Config
 from streamppo.driver import inputs
 from streamppo.errors import CheckpointError
-from streamppo.learner import manifest
+from streamppo.learner import manifest, remote
 from streamppo.queue import continuation, snapshot
 from streamppo.queue.journal import Journal
 from streamppo.queue.state import settings_of
@@ -43,10 +43,12 @@ def _verify_journal(config: Config, folder: Path) -> None:
 def _start(folder: Path) -> int:
     """The version from which the learner would begin. Damaged checkpoints stay where they are."""
     recorded = max(metrics_file.recorded(metrics_file.read(folder)), default=0)
+    copies = remote.Remote(address).versions() if (address := remote.known(folder)) else []
+    newest = max([version for version in copies if version <= recorded], default=0)
     for path in reversed(manifest.complete(folder / "checkpoints")):
-        if int(path.name) <= recorded and _is_whole(path):
+        if newest < int(path.name) <= recorded and _is_whole(path):
             return int(path.name)
-    return 0
+    return newest
 
 
 def _is_whole(path: Path) -> bool:

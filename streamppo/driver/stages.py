@@ -10,6 +10,7 @@ too many of these in a short time     RunError
 
 import itertools
 import logging
+import shutil
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from msgspec import structs
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError
 
+from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
 from streamppo.driver import lock, nodes
@@ -35,11 +37,12 @@ from streamppo.driver.reports import Reports
 from streamppo.driver.silence import Silence
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
-from streamppo.learner import manifest
+from streamppo.learner import manifest, remote
 from streamppo.queue.source import as_source
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.record import Record
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
+from streamppo.weights import store
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -64,6 +67,8 @@ class Stages:
         self._restarts: deque[float] = deque()
         self._memory = MemoryKills()
         self.calls = Calls(self._died, self._tick)
+        self._told = remote.told(config, folder)
+        self.address = self._told.checkpoint.remote
         self._shards = make_shards(config, folder)
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
@@ -80,7 +85,7 @@ class Stages:
         self._reports = Reports(self.queue, self.calls, record)
         self.crew.resize(config.rollout.actors)
         self._groups = itertools.count()
-        self.ranks = make_ranks(config, as_source(self.queue), self._placement, next(self._groups))
+        self.ranks = make_ranks(self._told, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = True
         self._loaded_ranks: dict[str, str] = {}
 
@@ -105,7 +110,7 @@ class Stages:
             for rank in self.ranks:
                 kill(rank)
             self.calls.forget(Stage.CHECKPOINT)
-            self.ranks = make_ranks(self.config, as_source(self.queue), self._placement, next(self._groups))
+            self.ranks = make_ranks(self._told, as_source(self.queue), self._placement, next(self._groups))
         self._ranks_are_new = False
         if self._needs is not None:
             proofs = [inside(rank, nodes.prove, self._needs) for rank in self.ranks]
@@ -113,6 +118,7 @@ class Stages:
         model = model_path(self.config, self.folder)
         if self.config.model.path == BUILTIN:
             self.calls.wait([self.ranks[0].make_model.remote(model)], "making builtin:tiny")
+            store.bring_model(self._told, model)
         address = self.ranks[0].rendezvous.remote()
         resume_from = str(checkpoint) if checkpoint else None
         loading = [rank.setup.remote(address, model, resume_from) for rank in self.ranks]
@@ -178,6 +184,14 @@ class Stages:
             return []
         return sorted(reports, key=lambda report: report.version)
 
+    def fetch_final(self) -> None:
+        """Have the exported model in the run's folder, also if it was written to the disk of another node."""
+        if self.config.cluster.own_disks:
+            final = self.folder / store.FINAL
+            with durable.naming(final, RunError):
+                shutil.rmtree(final, ignore_errors=True)
+            store.Store(self.address).fetch_folder(store.FINAL, final)
+
     def end(self) -> None:
         """End rollout actors and ranks: Ray's own end may begin with the queue, and each of their calls complains."""
         with suppress(RunError):
@@ -189,7 +203,7 @@ class Stages:
 
     def _rollout(self, name: str, place: int) -> "ActorProxy[RolloutActor]":
         engine = self.config.rollout.engine.at(place)
-        config = structs.replace(self.config, rollout=structs.replace(self.config.rollout, actors=1, engine=engine))
+        config = structs.replace(self._told, rollout=structs.replace(self.config.rollout, actors=1, engine=engine))
         actor = make_rollout(config, name, self.queue, self._reward_models, self._placement.actor(place))
         if self._needs is not None:
             proof = inside(actor, nodes.prove, nodes.of_rollout(self.config, self._needs))

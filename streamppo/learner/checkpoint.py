@@ -2,11 +2,14 @@
 
 start        a copy on the CPU; the learner waits for no more than that, and goes on
 a thread     writes this rank's files, waits until the version is published, adds the manifest, gives the name
+another      copies this rank's files to `checkpoint.remote`, if there is one; a checkpoint that comes meanwhile is not
+             copied, unless it is the last one
 
 A disk may be a node's own: one rank leads in each folder, and gives it the manifest and the name.
 """
 
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -26,6 +29,7 @@ from streamppo.errors import CheckpointError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import Damaged, Files, State
 from streamppo.learner.policy import rank_in_copy
+from streamppo.learner.remote import Copier, Remote
 from streamppo.weights.transport import Pushed
 
 METADATA = ".metadata"
@@ -52,6 +56,8 @@ class Saver:
         self._config = config
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self._copier = Copier(config)
+        self._left: tuple[Path, list[str]] | None = None
 
     def start(self, folder: Path, state: State, trained: Trained, pushed: "Future[Pushed]") -> None:
         """Start a checkpoint under `folder`, after the one before; what is `trained` may change when this returns.
@@ -64,6 +70,8 @@ class Saver:
         if self._is_there(final):
             return
         leads = _leads(folder, self._group)
+        # All ranks copy it, or none.
+        copies = self._copier.remote is not None and not any(_gather(self._copier.is_busy, self._group))
         if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
         tensors = _tensors(trained, state)
@@ -75,12 +83,20 @@ class Saver:
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         )
         assert isinstance(written, Future), "async_save gives a future unless it is asked for more"
-        self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads)
+        self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads, copies=copies)
 
     def wait(self) -> None:
         """Wait until the last checkpoint has its name. Raises `CheckpointError` if the disk refused it."""
         if self._under_way is not None:
             self._under_way.result()
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint has its name, and is at the address too. Raises as `wait` does."""
+        self.wait()
+        self._copier.wait()
+        if self._left is not None and self._copier.remote is not None:
+            self._copy(*self._left)
+            self._copier.wait()
 
     def check(self) -> None:
         """Raise the error that `wait` would raise, without waiting."""
@@ -92,7 +108,14 @@ class Saver:
         return _told(final.exists(), self._group)
 
     def _complete(
-        self, final: Path, state: State, written: "Future[object]", pushed: "Future[Pushed]", *, leads: bool
+        self,
+        final: Path,
+        state: State,
+        written: "Future[object]",
+        pushed: "Future[Pushed]",
+        *,
+        leads: bool,
+        copies: bool,
     ) -> None:
         try:
             written.result()
@@ -110,14 +133,25 @@ class Saver:
             else:
                 metadata = b""
             state, metadata = _told((state, metadata), self._group)
-            if not leads:
-                return
-            # torch.distributed.checkpoint writes it where rank 0 is, and every rank reads it.
-            (aside / METADATA).write_bytes(metadata)
-            files = Files(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
-            manifest.write(aside, state, files)
-            durable.settle(final)
-            manifest.drop(final.parent, self._config.keep, self._config.keep_every)
+            if leads:
+                # torch.distributed.checkpoint writes it where rank 0 is, and every rank reads it.
+                (aside / METADATA).write_bytes(metadata)
+                files = Files(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
+                manifest.write(aside, state, files)
+                durable.settle(final)
+                manifest.drop(final.parent, self._config.keep, self._config.keep_every)
+            if self._copier.remote is not None:
+                # Whoever leads has given the name by then, on every disk.
+                dist.barrier(self._group)
+                self._left = final, list(own)
+                if copies:
+                    self._copy(*self._left)
+
+    def _copy(self, final: Path, own: Sequence[str]) -> None:
+        """Begin to copy this rank's files. They are open from here on: a disk may forget them meanwhile."""
+        is_first, self._left = dist.get_rank() == 0, None
+        names = [*own, METADATA, manifest.MANIFEST] if is_first else own
+        self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)
 
 
 def own_group() -> dist.ProcessGroup:
@@ -127,16 +161,20 @@ def own_group() -> dist.ProcessGroup:
     return made
 
 
-def load_newest(path: Path, trained: Trained) -> State | None:
+def load_newest(path: Path, trained: Trained, address: str = "") -> State | None:
     """Load the checkpoint at `path` in place; where a file is damaged, the newest one before it. A collective.
 
-    None if all of them are damaged. Raises the other errors of `load`.
+    Ranks fetch files that they lack from `address`, if there is one. None if all of them are damaged. Raises the other errors of
+    `load`.
     """
-    before = [found.name for found in manifest.complete(path.parent) if found.name <= path.name]
-    for name in _told(before, dist.group.WORLD)[::-1]:
+    copies = Remote(address) if address else None
+    here = [found.name for found in manifest.complete(path.parent)]
+    there = [f"{version:08d}" for version in copies.versions()] if copies and dist.get_rank() == 0 else []
+    before = [name for name in {*here, *there} if name <= path.name]
+    for name in _told(sorted(before), dist.group.WORLD)[::-1]:
         one = path.with_name(name)
         try:
-            return load(one, trained)
+            return load(one, trained, copies)
         except Damaged as error:
             if _leads(one.parent, dist.group.WORLD) and one.is_dir():
                 manifest.set_aside(one, error)
@@ -144,7 +182,10 @@ def load_newest(path: Path, trained: Trained) -> State | None:
 
 
 def reference_has_moved(path: Path) -> bool:
-    """True if the checkpoint at `path`, or one before it that may take its place, has a reference. A collective."""
+    """True if the checkpoint at `path`, or one before it that may take its place, has a reference. A collective.
+
+    It has one, for all that is known, if its manifest is not here.
+    """
     try:
         found = manifest.read(path).state.reference_moved
     except Damaged:
@@ -152,15 +193,15 @@ def reference_has_moved(path: Path) -> bool:
     return _told(found, dist.group.WORLD)
 
 
-def load(path: Path, trained: Trained) -> State:
+def load(path: Path, trained: Trained, copies: Remote | None = None) -> State:
     """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
 
-    Raises `CheckpointError` on all ranks if another number of ranks wrote it, or if a rank lacks a file; `Damaged` if a
-    file is not as it was written.
+    A rank fetches what it lacks from `copies`. Raises `CheckpointError` on all ranks if another number of ranks wrote
+    it, or if a rank lacks a file; `Damaged` if a file is not as it was written.
     """
     parameter = next(trained.policy.parameters())
     assert isinstance(parameter, DTensor), "a policy is sharded"
-    state = _verify(path, rank_in_copy(parameter.device_mesh))
+    state = _verify(path, rank_in_copy(parameter.device_mesh), copies)
     if state.ranks != dist.get_world_size():
         raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
     tensors = _tensors(trained, state)
@@ -180,14 +221,14 @@ def load(path: Path, trained: Trained) -> State:
     return state
 
 
-def _verify(path: Path, shards_of: int) -> State:
+def _verify(path: Path, shards_of: int, copies: Remote | None) -> State:
     """Let every rank verify the files that it reads, of which the rank `shards_of` wrote the shards.
 
     The first error of any rank is raised by all, a missing file before damage.
     """
     found: State | CheckpointError
     try:
-        found = manifest.verify(path, dist.get_rank(), shards_of)
+        found = manifest.verify(path, dist.get_rank(), shards_of, copies.fetch if copies else None)
     except CheckpointError as error:
         found = error
     errors = [one for one in _gather(found, dist.group.WORLD) if isinstance(one, CheckpointError)]

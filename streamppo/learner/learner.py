@@ -177,7 +177,9 @@ def build(
     adamw = optimizer.adamw(loaded, config)
     updater = _updater(config, loaded, adamw, frozen)
     trained, version, lag = Trained(loaded, adamw, reference.own(updater.reference)), 0, None
-    if resume_from is not None and (state := checkpoint.load_newest(Path(resume_from), trained)):
+    if resume_from is not None and (
+        state := checkpoint.load_newest(Path(resume_from), trained, config.checkpoint.remote)
+    ):
         version, lag = state.version, Lag(*state.lag) if state.lag else None
         optimizer.configure(adamw, config)
         bonus = None if state.bonus is None else Bonus(*state.bonus)

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -90,12 +91,17 @@ def read(path: Path) -> Manifest:
     return manifest
 
 
-def verify(path: Path, rank: int, shards_of: int | None = None) -> State:
+def verify(
+    path: Path, rank: int, shards_of: int | None = None, fetch: Callable[[str, str, Path], None] | None = None
+) -> State:
     """The state in the checkpoint at `path`, once the files that `rank` reads are verified.
 
     They are its own, and those of the rank `shards_of`, which wrote the shards of both if a model has several copies.
-    Raises `Damaged`, or `CheckpointError` for a file that is not there; both name it.
+    Files that are missing or damaged come by `fetch` (version, name, folder), if there is one. Raises `Damaged`, or
+    `CheckpointError` for a file that is not there; both name it.
     """
+    if fetch is not None and not (path / MANIFEST).is_file():
+        fetch(path.name, MANIFEST, path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: not on the disk of rank {rank}, which reads a part of it")
     manifest = read(path)
@@ -103,12 +109,21 @@ def verify(path: Path, rank: int, shards_of: int | None = None) -> State:
     read_here = [manifest.files.ranks[writer] for writer in writers if writer < manifest.state.ranks]
     files = {name: expected for some in (manifest.files.shared, *read_here) for name, expected in some.items()}
     for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: not on the disk of rank {rank}, which reads it")
-        if durable.sha256(file) != expected:
-            raise Damaged(f"{file}: damaged (its SHA-256 is not the manifest's)")
+        defect = _defect(path / name, expected, rank)
+        if defect is not None and fetch is not None:
+            fetch(path.name, name, path)
+            defect = _defect(path / name, expected, rank)
+        if defect is not None:
+            raise defect
     return manifest.state
+
+
+def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
+    if not file.is_file():
+        return CheckpointError(f"{file}: not on the disk of rank {rank}, which reads it")
+    if durable.sha256(file) != expected:
+        return Damaged(f"{file}: damaged (its SHA-256 is not the manifest's)")
+    return None
 
 
 def verify_whole(path: Path) -> State:

@@ -21,6 +21,7 @@ from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.queue.source import BEAT_S, BatchSource
 from streamppo.types import UpdateReport, decode, encode
+from streamppo.weights import store
 from streamppo.weights.ledger import Published
 
 if TYPE_CHECKING:
@@ -62,17 +63,20 @@ class Rank:
 
     @ray.method
     def make_model(self, folder: str) -> None:
-        """Create builtin:tiny at `folder`, unless it is there."""
+        """Create builtin:tiny at `folder`, unless it is there, or at the run's address."""
         from streamppo.learner import tiny
 
+        store.bring_model(self._config, folder)
         if not Path(folder).exists():
             tiny.make(self._config, Path(folder))
+            self._put(store.MODEL, folder)
 
     @ray.method
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None) -> int:
         """Join the group, load the model or a checkpoint, push the first version. Returns that version."""
         from streamppo.learner import device
 
+        store.bring_model(self._config, model_path)
         ranks, critic = self._config.learner.ranks, self._config.algorithm.critic
         place = device.acquire(self._config.learner.gpus, exact=self._config.learner.exact)
         device.join(place, address, self._rank, ranks, offload=self._config.learner.offload)
@@ -132,7 +136,7 @@ class Rank:
         """Wait until the last push is published and the last checkpoint has its name."""
         learner = self._learner()
         learner.pusher.last.result()
-        learner.saver.wait()
+        learner.saver.settle()
 
     @ray.method
     def save(self, folder: str) -> None:
@@ -142,7 +146,15 @@ class Rank:
     @ray.method
     def export(self, folder: str) -> str:
         """Write the policy as a Hugging Face folder. A collective. Returns the digest of the last push."""
-        return self._learner().export(Path(folder))
+        digest = self._learner().export(Path(folder))
+        if self._rank == 0:
+            self._put(store.FINAL, folder)
+        return digest
+
+    def _put(self, what: str, folder: str) -> None:
+        """Leave a folder at the run's address for nodes that do not see this disk."""
+        if self._config.cluster.own_disks:
+            store.Store(self._config.checkpoint.remote).put_folder(what, Path(folder))
 
     def _learner(self) -> "Learner":
         assert self._built is not None, "setup comes first"

@@ -65,10 +65,9 @@ class Database:
             try:
                 yield self._db
                 self._db.execute("commit")
-            except BaseException:
+            finally:
                 if self._db.in_transaction:
                     self._db.execute("rollback")
-                raise
 
     def _begin(self) -> None:
         """Take the write lock. Raises `JournalError` if another process holds it for longer than `LOCKED_S`."""

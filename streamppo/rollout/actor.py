@@ -11,6 +11,7 @@ import ray
 from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.types import encode
+from streamppo.weights import store
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -49,6 +50,7 @@ class RolloutActor:
     @ray.method
     async def start(self, model_path: str) -> int:
         """Load tokenizer, task and reward; start the engine on the first version. Returns that version."""
+        await asyncio.to_thread(store.bring_model, self._config, model_path)
         made = await self._begin(self._config, self._name, self._queue, self._reward_models, model_path)
         process.collect_rarely()
         self._worker.set_result(made)

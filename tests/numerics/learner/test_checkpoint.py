@@ -1,5 +1,6 @@
 """What a checkpoint brings back, whatever goes on beside its writing; who is told when it cannot be written."""
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from streamppo.learner import checkpoint, manifest, optimizer
 from streamppo.learner.batch import pad
 from streamppo.learner.checkpoint import Saver, Trained
 from streamppo.learner.manifest import State
+from streamppo.learner.remote import Remote
 from streamppo.learner.update import Updater
 from streamppo.weights.transport import Pushed
 
@@ -319,3 +321,72 @@ def test_ranks_with_a_disk_each_write_verify_and_miss_files_of_their_own(folder:
     for worker in workers:
         worker.join(120)
     assert [(out / f"disk-{rank}" / "checkpoints" / "done").exists() for rank in range(2)] == [True, True]
+
+
+def _copied(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
+    """Rank `rank` of two that have a disk each, and copies at one address; the second disk is lost."""
+    torch.set_num_threads(1)
+    own, address = out / f"disk-{rank}" / "checkpoints", f"file://{out}/copies"
+    with case.group(rank, ranks, store):
+        config = case.config_of(f"learner.ranks={ranks}", f"checkpoint.remote={address}")
+        updater = adamw(config, folder)
+        saver = saver_of(updater)
+        for version in (1, 2):
+            case.metrics(updater, pad(case.batch(seed=version)))
+            started(saver, updater, own, version)
+        saver.settle()
+        dist.barrier()
+        expected = case.whole(updater.policy)
+        if rank == 1:
+            shutil.rmtree(own)
+        else:
+            (own / "00000002" / "__0_0.distcp").write_bytes(b"damaged")
+        dist.barrier()
+        other = adamw(config, folder)
+        with pytest.raises(CheckpointError):
+            checkpoint.load(own / "00000002", trained(other))
+        loaded = checkpoint.load_newest(own / "00000002", trained(other), address)
+        assert loaded is not None and loaded.version == 2
+        assert all(torch.equal(expected[name], tensor) for name, tensor in case.whole(other.policy).items())
+        # A disk that has none of it, of whatever version.
+        dist.barrier()
+        shutil.rmtree(own)
+        dist.barrier()
+        loaded = checkpoint.load_newest(own / "00000002", trained(other), address)
+        assert loaded is not None and loaded.version == 2
+        (out / f"done-{rank}").touch()
+
+
+def test_ranks_fetch_what_their_disks_have_lost_from_the_copies(folder: Path, tmp_path: Path) -> None:
+    context, out = case.processes(), tmp_path / "disks"
+    workers = [
+        context.Process(target=_copied, args=(rank, 2, tmp_path / "store", folder, out), daemon=True)
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [(out / f"done-{rank}").exists() for rank in range(2)] == [True, True]
+
+
+@ALONE
+def test_a_checkpoint_that_comes_while_another_is_copied_is_left_out_unless_it_is_the_last(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, put = threading.Event(), Remote.put
+
+    def held(self: Remote, name: str, files: Any) -> None:
+        assert opened.wait(60)
+        put(self, name, files)
+
+    monkeypatch.setattr(Remote, "put", held)
+    updater = case.updater(case.config_of(f"checkpoint.remote=file://{tmp_path}/copies"), folder)
+    saver = saver_of(updater)
+    for version in (1, 2, 3):
+        started(saver, updater, tmp_path / "checkpoints", version)
+    saver.wait()
+    assert [path.name for path in manifest.complete(tmp_path / "checkpoints")] == ["00000002", "00000003"]
+    opened.set()
+    saver.settle()
+    assert Remote(f"file://{tmp_path}/copies").versions() == [1, 3]

@@ -264,7 +264,7 @@ def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
     (tmp_path / "run").mkdir()
     journal = Journal(tmp_path / "run" / "journal.sqlite")
     journal.write(
-        Changes(COUNTERS), [Made(version=1, digest="", archived=Archived(sha256="0", first_prompt=0, last_prompt=0))]
+        Changes(COUNTERS), [Made(version=1, digest="", archived=Archived(files=("0",), first_prompt=0, last_prompt=0))]
     )
     journal.close()
     code, output = checked(MATH, f"algorithm.critic.pretrain={tmp_path / 'run'}")

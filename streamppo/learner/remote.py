@@ -1,0 +1,138 @@
+"""Copies of a run's checkpoints at an address of fsspec's: an object store, or a folder. Needs no torch.
+
+checkpoint.remote/NAME-ID/00000050/     the files of a checkpoint, as they are on disks
+runs/NAME/remote.address                NAME-ID is the run's own, so that none of another run's is taken for one of it
+
+Every rank copies the files that it wrote, in a thread of its own, and waits for nobody. A copy is whole when its
+manifest and all files that this names are there, in whichever order they came; a file is verified when it is fetched.
+"""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+import msgspec
+from msgspec import structs
+
+from streamppo import durable
+from streamppo.config.sections import Checkpoint, Config
+from streamppo.errors import CheckpointError
+from streamppo.learner import manifest
+from streamppo.learner.manifest import MANIFEST, Manifest
+from streamppo.weights.store import Store
+
+ADDRESS = "remote.address"
+"""The file in a run's folder that has the address of its copies."""
+log = logging.getLogger(__name__)
+
+
+def address_of(config: Config, folder: Path) -> str:
+    """The address of the copies of the run in `folder`, which is new if it has none there; empty without any."""
+    if not (under := config.checkpoint.remote.rstrip("/")):
+        return ""
+    found = known(folder)
+    if not found.startswith(f"{under}/"):
+        found = f"{under}/{folder.name}-{uuid4().hex[:8]}"
+        with durable.naming(folder / ADDRESS, CheckpointError):
+            durable.write(folder / ADDRESS, found.encode())
+    return found
+
+
+def known(folder: Path) -> str:
+    """The address of the copies of the run in `folder`; empty if it has none."""
+    file = folder / ADDRESS
+    return file.read_text() if file.is_file() else ""
+
+
+def told(config: Config, folder: Path) -> Config:
+    """The configuration as ranks and rollout actors get it: with the run's own address."""
+    checkpoint = structs.replace(config.checkpoint, remote=address_of(config, folder))
+    return structs.replace(config, checkpoint=checkpoint)
+
+
+def newest(folder: Path, address: str, at_most: float) -> Path | None:
+    """The newest checkpoint of versions up to `at_most`, under `folder` or else at the address, as its path there.
+
+    One with a damaged manifest is moved out of the way.
+    """
+    here = manifest.newest(folder, at_most)
+    versions = [one for one in Remote(address).versions() if one <= at_most] if address else []
+    if not versions or (here is not None and int(here.name) >= versions[-1]):
+        return here
+    return folder / f"{versions[-1]:08d}"
+
+
+class Remote(Store):
+    """The copies of a run's checkpoints. Every method raises as those of `Store` do."""
+
+    def versions(self) -> list[int]:
+        """The versions of the copies that are whole, in order."""
+        return [version for version in self._listed() if self._is_whole(version)]
+
+    def fetch_checkpoint(self, path: Path) -> None:
+        """Fetch all files of the checkpoint that is to be at `path`, and is not there."""
+        self.fetch_folder(path.name, path)
+
+    def drop(self, config: Checkpoint) -> None:
+        """Delete whole copies that are kept no longer, and parts of copies that are older than a whole one."""
+        listed, whole = self._listed(), self.versions()
+        kept = {*whole[-config.keep :], *(one for one in whole if config.keep_every and one % config.keep_every == 0)}
+        for version in listed:
+            if version not in kept and whole and version < whole[-1]:
+                self.delete(f"{version:08d}")
+
+    # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _listed(self) -> list[int]:
+        """The versions of which any file is there."""
+        return sorted(int(name) for name in self.names() if name.isdigit())
+
+    def _is_whole(self, version: int) -> bool:
+        names = set(self.names(f"{version:08d}"))
+        if MANIFEST not in names:
+            return False
+        try:
+            files = msgspec.json.decode(self.read(f"{version:08d}", MANIFEST), type=Manifest).files
+        except msgspec.MsgspecError:
+            return False
+        return names.issuperset(name for some in (files.shared, *files.ranks) for name in some)
+
+
+class Copier:
+    """Copies one rank's files of checkpoints to the address, one checkpoint at a time, beside everything else."""
+
+    def __init__(self, config: Checkpoint) -> None:
+        self.remote = Remote(config.remote) if config.remote else None
+        self._config = config
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
+        self._under_way: Future[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True while files are on their way."""
+        return self._under_way is not None and not self._under_way.done()
+
+    def start(self, path: Path, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
+        """Copy open `files` of the checkpoint at `path`, and close them; `prunes` deletes copies that are not kept."""
+        if self.remote is not None:
+            self._under_way = self._thread.submit(self._copy, self.remote, path.name, files, prunes=prunes)
+
+    def wait(self) -> None:
+        """Wait until nothing is on its way."""
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def _copy(self, remote: Remote, version: str, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
+        try:
+            remote.put(version, files)
+            if prunes:
+                remote.drop(self._config)
+        except CheckpointError as error:
+            # A run does not end because a store does not answer: its own disk has the checkpoint.
+            log.info("checkpoint %s was not copied: %s", version, error)
+        finally:
+            for file in files.values():
+                file.close()

@@ -1,0 +1,124 @@
+"""Files at an address of fsspec's: an object store (s3://, gs://, ...), or a folder (file://). Needs no torch, no Ray.
+
+A run that has an address there keeps what its nodes have to get from each other: copies of checkpoints, and where nodes
+have disks of their own (`cluster.own_disks`) the model that it has made and the one that it has trained.
+"""
+
+import logging
+import shutil
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+import fsspec
+
+from streamppo import durable
+from streamppo.config.sections import BUILTIN, Config
+from streamppo.errors import CheckpointError
+
+PAUSES_S = (1.0, 10.0, 60.0)
+"""Seconds before a file is tried again that an address has refused; then it is given up."""
+PART_BYTES = 2**24
+MODEL, FINAL = "model", "final"
+"""Folders at a run's address: the model that it has made, and the one that it has trained."""
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """The files at `address`. Every method raises `CheckpointError`, which names it, if that refuses."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        with self.named():
+            self._files, self._root = fsspec.url_to_fs(address)
+
+    def put(self, folder: str, files: Mapping[str, BinaryIO]) -> None:
+        """Copy open files to `folder` there, in their order, under these names; an address may refuse for a minute."""
+        for name, file in files.items():
+            self._put_patiently(f"{self._root}/{folder}", name, file)
+
+    def put_folder(self, folder: str, path: Path) -> None:
+        """Copy the folder at `path`, which has no others in it, to `folder` there."""
+        for one in sorted(path.iterdir()):
+            with one.open("rb") as file:
+                self.put(folder, {one.name: file})
+
+    def fetch(self, folder: str, name: str, to: Path) -> None:
+        """Fetch one file, to `to / name`."""
+        aside = to / f"{name}.{uuid4().hex}{durable.ASIDE}"
+        with self.named(), durable.naming(to, CheckpointError):
+            to.mkdir(parents=True, exist_ok=True)
+            with self._files.open(f"{self._root}/{folder}/{name}", "rb") as theirs, aside.open("wb") as ours:
+                shutil.copyfileobj(theirs, ours, PART_BYTES)
+            durable.flush(aside)
+            durable.rename(aside, to / name)
+
+    def fetch_folder(self, folder: str, path: Path) -> None:
+        """Fetch all files of `folder` there to a folder at `path`, which has its name when it is whole."""
+        aside = path.with_name(f"{path.name}.{uuid4().hex}{durable.ASIDE}")
+        for name in self.names(folder):
+            self.fetch(folder, name, aside)
+        with durable.naming(path, CheckpointError):
+            if path.exists():
+                shutil.rmtree(aside)
+            else:
+                durable.rename(aside, path)
+
+    def names(self, folder: str = "") -> list[str]:
+        """The names of what is in a folder there; none of one that is not there."""
+        place = f"{self._root}/{folder}".rstrip("/")
+        with self.named():
+            self._files.invalidate_cache()
+            try:
+                found: Sequence[str] = self._files.ls(place, detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+
+    def read(self, folder: str, name: str) -> bytes:
+        """The content of a file."""
+        with self.named():
+            return self._files.cat_file(f"{self._root}/{folder}/{name}")
+
+    def delete(self, folder: str) -> None:
+        """Delete a folder, and all that is in it."""
+        with self.named():
+            self._files.rm(f"{self._root}/{folder}", recursive=True)
+
+    @contextmanager
+    def named(self) -> Generator[None]:
+        """Raise `CheckpointError` with the address for every error of the block."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Each kind of store has errors of its own.
+            raise CheckpointError(f"{self.address}: {type(error).__name__}: {error}") from error
+
+    def _put_patiently(self, folder: str, name: str, file: BinaryIO) -> None:
+        for pause_s in PAUSES_S:
+            try:
+                return self._put(folder, name, file)
+            except CheckpointError as error:
+                log.info("%s; trying again", error)
+                time.sleep(pause_s)
+        return self._put(folder, name, file)
+
+    def _put(self, folder: str, name: str, file: BinaryIO) -> None:
+        file.seek(0)
+        with self.named():
+            self._files.makedirs(folder, exist_ok=True)
+            with self._files.open(f"{folder}/{name}", "wb") as theirs:
+                shutil.copyfileobj(file, theirs, PART_BYTES)
+
+
+def bring_model(config: Config, path: str) -> None:
+    """Fetch the model that the run has made to `path`, if this node lacks it; `config` has the run's address."""
+    if config.cluster.own_disks and config.model.path == BUILTIN and not Path(path).exists():
+        store = Store(config.checkpoint.remote)
+        if store.names(MODEL):
+            store.fetch_folder(MODEL, Path(path))
