@@ -164,8 +164,8 @@ def own_group() -> dist.ProcessGroup:
 def load_newest(path: Path, trained: Trained, address: str = "") -> State | None:
     """Load the checkpoint at `path` in place; where a file is damaged, the newest one before it. A collective.
 
-    Ranks fetch files that they lack from `address`, if there is one. None if all of them are damaged. Raises the other errors of
-    `load`.
+    Ranks fetch files that they lack from `address`, if there is one. None if all of them are damaged. Raises the other
+    errors of `load`.
     """
     copies = Remote(address) if address else None
     here = [found.name for found in manifest.complete(path.parent)]

@@ -307,20 +307,25 @@ def _apart(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
         ):
             checkpoint.load_newest(own / "00000001", trained(updater))
         assert (own / "00000001").is_dir()
-        (own / "done").touch()
+        (out / f"done-{rank}").touch()
 
 
 def test_ranks_with_a_disk_each_write_verify_and_miss_files_of_their_own(folder: Path, tmp_path: Path) -> None:
+    assert _done_by_two(_apart, folder, tmp_path) == [True, True]
+
+
+def _done_by_two(function: Callable[[int, int, Path, Path, Path], None], folder: Path, tmp_path: Path) -> list[bool]:
+    """True for each of two ranks whose `function` has come to its end."""
     context, out = case.processes(), tmp_path / "disks"
     workers = [
-        context.Process(target=_apart, args=(rank, 2, tmp_path / "store", folder, out), daemon=True)
+        context.Process(target=function, args=(rank, 2, tmp_path / "store", folder, out), daemon=True)
         for rank in range(2)
     ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(120)
-    assert [(out / f"disk-{rank}" / "checkpoints" / "done").exists() for rank in range(2)] == [True, True]
+    return [(out / f"done-{rank}").exists() for rank in range(2)]
 
 
 def _copied(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None:
@@ -358,16 +363,7 @@ def _copied(rank: int, ranks: int, store: Path, folder: Path, out: Path) -> None
 
 
 def test_ranks_fetch_what_their_disks_have_lost_from_the_copies(folder: Path, tmp_path: Path) -> None:
-    context, out = case.processes(), tmp_path / "disks"
-    workers = [
-        context.Process(target=_copied, args=(rank, 2, tmp_path / "store", folder, out), daemon=True)
-        for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-    assert [(out / f"done-{rank}").exists() for rank in range(2)] == [True, True]
+    assert _done_by_two(_copied, folder, tmp_path) == [True, True]
 
 
 @ALONE

@@ -22,7 +22,7 @@ from streamppo.queue.actor import QueueActor
 from streamppo.queue.bodies import Bodies
 from streamppo.queue.journal import Journal
 from streamppo.queue.shard import QueueShard, path
-from streamppo.queue.slot import Record, count_older, newest_version, record_of
+from streamppo.queue.slot import Record, Slot, Unit, all_younger, count_older, newest_version, record_of
 from streamppo.types import Batch, Identity, Learned, Outline, Tokens, Trajectory, decode, encode
 
 SHARDS = 3
@@ -49,8 +49,9 @@ def told(*, rows: int) -> tuple[list[Trajectory], Learned]:
     """Trajectories of different lengths, with every kind of column, and the learner's numbers of their tokens."""
     generator, made = np.random.default_rng(0), list[Trajectory]()
     for row in range(rows):
-        one = trajectory(generator.integers(1, 400, 1 + row % 5).tolist(), number=row, reward=row / 7)
-        routes = generator.integers(0, 8, (3 + row % 5, 4), dtype=np.int16).tobytes()
+        prompt = generator.integers(1, 400, 2 + row % 4).tolist()
+        one = trajectory(generator.integers(1, 400, 1 + row % 5).tolist(), prompt=prompt, number=row, reward=row / 7)
+        routes = generator.integers(0, 8, (len(prompt) + row % 5, 4), dtype=np.int16).tobytes()
         words = {"explanation": f"because {row}", "components": {"taste": float(row)}, "actor": f"rollout-{row % 2}"}
         made.append(msgspec.structs.replace(one, routes=routes, **words))
     tokens = sum(one.num_tokens for one in made)
@@ -58,6 +59,10 @@ def told(*, rows: int) -> tuple[list[Trajectory], Learned]:
 
 
 # --- records ---------------------------------------------------------------------------------------------------
+
+
+def unit_of(one: Trajectory) -> Unit:
+    return Unit([Slot(0, one.identity, Unit(), trajectory=one)])
 
 
 def test_a_record_says_of_ages_what_its_trajectory_says_and_has_none_of_its_columns() -> None:
@@ -70,6 +75,8 @@ def test_a_record_says_of_ages_what_its_trajectory_says_and_has_none_of_its_colu
         record = record_of(one, None)
         for version in range(2, 12):
             assert count_older(record, version) == count_older(one, version)
+            sampled = trajectory([1], versions=[one.oldest_version])
+            assert all_younger([unit_of(record)], version) == all_younger([unit_of(sampled)], version)
         assert (record.num_tokens, record.num_sampled) == (one.num_tokens, one.num_sampled)
         assert (record.oldest_version, newest_version(record)) == (one.oldest_version, newest_version(one))
         assert (record.identity, record.reward, record.finish) == (one.identity, one.reward, one.finish)
@@ -149,6 +156,15 @@ def test_missing_and_damaged_trajectories_are_errors_that_name_the_file(config: 
     file.write_bytes(file.read_bytes()[:4096])
     with pytest.raises(JournalError, match=r"0\.sqlite"):
         Bodies(file).read([made[0].identity])
+
+
+def test_records_come_back_in_the_order_of_their_trajectories(config: bytes, tmp_path: Path) -> None:
+    made, _ = told(rows=9)
+    made = [made[row] for row in (4, 0, 8, 2, 7, 1, 3, 6, 5)]
+    shards = shard_case.shards(config, tmp_path, as_it_is)
+    records = asyncio.run(shards.store(made))
+    assert [one.identity for one in records] == [one.identity for one in made]
+    assert bodies(tmp_path) == [3, 3, 3]
 
 
 # --- the queue and its shards ------------------------------------------------------------------------------------
