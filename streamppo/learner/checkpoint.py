@@ -8,6 +8,7 @@ another      copies this rank's files to `checkpoint.remote`, if there is one; a
 A disk may be a node's own: one rank leads in each folder, and gives it the manifest and the name.
 """
 
+import logging
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from streamppo.learner.policy import rank_in_copy
 from streamppo.learner.remote import Copier, Remote
 from streamppo.weights.transport import Pushed
 
+log = logging.getLogger(__name__)
 METADATA = ".metadata"
 """The file of torch.distributed.checkpoint that says which file holds which tensor."""
 T = TypeVar("T")
@@ -169,8 +171,8 @@ def load_newest(path: Path, trained: Trained, address: str = "") -> State | None
     """
     copies = Remote(address) if address else None
     here = [found.name for found in manifest.complete(path.parent)]
-    there = [f"{version:08d}" for version in copies.versions()] if copies and dist.get_rank() == 0 else []
-    before = [name for name in {*here, *there} if name <= path.name]
+    there = _listed(copies) if copies and dist.get_rank() == 0 else []
+    before = [name for name in {path.name, *here, *there} if name <= path.name]
     for name in _told(sorted(before), dist.group.WORLD)[::-1]:
         one = path.with_name(name)
         try:
@@ -179,6 +181,15 @@ def load_newest(path: Path, trained: Trained, address: str = "") -> State | None
             if _leads(one.parent, dist.group.WORLD) and one.is_dir():
                 manifest.set_aside(one, error)
     return None
+
+
+def _listed(copies: Remote) -> list[str]:
+    """The names of the copies; none if the address does not answer: a rank that lacks a file will say so."""
+    try:
+        return [f"{version:08d}" for version in copies.versions()]
+    except CheckpointError as error:
+        log.info("%s", error)
+        return []
 
 
 def reference_has_moved(path: Path) -> bool:

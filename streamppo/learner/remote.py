@@ -56,10 +56,17 @@ def told(config: Config, folder: Path) -> Config:
 def newest(folder: Path, address: str, at_most: float) -> Path | None:
     """The newest checkpoint of versions up to `at_most`, under `folder` or else at the address, as its path there.
 
-    One with a damaged manifest is moved out of the way.
+    One with a damaged manifest is moved out of the way. Raises `CheckpointError` if there is none here, and the address
+    does not answer.
     """
     here = manifest.newest(folder, at_most)
-    versions = [one for one in Remote(address).versions() if one <= at_most] if address else []
+    try:
+        versions = [one for one in Remote(address).versions() if one <= at_most] if address else []
+    except CheckpointError as error:
+        if here is None:
+            raise
+        log.info("going on from %s: %s", here.name, error)
+        return here
     if not versions or (here is not None and int(here.name) >= versions[-1]):
         return here
     return folder / f"{versions[-1]:08d}"

@@ -4,6 +4,7 @@ A run that has an address there keeps what its nodes have to get from each other
 have disks of their own (`cluster.own_disks`) the model that it has made and the one that it has trained.
 """
 
+import io
 import logging
 import shutil
 import time
@@ -45,6 +46,13 @@ class Store:
         for one in sorted(path.iterdir()):
             with one.open("rb") as file:
                 self.put(folder, {one.name: file})
+
+    def prove(self) -> None:
+        """Write a file there, read it, and delete it."""
+        folder = f"check-{uuid4().hex}"
+        self._put(f"{self._root}/{folder}", "written", io.BytesIO(b"written"))
+        self.read(folder, "written")
+        self.delete(folder)
 
     def fetch(self, folder: str, name: str, to: Path) -> None:
         """Fetch one file, to `to / name`."""

@@ -10,7 +10,7 @@ from streamppo.config.algorithm import Critic
 from streamppo.config.engine import FAMILIES, EmbeddedEngine
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.teacher import Teacher
-from streamppo.errors import JournalError
+from streamppo.errors import CheckpointError, JournalError
 
 OWN_CRITICS = ("head", "policy", "scratch")
 """Values of critic.model that name no folder."""
@@ -46,6 +46,21 @@ def find(path: str, subject: str) -> tuple[str | None, Finding]:
         text = f"{path!r} is no folder here (looked at {Path(path).absolute()}), and not in the hub's cache"
         return None, Finding(subject, "not here" if constants.HF_HUB_OFFLINE else "later", text)
     return cached, Finding(subject, "ok", f"{path}, in the hub's cache")
+
+
+def copies(config: Config) -> Findings:
+    """Check that checkpoint.remote takes a file, gives it back and deletes it."""
+    if not (address := config.checkpoint.remote):
+        return
+    # Slow to import, and most runs have none.
+    from streamppo.weights.store import Store
+
+    try:
+        Store(address).prove()
+    except CheckpointError as error:
+        yield Finding("copies", "error", f"checkpoint.remote: {error}")
+    else:
+        yield Finding("copies", "ok", f"checkpoints are copied to {address}")
 
 
 def looks_like_path(name: str) -> bool:

@@ -29,6 +29,7 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     yield from task.limit(config)
     yield machine.engine(config)
     yield from machine.places(config)
+    yield from folder.copies(config)
     yield from libraries.trackers(config)
     yield from libraries.adapters(config)
     yield from notes(config, prompts if limit is None else None)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from streamppo import durable
-from streamppo.config.sections import Config
+from streamppo.commands.checks import folder as checks
+from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import CheckpointError, ConfigError
 from streamppo.learner import manifest, remote
 from streamppo.learner.manifest import Damaged, Files, State
@@ -88,6 +89,32 @@ def test_a_store_whose_package_is_not_here_says_which() -> None:
         Store("gs://bucket/run")
 
 
+def test_s3_takes_gives_and_forgets_copies_and_says_when_it_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Needs packages that `[test]` does not bring: s3fs and moto[server]."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+    pytest.importorskip("boto3").client("s3").create_bucket(Bucket="bucket")
+    copies = Remote("s3://bucket/runs/math-1")
+    copies.prove()
+    for version in (5, 10, 15):
+        path = written(tmp_path, version)
+        copied(copies, path, *(one.name for one in path.iterdir()))
+    copies.drop(Checkpoint(keep=2))
+    assert copies.versions() == [10, 15] and copies.names("00000005") == []
+    there = tmp_path / "another" / "00000015"
+    assert manifest.verify(there, 1, None, copies.fetch).version == 15
+    server.stop()
+    with pytest.raises(CheckpointError, match=r"s3://bucket/runs/math-1: \w+Error"):
+        copies.versions()
+
+
 # --- copies -----------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +142,9 @@ def test_the_newest_is_taken_from_the_disk_and_else_from_the_address(tmp_path: P
     assert remote.newest(here, copies.address, 12) == here / "00000010"
     assert remote.newest(here, copies.address, 5) == here / "00000005"
     assert remote.newest(here, copies.address, 4) is None
+    assert remote.newest(here, "gs://bucket/run", 99) == here / "00000005", "a store that is away ends nothing"
+    with pytest.raises(CheckpointError, match="gs://bucket/run"):
+        remote.newest(tmp_path / "empty", "gs://bucket/run", 99)
 
 
 def test_a_rank_fetches_what_it_lacks_and_what_is_damaged_and_verifies_it(tmp_path: Path, copies: Remote) -> None:
@@ -168,6 +198,15 @@ def test_a_copier_goes_on_where_the_disk_forgets_and_a_store_that_is_away_ends_n
 
 def _away(*_: object, **__: object) -> None:
     raise TimeoutError("away")
+
+
+def test_check_says_if_an_address_takes_files(tmp_path: Path, math_config: Callable[..., Config]) -> None:
+    assert list(checks.copies(math_config())) == []
+    (found,) = checks.copies(math_config(f"checkpoint.remote=file://{tmp_path}/store"))
+    assert (found.subject, found.state) == ("copies", "ok") and Store(f"file://{tmp_path}/store").names() == []
+    (tmp_path / "file").write_text("no folder")
+    (found,) = checks.copies(math_config(f"checkpoint.remote=file://{tmp_path}/file/store"))
+    assert found.state == "error" and f"checkpoint.remote: file://{tmp_path}/file/store: NotADirectory" in found.text
 
 
 # --- a run and its address ---------------------------------------------------------------------------------------
