@@ -343,6 +343,8 @@ class QueueActor(ArchivedRuns):
             upto, made = self._asked, self._unwritten
             changes, self._unwritten = snapshot.drain(self._queue.settings, self._queue.state), []
             consumed, self._consumed = self._consumed, []
+            # As of this transaction: what changes while it is written may still be undone by a death.
+            first = self._queue.state.first_prompt(self._queue.settings.samples_per_prompt) if self._shards else 0
             try:
                 await asyncio.to_thread(self._journal.write, changes, made, self._archive.settle)
             except JournalError as error:
@@ -351,7 +353,6 @@ class QueueActor(ArchivedRuns):
                 raise
             self._written = upto
         if self._shards and (consumed or changes.ended):
-            first = self._queue.state.first_prompt(self._queue.settings.samples_per_prompt)
             self._shards.drop([*consumed, *(one.identity for one in changes.ended)], first)
 
     async def _archive_of(self, version: int, learned: Told) -> Archived:

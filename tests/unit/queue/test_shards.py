@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sqlite3
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,40 @@ def test_what_was_not_dropped_in_time_goes_when_its_prompt_is_no_longer_held(con
         assert sum(bodies(tmp_path)) == 0
 
     asyncio.run(main())
+
+
+def test_nothing_is_dropped_for_a_version_that_is_not_in_the_journal_yet(
+    config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = threading.Event(), Journal.write
+
+    async def main() -> None:
+        actor = queue_of(config, tmp_path)
+        await made_version_0(actor)
+        await deliver(actor, await sample(actor, 0, 16))
+        await actor.take(0)
+        await actor.take(1)
+        unit = next(iter(actor._queue.state.units.values()), None)
+        assert unit is None, "both batches are leased"
+        with monkeypatch.context() as held:
+            held.setattr(Journal, "write", lambda *given, **words: (gate.wait(20), write(*given, **words))[1])
+            first = asyncio.create_task(actor.publish(push(1), [], b"", 0))
+            while actor._queue.state.version == 0:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+        second = actor._archive_of(1, b"")
+        await second
+        # The second version is known here, and to nobody else: the transaction of the first one is being written.
+        actor._queue.publish(2)
+        gate.set()
+        await first
+        await asyncio.sleep(0.2)
+        assert sum(bodies(tmp_path)) == 8, "a death would leave the lease of batch 1 without its tokens"
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 40))
+    finally:
+        gate.set()
 
 
 def test_an_archive_in_parts_has_the_batch_and_the_learners_numbers_in_their_order(
