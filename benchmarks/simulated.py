@@ -31,6 +31,7 @@ from streamppo.config.sections import Config
 from streamppo.learner import optimizer, policy, steering
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.fetch import lag_histogram
+from streamppo.queue import parts
 from streamppo.queue.actor import QueueActor
 from streamppo.rollout import worker
 from streamppo.rollout.embedded.rows import Rows
@@ -241,9 +242,9 @@ class _Learner:
         pushed: asyncio.Task[None] | None = None
         for version in range(config.updates):
             begin = loop.time()
-            ref: Ref | None = await self._queue.take.remote(version)
-            assert ref is not None, "nobody stops the queue"
-            batch = pad(decode((await ref).data, Batch))
+            refs: list[Ref] | None = await self._queue.take.remote(version)
+            assert refs is not None, "nobody stops the queue"
+            batch = pad(parts.merge([decode((await ref).data, Batch) for ref in refs]))
             found.waits.append(loop.time() - begin)
             learned = self._update(batch)
             await asyncio.sleep(self._costs.update_s + self._costs.token_s * tokens_in(batch))

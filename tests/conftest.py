@@ -1,9 +1,10 @@
 """What tests share: the shipped configuration, and tiny trajectories."""
 
 import logging
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,22 @@ def no_log_lines_of_another_process() -> Iterator[None]:
     yield
     ours.handlers[:], ours.propagate = before[0], before[2]
     ours.setLevel(before[1])
+
+
+@pytest.fixture(autouse=True)
+def databases_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the journals of queues after the test that made them in its own process: an actor never does."""
+    opened = list[sqlite3.Connection]()
+    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+
+    def noted(*given: Any, **options: Any) -> sqlite3.Connection:
+        opened.append(connect(*given, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    yield
+    for connection in opened:
+        connection.close()
 
 
 @pytest.fixture

@@ -118,9 +118,11 @@ def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
         return process.returncode is not None
-    watched = os.pidfd_open(process.pid)
+    watched, poll = os.pidfd_open(process.pid), select.poll()
     try:
-        return bool(select.select([watched], [], [], timeout_s)[0])
+        # `select.select` takes no descriptor above 1,023, and a process with many connections has more.
+        poll.register(watched, select.POLLIN)
+        return bool(poll.poll(1e3 * timeout_s))
     finally:
         os.close(watched)
 

@@ -301,8 +301,9 @@ def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[s
         os._exit(0)
     os.close(writer)
     said = b""
-    end = time.monotonic() + timeout_s
-    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+    end, poll = time.monotonic() + timeout_s, select.poll()
+    poll.register(reader, select.POLLIN)
+    while poll.poll(1e3 * max(0.0, end - time.monotonic())):
         more = os.read(reader, 2**16)
         if not more:
             break

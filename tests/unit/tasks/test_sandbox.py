@@ -7,7 +7,9 @@ Every attack here is on files, sockets and processes that the test has made itse
 # ruff: noqa: E501
 
 import asyncio
+import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -239,6 +241,17 @@ def test_a_program_cannot_fill_the_disk(folder: str) -> None:
 def test_output_is_bounded() -> None:
     ran = ran_in(Bubblewrap(), "print('x' * 2 * 10**7)")
     assert "File too large" in ran.stderr and len(ran.stdout) == FILE_BYTES
+
+
+@walled
+def test_a_program_runs_beside_more_open_files_than_select_can_number() -> None:
+    """A reward worker with many connections has such descriptors, and all that come after them."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
+        pytest.skip("this process may not open so many files")
+    with contextlib.ExitStack() as held:
+        for _ in range(1100):
+            held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert ran_in(Bubblewrap(), "print(6 * 7)").stdout == "42\n"
 
 
 @walled
