@@ -1,23 +1,28 @@
 """kill -9 of whole nodes of a Ray cluster while a run trains; then an account of every trajectory, as in chaos.py.
 
     python benchmarks/node_deaths.py --trials 3 --json out.json
+    python benchmarks/node_deaths.py --own-disks --kinds learner rollout learner head --set learner.ranks=2 updates=300
 
-The nodes are on this machine (`ray.cluster_utils.Cluster`), and see one folder. The head has the driver and the queue;
-of three others, with a CPU each, one has the learner's rank, one the rollout actor, and one nothing. A node that dies
-loses its raylet and all of its workers at the same instant; another one comes in its place two seconds later. The head
-takes the whole cluster with it: a new one is started at its address, and the run is resumed. `learner/60` stops all
-processes of that node for 60 s in place of killing them, as a node that cannot be reached: a node that Ray has given up
-by then ends itself when it comes back, and another one is added.
+The nodes are on this machine and see one folder, or with `--own-disks` (needs bubblewrap) each of them has a disk of
+its own at the path of the runs, and checkpoints are copied to a folder beside it that all see. The head has the driver
+and the queue; three others, with a CPU each, have the learner's ranks, the rollout actor, and what is left over
+nothing. A node that dies loses its raylet and all of its workers at the same instant; another one comes in its place
+two seconds later, with an empty disk. The head takes the whole cluster with it: a new one is started at its address,
+and the run is resumed. `learner/60` stops all processes of that node for 60 s in place of killing them, as a node that
+cannot be reached: a node that Ray has given up by then ends itself when it comes back, and another one is added.
 """
 
 import argparse
 import contextlib
 import json
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,34 +32,53 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ray.cluster_utils import Cluster
 
-from benchmarks.chaos import REPOSITORY, SHORT, Kill, Trial, Victim
+from benchmarks.chaos import ENVIRONMENT, REPOSITORY, SHORT, Kill, Trial, Victim
 from benchmarks.runs import machine
 from streamppo.errors import StreamppoError
 
+BWRAP = shutil.which("bwrap")
 HOLDS = {"learner": "ray::Rank", "rollout": "ray::RolloutActor", "nothing": "", "head": ""}
 """Kinds of nodes, and the name of a process that only they have."""
-NODES, REPLACED_S, PORT = 3, 2.0, 6397
+NODES, REPLACED_S, STARTED_S, PORT = 3, 2.0, 60.0, 6397
 
 
 class Nodes:
-    """A head without CPUs, and `NODES` others with one each."""
+    """A head without CPUs, and `NODES` others with one each, which see an empty disk of their own at `hidden`."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Path | None = None) -> None:
+        self._hidden = hidden
         head = {"num_cpus": 0, "gcs_server_port": PORT, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+        self.address = str(self._cluster.address)
+        self._others: list[subprocess.Popen[bytes]] = []
         for _ in range(NODES):
             self.add()
-        self.address = str(self._cluster.address)
 
     def add(self) -> None:
-        """Add a node."""
-        self._cluster.add_node(num_cpus=1, include_dashboard=False)
+        """Add a node, and wait for it: of two that start at one time one may take the other's sockets.
+
+        Raises `RuntimeError` if it does not come.
+        """
+        before = self._alive()
+        ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--address", self.address]
+        disk = [str(BWRAP), "--dev-bind", "/", "/", "--tmpfs", str(self._hidden), "--"] if self._hidden else []
+        command = [*disk, *ray, "--num-cpus", "1", "--disable-usage-stats"]
+        quiet = subprocess.DEVNULL
+        self._others.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=quiet, stderr=quiet))
+        deadline = time.monotonic() + STARTED_S
+        while not self._alive() - before:
+            if time.monotonic() > deadline or self._others[-1].poll() is not None:
+                raise RuntimeError(f"no node came within {STARTED_S:g} s of {' '.join(command)}")
+            time.sleep(0.2)
+
+    def _alive(self) -> set[str]:
+        return {node["NodeID"] for node in self._cluster.global_state.node_table() if node["Alive"]}
 
     def strike(self, kind: str) -> bool:
         """Kill or stop a node of `kind`, which is no head, and replace a dead one. False if there is none."""
         place, _, seconds = kind.partition("/")
-        for node in list(self._cluster.worker_nodes):
-            family = _family(node)
+        for node in self._others:
+            family = _family([node.pid])
             names = [" ".join(_words(one)) for one in family]
             busy = any(wanted in name for name in names for wanted in HOLDS.values() if wanted)
             if any(HOLDS[place] in name for name in names) if HOLDS[place] else not busy:
@@ -63,10 +87,11 @@ class Nodes:
                     time.sleep(float(seconds))
                     _signal(family, signal.SIGCONT)
                     time.sleep(REPLACED_S)
-                    if all(one.process.poll() is None for one in node.all_processes["raylet"]):
+                    if node.poll() is None:
                         return True
                 _signal(family, signal.SIGKILL)
-                self._cluster.remove_node(node, allow_graceful=False)
+                node.wait()
+                self._others.remove(node)
                 time.sleep(REPLACED_S)
                 self.add()
                 return True
@@ -74,21 +99,21 @@ class Nodes:
 
     def end(self) -> None:
         """Kill all nodes."""
-        nodes = [*self._cluster.worker_nodes, self._cluster.head_node]
-        _signal([process for node in nodes for process in _family(node)], signal.SIGKILL)
-        for node in list(self._cluster.worker_nodes):
-            self._cluster.remove_node(node, allow_graceful=False)
-        self._cluster.remove_node(self._cluster.head_node, allow_graceful=False)
+        head: Any = self._cluster.head_node
+        pids = [one.process.pid for processes in head.all_processes.values() for one in processes]
+        _signal(_family(pids + [node.pid for node in self._others]), signal.SIGKILL)
+        for node in self._others:
+            node.wait()
+        self._cluster.remove_node(head, allow_graceful=False)
 
 
-def _family(node: Any) -> list[psutil.Process]:
-    """All processes of a node: Ray's own, and their children."""
+def _family(pids: Iterable[int]) -> list[psutil.Process]:
+    """These processes and all below them."""
     found: list[psutil.Process] = []
-    for processes in node.all_processes.values():
-        for one in processes:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(one.process.pid)
-                found += [process, *process.children(recursive=True)]
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            found += [process, *process.children(recursive=True)]
     return found
 
 
@@ -104,10 +129,20 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def trial(config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[str], seed: int) -> Trial:
-    """One run with one death of each of `kinds`, in that order."""
-    generator, kills, nodes = random.Random(seed), list[Kill](), Nodes()
-    victim = Victim(config, folder, (*SHORT, *overrides, f"cluster.address={nodes.address}"))
+def own(folder: Path) -> tuple[str, ...]:
+    """What a run needs on nodes that share no folder; its checkpoints are copied to `folder`."""
+    return ("cluster.own_disks=true", f"checkpoint.remote=file://{folder}", "checkpoint.every=5")
+
+
+def trial(
+    config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[str], seed: int, own_disks: bool = False
+) -> Trial:
+    """One run with one death of each of `kinds`, in that order. It is in `folder/runs`."""
+    runs = folder / "runs"
+    runs.mkdir()
+    hidden, more = (runs, own(folder / "store")) if own_disks else (None, ())
+    generator, kills, nodes = random.Random(seed), list[Kill](), Nodes(hidden)
+    victim = Victim(config, runs, (*SHORT, *more, *overrides, f"cluster.address={nodes.address}"))
     try:
         victim.wait_for(1)
         for kind in kinds:
@@ -119,7 +154,7 @@ def trial(config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[st
                 victim.driver.kill()
                 nodes.end()
                 victim.driver.wait()
-                nodes = Nodes()
+                nodes = Nodes(hidden)
                 victim.resume()
             elif not nodes.strike(kind):
                 continue
@@ -143,7 +178,8 @@ def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
     """Make one trial; its line of the log, with a trial or a failure in it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            made = trial(options.config, Path(folder), tuple(options.set), job.kinds, job.seed)
+            given = tuple(options.set)
+            made = trial(options.config, Path(folder), given, job.kinds, job.seed, options.own_disks)
         except (RuntimeError, StreamppoError, OSError) as error:
             return {**job._asdict(), "failure": f"{type(error).__name__}: {error}"}
     return {**job._asdict(), "trial": {**made._asdict(), "kills": [kill._asdict() for kill in made.kills]}}
@@ -155,10 +191,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=list(HOLDS), help="in this order in each trial")
-    parser.add_argument("--set", nargs="*", default=["updates=60", "model.tiny.max_steps=20"])
+    parser.add_argument("--own-disks", action="store_true", help="nodes share no folder")
+    parser.add_argument("--set", nargs="*", default=["updates=300", "model.tiny.max_steps=20"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {"machine": machine(), "overrides": options.set, "trials": list[dict[str, Any]]()}
+    given = {"overrides": options.set, "own_disks": options.own_disks}
+    found = {"machine": machine(), **given, "trials": list[dict[str, Any]]()}
     for number in range(options.trials):
         line = attempt(options, Job(number, options.kinds, options.seed + number))
         print(json.dumps(line), flush=True)

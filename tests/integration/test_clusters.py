@@ -73,9 +73,9 @@ def test_a_slurm_job_that_is_told_to_end_saves_a_checkpoint_and_the_next_one_goe
 @pytest.mark.timeout(900)
 def test_nodes_that_die_with_all_that_is_on_them_lose_nothing(tmp_path: Path) -> None:
     kinds = ["learner", "rollout", "head"]
-    made = node_deaths.trial(MATH, tmp_path, ("updates=60", "model.tiny.max_steps=20"), kinds, seed=0)
+    made = node_deaths.trial(MATH, tmp_path, ("updates=300", "model.tiny.max_steps=20"), kinds, seed=0)
     assert [kill.kind for kill in made.kills] == kinds
-    assert (made.lost, made.twice) == (0, 0) and made.consumed == 60 * 64
+    assert (made.lost, made.twice) == (0, 0) and made.consumed == 300 * 64
     assert made.replayed and made.restarts["learner"]
 
 
