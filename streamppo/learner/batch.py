@@ -203,16 +203,22 @@ def micro_batches(
     With a heavy tail of lengths padding would be most of the work: short rows have other micro-batches than long ones.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
+    split = _split_padded if padded else _split_joined
+    dealt = [by_length] if ranks == 1 else _dealt(by_length, tokens_B, ranks, work)
+    shares = [split(mine, tokens_B[mine].tolist(), budget) for mine in dealt]
+    most = max(map(len, shares))
+    return [share + [by_length[:0]] * (most - len(share)) for share in shares]
+
+
+def _dealt(by_length: Tensor, tokens_B: Tensor, ranks: int, work: Callable[[int], float]) -> list[Tensor]:
+    """The rows of each rank: one after another goes to the one with the least work so far."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for row, tokens in zip(by_length.tolist(), tokens_B[by_length].tolist(), strict=True):
         lightest = loads.index(min(loads))
         dealt[lightest].append(row)
         loads[lightest] += work(tokens)
-    split = _split_padded if padded else _split_joined
-    shares = [split(mine := torch.tensor(some, dtype=torch.long), tokens_B[mine].tolist(), budget) for some in dealt]
-    most = max(map(len, shares))
-    return [share + [by_length[:0]] * (most - len(share)) for share in shares]
+    return [torch.tensor(some, dtype=torch.long) for some in dealt]
 
 
 def _split_padded(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
