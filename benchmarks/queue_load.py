@@ -104,7 +104,6 @@ class Load:
         while True:
             if found := await self.queue.weights_after(name, version, version):
                 version = decode(found[-1][0], Push).version
-                await self.queue.swapped(name, version)
 
     async def learn(self) -> None:
         """Take batch after batch, and publish the version that it makes, without end."""

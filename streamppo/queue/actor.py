@@ -30,9 +30,10 @@ from msgspec import structs
 from streamppo import process
 from streamppo.config.change import learning
 from streamppo.config.sections import Config
-from streamppo.errors import Diverged, JournalError, QueueError
+from streamppo.errors import Diverged, QueueError
 from streamppo.queue import continuation, handout, report, snapshot
 from streamppo.queue.archive import Archive, checksums
+from streamppo.queue.commits import Commits, Transaction
 from streamppo.queue.defects import limits_of
 from streamppo.queue.handout import BatchRef, Handout, Put
 from streamppo.queue.journal import Journal
@@ -79,17 +80,13 @@ class QueueActor(ArchivedRuns):
         self._archive = Archive(Path(run) / "archive", checksums(self._made.values()))
         self._archive.sweep()
         self._archiving: dict[int, asyncio.Task[Archived]] = {}
-        self._unwritten: list[Made] = []
-        self._consumed: list[Identity] = []
-        self._asked = self._written = 0
-        self._writing = asyncio.Lock()
-        self._broken: JournalError | None = None
         self._ledger = Ledger[PushedRefs]()
         self._joining = Joining(self._publish)
         self._learner = 0
         self._tickets, self._batches = TicketLine(self._queue), BatchWaiters(self._queue)
         self._versions = VersionWaiters()
         self._handout, self._shards = Handout(put), shards(self.config)
+        self._commits = Commits(self._queue, self._write_down, self._drop, self._first_prompt)
         self._polls = Polls(POLL_S)
         self._heard: dict[str, float] = {}
         self._life = uuid4().hex
@@ -110,7 +107,7 @@ class QueueActor(ArchivedRuns):
         continuation.refuse_other(before, self.config, newest, lambda: version)
         if before is None or learning(before) != learning(self.config):
             self._journal.configure(newest, msgspec.msgpack.encode(self.config))
-        await self._commit()
+        await self._commits.commit()
         return self._queue.state.version
 
     @ray.method
@@ -132,7 +129,7 @@ class QueueActor(ArchivedRuns):
         self._queue.lost(actor)
         self._tickets.lost(actor)
         self._serve()
-        await self._commit()
+        await self._commits.commit()
 
     @ray.method
     async def stop(self) -> None:
@@ -149,7 +146,7 @@ class QueueActor(ArchivedRuns):
         samples = self._queue.settings.samples_per_prompt
         first_held = self._queue.state.first_prompt(samples)
         first_slot = min([first_held, *(one.first_prompt for one in kept)]) * samples
-        async with self._writing:
+        async with self._commits.alone:
             await asyncio.to_thread(self._journal.forget, before, first_slot)
         await asyncio.to_thread(self._archive.drop, before)
 
@@ -170,8 +167,8 @@ class QueueActor(ArchivedRuns):
     async def issue(self, actor: str, engine_version: int, limit: int, call: int) -> bytes:
         """Up to `limit` tickets, as soon as there is one; none after a while.
 
-        A swap may happen while the call waits here: `swapped` says so, and admits more. An actor counts `call` up when
-        it has received tickets; until then it gets the same ones again.
+        A swap may happen while the call waits here: `weights_after` says so, and admits more. An actor counts `call` up
+        when it has received tickets; until then it gets the same ones again.
         """
         self._hear(actor, engine_version)
         try:
@@ -179,7 +176,7 @@ class QueueActor(ArchivedRuns):
                 tickets = await self._tickets.tickets(actor, engine_version, limit, call)
         except TimeoutError:
             return encode(())
-        await self._commit()
+        await self._commits.commit()
         return encode(tickets)
 
     @ray.method
@@ -189,16 +186,22 @@ class QueueActor(ArchivedRuns):
         return len(self._queue.state.issued)
 
     @ray.method
-    async def swapped(self, actor: str, engine_version: int) -> None:
-        """The engine of `actor` holds `engine_version` from here on."""
-        self._hear(actor, engine_version)
-
-    @ray.method
-    async def deliver(self, actor: str, engine_version: int, trajectories: bytes, failures: bytes) -> None:
+    async def deliver(
+        self,
+        actor: str,
+        cut_for: int,
+        trajectories: bytes,
+        failures: bytes,
+        *,
+        engine_version: int = -1,
+        limit: int = 0,
+        call: int = 0,
+    ) -> bytes:
         """Store all that `actor` has finished since it last called; in the journal when this returns.
 
-        All segments that were due to be cut for `engine_version` have come with it. A queue with shards gets records
-        as `trajectories`.
+        All segments that were due to be cut for the version `cut_for` have come with it. A queue with shards gets
+        records as `trajectories`. Returns what `issue` would for the other arguments, but never waits for a ticket:
+        one call, and one transaction, for both.
         """
         self._heard[actor] = time.monotonic()
         if self._queue.limits is None and not self._shards:
@@ -210,11 +213,15 @@ class QueueActor(ArchivedRuns):
                 self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
             for failure in decode(failures, tuple[Failure, ...]):
                 self._queue.fail(failure)
-            self._queue.cut_for(actor, engine_version)
+            self._queue.cut_for(actor, cut_for)
+            # Those that have waited for a ticket come first.
+            self._serve()
+            tickets = self._tickets.at_once(actor, engine_version, limit, call) if limit else ()
         finally:
             self._serve()
             # If these were too many failures, the letters that say why are kept.
-            await self._commit()
+            await self._commits.commit()
+        return encode(tickets)
 
     @ray.method
     async def weights_after(self, actor: str, version: int, have: int) -> "list[PushedRefs]":
@@ -282,18 +289,18 @@ class QueueActor(ArchivedRuns):
         archived = await self._archive_of(version - 1, learned) if version and version not in self._made else None
         known = self._made.get(version)
         if known is None:
-            self._consumed += _names(self._queue.leased(version - 1)) if version else []
+            consumed = _names(self._queue.leased(version - 1)) if version else []
             self._queue.publish(version, described.admitted_lag)
             self._serve()
             self._made[version] = Made(version=version, digest=digest, archived=archived)
-            self._unwritten.append(self._made[version])
+            self._commits.publish(self._made[version], consumed)
             self._archiving.pop(version - 1, None)
         elif known.digest != digest and self.config.learner.exact:
             raise Diverged(
                 f"version {version} was made again and has other weights ({digest[:12]}, first "
                 f"{known.digest[:12]}): the software, the device or the number of ranks is another one"
             )
-        await self._commit()
+        await self._commits.commit()
         ledger.publish(described, (encode(described), refs))
         if (newest := self._newest()) is not None:
             self._versions.published(newest)
@@ -316,14 +323,14 @@ class QueueActor(ArchivedRuns):
         """
         if version < self._queue.state.version:
             # The files have their names when their version is in the journal.
-            await self._commit()
+            await self._commits.commit()
             return [await whole(lambda: self._archive.batch(version))]
         found = self._batches.batch(version)
         # Trajectories that were too old for it are to be sampled again.
         self._tickets.serve()
         if (batch := await asyncio.shield(found)) is None:
             return None
-        await self._commit()
+        await self._commits.commit()
         return await by_shards(batch) if self._shards else [await whole(lambda: batch)]
 
     def _serve(self) -> None:
@@ -331,29 +338,18 @@ class QueueActor(ArchivedRuns):
         self._batches.serve()
         self._tickets.serve()
 
-    async def _commit(self) -> None:
-        """Return when everything that has changed so far is in the journal."""
-        self._asked += 1
-        mine = self._asked
-        async with self._writing:
-            if self._broken is not None:
-                raise self._broken
-            if self._written >= mine:
-                return
-            upto, made = self._asked, self._unwritten
-            changes, self._unwritten = snapshot.drain(self._queue.settings, self._queue.state), []
-            consumed, self._consumed = self._consumed, []
-            # As of this transaction: what changes while it is written may still be undone by a death.
-            first = self._queue.state.first_prompt(self._queue.settings.samples_per_prompt) if self._shards else 0
-            try:
-                await asyncio.to_thread(self._journal.write, changes, made, self._archive.settle)
-            except JournalError as error:
-                # The drained changes are written nowhere: this process can acknowledge nothing any more.
-                self._broken = error
-                raise
-            self._written = upto
-        if self._shards and (consumed or changes.ended):
-            self._shards.drop([*consumed, *(one.identity for one in changes.ended)], first)
+    def _write_down(self, one: Transaction) -> None:
+        """Write a transaction. Files of the archive get their names within it."""
+        self._journal.write(one.changes, one.made, self._archive.settle)
+
+    def _first_prompt(self) -> int:
+        """The first prompt of which the shards need anything."""
+        return self._queue.state.first_prompt(self._queue.settings.samples_per_prompt) if self._shards else 0
+
+    def _drop(self, one: Transaction) -> None:
+        """Have the shards drop what a transaction has ended."""
+        if self._shards and (one.consumed or one.changes.ended):
+            self._shards.drop([*one.consumed, *(ended.identity for ended in one.changes.ended)], one.horizon)
 
     async def _archive_of(self, version: int, learned: Told) -> Archived:
         """Write a leased batch, once; what failed is begun anew by the next call."""

@@ -217,6 +217,7 @@ class QueueRules:
             for slot in unit.slots:
                 slot.move(SlotState.CONSUMED)
                 state.unwritten.gone.append(slot.place)
+            unit.end()
         state.version, state.admitted_lag = version, admitted_lag
 
     # --- the pieces ------------------------------------------------------------------------------------------
@@ -297,6 +298,7 @@ class QueueRules:
             self._end(slot, ending, reason)
             self.state.unwritten.slots.pop(slot.place, None)
             self.state.unwritten.gone.append(slot.place)
+        unit.end()
 
     def _choose(self, min_version: int) -> tuple[list[Unit], int] | None:
         """The units of a batch, oldest first, and how many of their tokens are too old to be trained on.

@@ -182,6 +182,10 @@ class Unit:
         """The trajectories that are stored; all of them once none is missing."""
         return [slot.trajectory for slot in self.slots if slot.trajectory is not None]
 
+    def end(self) -> None:
+        """Let go of the slots, which have ended. They know it: together they would stay until a pass for garbage."""
+        self.slots.clear()
+
 
 def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
     """(tokens that the policy sampled before `version`, all that it sampled)."""

@@ -48,8 +48,7 @@ class TicketLine:
 
     async def tickets(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
         """See `QueueRules.issue`; waits until there is a ticket. A wait that is cancelled leaves the line."""
-        if tickets := self._rules.issue(actor, engine_version, limit, call):
-            self._places.pop(actor, None)
+        if tickets := self.at_once(actor, engine_version, limit, call):
             return tickets
         self._turn_away(actor)
         found: asyncio.Future[Tickets] = asyncio.get_running_loop().create_future()
@@ -59,6 +58,12 @@ class TicketLine:
             return await found
         finally:
             self._leave(caller)
+
+    def at_once(self, actor: str, engine_version: int, limit: int, call: int) -> Tickets:
+        """See `QueueRules.issue`: the tickets that are there, if any."""
+        if tickets := self._rules.issue(actor, engine_version, limit, call):
+            self._places.pop(actor, None)
+        return tickets
 
     def serve(self) -> None:
         """Give out all tickets that there are, the longest waiting first."""

@@ -76,7 +76,6 @@ class Follower:
             refusals = 0
             self.push_ms += (time.perf_counter() - start) * 1e3
             self.digest = push.digest
-            await self._queue.swapped.remote(self._name, push.version)
             async with self._swapped:
                 self._swapped.notify_all()
 

@@ -1,6 +1,6 @@
 """The work of one rollout actor: a set number of trajectories is always in flight.
 
-consumes     tickets from the queue
+consumes     tickets from the queue, which it asks for with each delivery, and by themselves where it got too few
 produces     scored trajectories and failures, in the order in which they finish
 waits for    tickets, which the queue's admission rule gives out; never for the learner, another actor or a batch
 unblocks     the queue's next take
@@ -129,7 +129,9 @@ class Worker:
         self._sampling = build.sampling(config)
         self._limit = limits.load(config.rollout.limit, self._sampling.max_tokens)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
-        self._free = asyncio.Semaphore(0)
+        self._room, self._call = config.rollout.in_flight, 0
+        self._lacks = asyncio.Event()
+        self._lacks.set()
         self._sharing = config.rollout.actors
         self._under_way: set[Handing] = set()
         self._finished: list[Trajectory | Failure] = []
@@ -147,7 +149,7 @@ class Worker:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat())
             group.create_task(self._follower.run())
-            group.create_task(self._deliver())
+            group.create_task(self._deliver(group))
             if self._config.queue.segments:
                 group.create_task(self._tell_cuts())
             await self._issue(group)
@@ -172,27 +174,28 @@ class Worker:
     # --- the life of a trajectory ----------------------------------------------------------------------------
 
     async def _issue(self, group: asyncio.TaskGroup) -> None:
-        """Ask for as many tickets as there is room for, without end; before and during a request more room appears."""
-        room, call = self._config.rollout.in_flight, 0
+        """Ask for tickets wherever a delivery has brought too few, without end: the queue answers when it has some."""
         while True:
-            if not self._wanted(room):
-                await self._free.acquire()
-                room += 1
+            await self._lacks.wait()
             await asyncio.sleep(GATHER_S)
-            while not self._free.locked():
-                await self._free.acquire()
-                room += 1
-            if wanted := self._wanted(room):
-                answer = await self._queue.issue.remote(self._name, self._engine.version, wanted, call)
-                room, call = self._admit(answer, group, room, call)
+            if (wanted := self._wanted) and self._admit(await self._more(wanted), group) < wanted:
+                continue
+            self._lacks.clear()
+            if self._wanted:
+                # Places that have become free meanwhile, for which no delivery has asked.
+                self._delivery_due.set()
 
-    def _wanted(self, room: int) -> int:
-        """The tickets to ask for, if `room` are free of those that may be in flight."""
+    async def _more(self, wanted: int) -> bytes:
+        return await self._queue.issue.remote(self._name, self._engine.version, wanted, self._call)
+
+    @property
+    def _wanted(self) -> int:
+        """The tickets to ask for, of those that there is room for."""
         queue, in_flight = self._config.queue, self._config.rollout.in_flight
         if queue.segments and queue.segments.just_in_time:
-            under_way = in_flight - room
-            return max(0, min(room, most_under_way(queue.cut_age, self._share) - under_way))
-        return room
+            under_way = in_flight - self._room
+            return max(0, min(self._room, most_under_way(queue.cut_age, self._share) - under_way))
+        return self._room
 
     @property
     def _share(self) -> float:
@@ -203,16 +206,18 @@ class Worker:
         return self._config.queue.aim(self._follower.admitted_lag)
 
     @phase("admit")
-    def _admit(self, answer: bytes, group: asyncio.TaskGroup, room: int, call: int) -> tuple[int, int]:
-        """Begin the trajectories of the tickets in `answer`. Returns the room that is left, and the next call."""
+    def _admit(self, answer: bytes, group: asyncio.TaskGroup) -> int:
+        """Begin the trajectories of the tickets in `answer`. Returns how many there are."""
         tickets = decode(answer, tuple[Ticket, ...])
         for ticket in tickets:
             group.create_task(self._sample(ticket))
         if tickets and self._config.queue.segments:
             # The queue asks of an actor that has some up to which version it has cut.
             self._delivery_due.set()
+        self._room -= len(tickets)
         # A call that gave tickets is over. The same call again gives the same tickets, if they did not arrive.
-        return room - len(tickets), call + bool(tickets)
+        self._call += bool(tickets)
+        return len(tickets)
 
     async def _sample(self, ticket: Ticket) -> None:
         """Take one trajectory from its ticket to the next delivery."""
@@ -234,7 +239,7 @@ class Worker:
             failure = Failure(identity=handing.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
             self._hand_over(failure)
         self._under_way.remove(handing)
-        self._free.release()
+        self._room += 1
 
     def _hand_over(self, result: Trajectory | Failure) -> None:
         self._finished.append(result)
@@ -255,8 +260,11 @@ class Worker:
         self._newest = text, reward.total, int(episode.versions[0])
         return reward
 
-    async def _deliver(self) -> None:
-        """Make one delivery after another, without end; before and during a delivery, results gather."""
+    async def _deliver(self, group: asyncio.TaskGroup) -> None:
+        """Make one delivery after another, without end; before and during a delivery, results and free places gather.
+
+        It brings the tickets for these places, unless `_issue` asks for some.
+        """
         while True:
             await self._delivery_due.wait()
             await asyncio.sleep(GATHER_S)
@@ -270,7 +278,11 @@ class Worker:
                 delivery = b"" if self._shards else encode(trajectories)
             if self._shards:
                 delivery = encode(await self._shards.store(trajectories))
-            await self._queue.deliver.remote(self._name, version, delivery, encode(failures))
+            wanted = 0 if self._lacks.is_set() else self._wanted
+            request = {"engine_version": self.version, "limit": wanted, "call": self._call}
+            answer = await self._queue.deliver.remote(self._name, version, delivery, encode(failures), **request)
+            if self._admit(answer, group) < wanted:
+                self._lacks.set()
 
     def _cut_waiting(self) -> int:
         """Cut what is due of the completions that wait; returns the version for which all is cut."""

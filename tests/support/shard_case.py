@@ -44,9 +44,13 @@ def shards(config: bytes, run: Path, put: Put) -> Shards:
 
 
 async def deliver(queue: Any, actor: str, made: Sequence[Trajectory]) -> None:
-    """Deliver as a rollout actor does: by the shards of `queue`, if it has any."""
-    given = await queue._shards.store(made) if queue._shards else tuple(made)
-    await queue.deliver(actor, 0, encode(given), encode(()))
+    """Deliver as a rollout actor does."""
+    await queue.deliver(actor, 0, await given(queue, made), encode(()))
+
+
+async def given(queue: Any, made: Sequence[Trajectory]) -> bytes:
+    """The trajectories as `queue` gets them: by its shards, if it has any."""
+    return encode(await queue._shards.store(made) if queue._shards else tuple(made))
 
 
 def told(queue: Any, learned: Learned) -> Any:

@@ -166,7 +166,7 @@ class Learner:
         self.faults = Counter[str]()
         self.swallowed, self.deltas = "", 0
         self.injected = True
-        self.weights_after, self.swapped = Remote(self._weights_after), Remote(self._swapped)
+        self.weights_after = Remote(self._weights_after)
 
     def train(self) -> None:
         """Make the next version: some elements move, now and then all of them."""
@@ -197,8 +197,6 @@ class Learner:
             self.swallowed = ""
         self.deltas += sum(packed.push.base_version is not None for packed in chain)
         return [(encode(packed.push), [_Ref(array) for array in packed.arrays]) for packed in chain]
-
-    async def _swapped(self, name: str, version: int) -> None: ...
 
 
 class _Ref:

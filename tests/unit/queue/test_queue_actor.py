@@ -121,6 +121,31 @@ def test_whatever_was_acknowledged_is_there_after_a_kill(actor_of: Callable[...,
     asyncio.run(main())
 
 
+def test_a_delivery_is_answered_by_the_tickets_that_there_are_and_again_by_the_same_ones(
+    actor_of: Callable[..., QueueActor],
+) -> None:
+    async def main() -> None:
+        first = actor_of()
+        await made_version_0(first)
+        made = await sample(first, 0, 2)
+        given = await shard_case.given(first, made)
+
+        async def again(actor: QueueActor, limit: int, call: int) -> tuple[Ticket, ...]:
+            answer = await actor.deliver("a", 0, given, encode(()), engine_version=0, limit=limit, call=call)
+            return decode(answer, tuple[Ticket, ...])
+
+        tickets = await again(first, 3, 1)
+        assert len(tickets) == 3 and counted(first).ready == 2
+        assert await again(first, 3, 1) == tickets, "an answer that was lost"
+        second = actor_of()
+        assert await again(second, 3, 1) == tickets, "they were in the journal before they were given"
+        assert await again(second, 0, 2) == (), "none was asked for"
+        assert 0 < len(await again(second, 100, 2)) < 100
+        assert await again(second, 1, 3) == (), "no more are admitted, and nobody waits"
+
+    asyncio.run(main())
+
+
 def test_the_lag_that_came_with_a_version_is_admitted_also_after_a_kill(actor_of: Callable[..., QueueActor]) -> None:
     async def main() -> None:
         options = ("queue.max_lag={kind='adaptive', at_most=8}",)
@@ -667,7 +692,7 @@ def test_an_actor_that_calls_or_gives_a_sign_of_life_is_not_silent(
         assert await actor.silent(["a", "b", "c"], 60.0) == []
         clock.now = 59.0
         assert await actor.silent(["a", "b", "c"], 60.0) == []
-        await actor.swapped("a", 0)
+        await actor.deliver("a", 0, encode(()), encode(()))
         await actor.beat("c")
         clock.now = 61.0
         assert await actor.silent(["a", "b", "c", "new"], 60.0) == ["b"]

@@ -1,5 +1,6 @@
 """The queue's rules, one by one."""
 
+import gc
 import itertools
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from streamppo.errors import JournalError, QueueError, TooManyFailures
 from streamppo.queue import report, snapshot
 from streamppo.queue.records import Changes, Counters, Saved
 from streamppo.queue.rules import QueueRules
+from streamppo.queue.slot import Slot
 from streamppo.queue.state import QueueState, Settings
 from streamppo.types import Failure, QueueReport, Ticket, Trajectory, decode, encode, ints
 
@@ -582,3 +584,27 @@ def test_a_segment_that_is_too_old_as_a_whole_is_given_up_and_its_completion_goe
     told = counted(rules)
     assert (told.dropped["too_old"], told.masked_tokens, told.in_flight) == (1, 0, 2)
     assert told.tokens["too_old"] == 2
+
+
+# --- memory --------------------------------------------------------------------------------------------------
+
+
+def test_slots_that_are_consumed_or_abandoned_are_freed_without_a_pass_for_garbage() -> None:
+    def alive() -> int:
+        return sum(isinstance(one, Slot) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        rules = queue(samples_per_prompt=2, max_attempts=1)
+        for version in range(20):
+            failed, *finished = rules.issue("a", version, 100, next(CALLS))
+            rules.fail(fail(failed))
+            for ticket in finished:
+                rules.put(done(ticket, versions=(version, version)))
+            publish_after_training(rules, version)
+            drain(rules)
+        assert alive() - before <= 4 * 4, "those that are held, and those of the last request"
+    finally:
+        gc.enable()

@@ -179,9 +179,9 @@ def test_no_token_passes_the_queue(config: bytes, tmp_path: Path) -> None:
         seen: list[bytes] = []
         delivered = actor.deliver
 
-        async def watched(*given: Any) -> None:
+        async def watched(*given: Any) -> bytes:
             seen.extend(one for one in given if isinstance(one, bytes))
-            await delivered(*given)
+            return await delivered(*given)
 
         actor.deliver = watched
         await made_version_0(actor)
@@ -224,7 +224,7 @@ def test_trajectories_go_when_their_batch_is_archived_and_never_before(
         assert archive.open(tmp_path).batch(0) == batch == whole(await again.take(0))
         unit = next(iter(again._queue.state.units.values()))
         again._queue._abandon(unit, "resampled", "it teaches nothing")
-        await again._commit()
+        await again._commits.commit()
         await asyncio.sleep(0.2)
         assert sum(bodies(tmp_path)) == 3
 
@@ -246,7 +246,6 @@ def test_what_was_not_dropped_in_time_goes_when_its_prompt_is_no_longer_held(con
         await asyncio.sleep(0.1)
         assert sum(bodies(tmp_path)) == 8
         actor._shards.drop = dropped
-        await actor.swapped("a", 1)
         await deliver(actor, await sample(actor, 1, 8, version=1))
         await actor.take(1)
         await actor.publish(push(2), [], b"", 0)

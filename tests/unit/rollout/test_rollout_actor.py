@@ -56,9 +56,7 @@ class Queue:
         self.damaged = damaged
         self.pulls = 0
         self.had: list[int] = []
-        self.swaps: list[int] = []
         self.weights_after = Remote(self._weights_after)
-        self.swapped = Remote(self._swapped)
 
     async def _weights_after(self, name: str, version: int, have: int) -> Any:
         if version >= 1:
@@ -69,9 +67,6 @@ class Queue:
         if self.pulls <= self.damaged:
             arrays[0][3] ^= 1
         return [(encode(structs.replace(push, admitted_lag=3)), [_value(array) for array in arrays])]
-
-    async def _swapped(self, name: str, version: int) -> None:
-        self.swaps.append(version)
 
 
 async def _value(array: Any) -> Any:
@@ -109,7 +104,7 @@ def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -
         return queue
 
     queue = asyncio.run(scenario())
-    assert (queue.pulls, queue.swaps) == (follower.PULLS, [1])
+    assert queue.pulls == follower.PULLS
     assert queue.had == [0, -1, -1], "after a damaged one it asks for a whole version"
     assert log_lines == ["keeps version 0: w is not as it was pushed (1 tensors are not)"] * 2
 
@@ -119,7 +114,7 @@ def test_weights_that_stay_damaged_end_the_actor() -> None:
         queue: Any = Queue(damaged=1000)
         with pytest.raises(WeightsError, match="w is not as it was pushed"):
             await Follower("rollout-0", queue, _engine(), version_0(), Pushed()).run()
-        assert (queue.pulls, queue.swaps) == (follower.PULLS, [])
+        assert queue.pulls == follower.PULLS
 
     asyncio.run(scenario())
 
@@ -161,6 +156,7 @@ class Tickets:
     def __init__(self, prompts: int) -> None:
         self.tickets = [Ticket(identity=Identity(task="t", prompt=n, sample=0), slot=n) for n in range(prompts)]
         self.asked: list[tuple[int, int]] = []
+        self.limits: list[int] = []
         self.trajectories: list[Trajectory] = []
         self.failures: list[Failure] = []
         self.issue, self.deliver = Remote(self._issue), Remote(self._deliver)
@@ -178,9 +174,13 @@ class Tickets:
             await asyncio.Event().wait()
         return encode(tuple(self.tickets))
 
-    async def _deliver(self, actor: str, version: int, trajectories: bytes, failures: bytes) -> None:
+    async def _deliver(
+        self, actor: str, cut_for: int, trajectories: bytes, failures: bytes, *, limit: int, **asked: int
+    ) -> bytes:
         self.trajectories += decode(trajectories, tuple[Trajectory, ...])
         self.failures += decode(failures, tuple[Failure, ...])
+        self.limits.append(limit)
+        return encode(())
 
     async def _weights_after(self, name: str, version: int, have: int) -> None:
         await asyncio.Event().wait()
@@ -388,16 +388,11 @@ def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Cal
     async def story() -> list[float]:
         worker, _ = working(config)
         queue: Any = Full(0)
-        done = asyncio.Event()
-
-        async def swapped(name: str, version: int) -> None:
-            done.set()
-
-        queue.swapped = Remote(swapped)
         engine: Any = SlowSwap()
         worker._queue, worker._follower = queue, Follower("rollout-0", queue, engine, version_0(), Pushed())
         running = asyncio.create_task(worker.run())
-        await asyncio.wait({running, asyncio.create_task(done.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        swapped = asyncio.create_task(worker._follower.reach(1))
+        await asyncio.wait({running, swapped}, return_when=asyncio.FIRST_COMPLETED)
         assert not running.done()
         running.cancel()
         return [*queue.beats, asyncio.get_running_loop().time()]
@@ -440,9 +435,9 @@ class Heard(Tickets):
 
     cut_for: list[int]
 
-    async def _deliver(self, actor: str, version: int, trajectories: bytes, failures: bytes) -> None:
-        await super()._deliver(actor, version, trajectories, failures)
-        self.cut_for.append(version)
+    async def _deliver(self, actor: str, cut_for: int, trajectories: bytes, failures: bytes, **asked: int) -> bytes:
+        self.cut_for.append(cut_for)
+        return await super()._deliver(actor, cut_for, trajectories, failures, **asked)
 
 
 def test_a_completion_that_waits_for_its_reward_hands_over_what_is_due_and_the_queue_hears_what_it_keeps(
@@ -501,10 +496,11 @@ class Timed(Tickets):
 
     deliveries: list[tuple[float, int]]
 
-    async def _deliver(self, actor: str, version: int, trajectories: bytes, failures: bytes) -> None:
+    async def _deliver(self, actor: str, cut_for: int, trajectories: bytes, failures: bytes, **asked: int) -> bytes:
         before = len(self.trajectories)
-        await super()._deliver(actor, version, trajectories, failures)
+        answer = await super()._deliver(actor, cut_for, trajectories, failures, **asked)
         self.deliveries.append((asyncio.get_running_loop().time(), len(self.trajectories) - before))
+        return answer
 
 
 def test_trajectories_that_finish_one_soon_after_another_share_a_delivery_and_wait_no_longer(
@@ -527,3 +523,48 @@ def test_trajectories_that_finish_one_soon_after_another_share_a_delivery_and_wa
     assert len(queue.asked) <= 0.1 / GATHER_S + 3
     # The last one ends 99 ms after the tickets, which came after the first moment of gathering.
     assert queue.deliveries[-1][0] <= 0.1 + 3 * GATHER_S
+
+
+class Plenty(Tickets):
+    """A queue that has a ticket for whoever asks, until it has given out all of them."""
+
+    def __init__(self, prompts: int) -> None:
+        super().__init__(prompts)
+        self.calls: dict[int, list[Ticket]] = {}
+
+    def _given(self, limit: int, call: int) -> bytes:
+        """The same call gets the same tickets again."""
+        if limit and self.tickets and call not in self.calls:
+            self.calls[call], self.tickets = self.tickets[:limit], self.tickets[limit:]
+        return encode(tuple(self.calls.get(call, ())) if limit else ())
+
+    async def _issue(self, actor: str, version: int, room: int, call: int) -> bytes:
+        self.asked.append((room, call))
+        if not self.tickets:
+            await asyncio.Event().wait()
+        return self._given(room, call)
+
+    async def _deliver(
+        self, actor: str, cut_for: int, trajectories: bytes, failures: bytes, *, limit: int, call: int = 0, **asked: int
+    ) -> bytes:
+        await super()._deliver(actor, cut_for, trajectories, failures, limit=limit)
+        return self._given(limit, call)
+
+
+def test_a_delivery_brings_the_next_tickets_and_the_queue_is_asked_for_others_only_where_they_are_too_few(
+    math_config: Callable[..., Config],
+) -> None:
+    async def story() -> Plenty:
+        worker, _ = working(math_config("rollout.in_flight=8"), *["3"] * 100)
+        queue: Any = Plenty(100)
+        worker._queue, worker._player = queue, Staggered()  # pyright: ignore[reportAttributeAccessIssue]
+        running = asyncio.create_task(worker.run())
+        await asyncio.sleep(3.0)
+        running.cancel()
+        return queue
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        queue = runner.run(story())
+    assert sorted(one.identity.prompt for one in queue.trajectories) == list(range(100)), "each once"
+    assert queue.limits == [8] * 12 + [0], "each delivery asks for as many as have ended, but for the last"
+    assert queue.asked == [(8, 0), (8, 13)], "at the start, and when a delivery brought four for eight places"
