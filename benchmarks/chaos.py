@@ -104,9 +104,9 @@ class Victim:
             self.resume()
         return True
 
-    def resume(self) -> None:
+    def resume(self, *options: str) -> None:
         """Start a driver that goes on with the run."""
-        self._begin("resume", str(self.run))
+        self._begin("resume", str(self.run), *options)
 
     def scale(self, rollouts: int) -> bool:
         """Ask for so many rollout actors. False if the run has ended meanwhile."""

@@ -1,14 +1,15 @@
 """kill -9 of whole nodes of a Ray cluster while a run trains; then an account of every trajectory, as in chaos.py.
 
     python benchmarks/node_deaths.py --trials 3 --json out.json
-    python benchmarks/node_deaths.py --own-disks --kinds learner rollout learner head --set learner.ranks=2 updates=300
+    python benchmarks/node_deaths.py --own-disks --kinds learner rollout head disk --set learner.ranks=2 updates=300
 
 The nodes are on this machine and see one folder, or with `--own-disks` (needs bubblewrap) each of them has a disk of
-its own at the path of the runs, and checkpoints are copied to a folder beside it that all see. The head has the driver
+its own at the path of the runs, and copies are in a folder beside it that all see. The head has the driver
 and the queue; three others, with a CPU each, have the learner's ranks, the rollout actor, and what is left over
 nothing. A node that dies loses its raylet and all of its workers at the same instant; another one comes in its place
 two seconds later, with an empty disk. The head takes the whole cluster with it: a new one is started at its address,
-and the run is resumed. `learner/60` stops all processes of that node for 60 s in place of killing them, as a node that
+and the run is resumed. Of the kind `disk` (with `--own-disks`) the run's folder is gone too, and is made again of the
+copies. `learner/60` stops all processes of that node for 60 s in place of killing them, as a node that
 cannot be reached: a node that Ray has given up by then ends itself when it comes back, and another one is added.
 """
 
@@ -35,10 +36,14 @@ from ray.cluster_utils import Cluster
 from benchmarks.chaos import ENVIRONMENT, REPOSITORY, SHORT, Kill, Trial, Victim
 from benchmarks.runs import machine
 from streamppo.errors import StreamppoError
+from streamppo.weights.store import ADDRESS
 
 BWRAP = shutil.which("bwrap")
 HOLDS = {"learner": "ray::Rank", "rollout": "ray::RolloutActor", "nothing": "", "head": ""}
 """Kinds of nodes, and the name of a process that only they have."""
+DISK = "disk"
+HEADS = ("head", DISK)
+"""Deaths of the head; of the second its disk dies too."""
 NODES, REPLACED_S, STARTED_S, PORT = 3, 2.0, 60.0, 6397
 
 
@@ -130,8 +135,16 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def own(folder: Path) -> tuple[str, ...]:
-    """What a run needs on nodes that share no folder; its checkpoints are copied to `folder`."""
-    return ("cluster.own_disks=true", f"checkpoint.remote=file://{folder}", "checkpoint.every=5")
+    """What a run needs on nodes that share no folder; checkpoints, journal and archive are copied to `folder`."""
+    remote = f"checkpoint.remote=file://{folder}"
+    return ("cluster.own_disks=true", remote, "checkpoint.every=5", "queue.standby=true")
+
+
+def _lost(run: Path) -> tuple[str, str]:
+    """Lose a run's folder; the options with which `resume` makes it again."""
+    address = (run / ADDRESS).read_text()
+    shutil.rmtree(run)
+    return "--from", address
 
 
 def trial(
@@ -150,12 +163,12 @@ def trial(
             if victim.driver.poll() is not None:
                 break
             before, start = victim.updates(), time.monotonic()
-            if kind == "head":
+            if kind in HEADS:
                 victim.driver.kill()
                 nodes.end()
                 victim.driver.wait()
                 nodes = Nodes(hidden)
-                victim.resume()
+                victim.resume(*(_lost(victim.run) if kind == DISK else ()))
             elif not nodes.strike(kind):
                 continue
             recovered = victim.wait_for(before + 1)

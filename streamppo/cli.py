@@ -110,8 +110,13 @@ def resume(
     /,
     *overrides: Override,
     accept_changes: Annotated[bool, Parameter(help="Go on though data or model are not what they were.")] = False,
+    copies: Annotated[str, Parameter(name="--from", help="Make the folder of the copies at this address.")] = "",
 ) -> int:
     """Continue a run as its configuration says, with overrides."""
+    if copies:
+        from streamppo.queue import standby
+
+        standby.restore(copies, folder)
     folder = configfile.existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
     process.log_to_stdout()

@@ -22,10 +22,8 @@ from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import CheckpointError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import MANIFEST, Manifest
-from streamppo.weights.store import Store
+from streamppo.weights.store import ADDRESS, Store, known
 
-ADDRESS = "remote.address"
-"""The file in a run's folder that has the address of its copies."""
 log = logging.getLogger(__name__)
 
 
@@ -38,13 +36,8 @@ def address_of(config: Config, folder: Path) -> str:
         found = f"{under}/{folder.name}-{uuid4().hex[:8]}"
         with durable.naming(folder / ADDRESS, CheckpointError):
             durable.write(folder / ADDRESS, found.encode())
+        log.info("copies are at %s", found)
     return found
-
-
-def known(folder: Path) -> str:
-    """The address of the copies of the run in `folder`; empty if it has none."""
-    file = folder / ADDRESS
-    return file.read_text() if file.is_file() else ""
 
 
 def told(config: Config, folder: Path) -> Config:

@@ -31,7 +31,7 @@ from streamppo import process
 from streamppo.config.change import learning
 from streamppo.config.sections import Config
 from streamppo.errors import Diverged, QueueError
-from streamppo.queue import continuation, handout, report, snapshot
+from streamppo.queue import continuation, handout, report, snapshot, standby
 from streamppo.queue.archive import Archive, checksums
 from streamppo.queue.commits import Commits, Transaction
 from streamppo.queue.defects import limits_of
@@ -73,7 +73,7 @@ class QueueActor(ArchivedRuns):
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path
         continuation.refuse_without_journal(Path(run))
-        self._journal = Journal(Path(run) / "journal.sqlite")
+        self._journal = standby.journal_of(Path(run), self.config)
         self._journal.fence()
         self._queue = _rebuilt(settings_of(self.config), self._journal)
         self._made = self._journal.versions()

@@ -48,6 +48,15 @@ class Database:
         with self._errors_named():
             self._db.close()
 
+    def back_up(self, path: Path) -> None:
+        """Write all that is committed to a new file at `path`."""
+        with self._errors_named():
+            other = sqlite3.connect(path, check_same_thread=False)
+            try:
+                self._db.backup(other)
+            finally:
+                other.close()
+
     # --- for those that are a database -----------------------------------------------------------------------
 
     @contextmanager

@@ -33,6 +33,7 @@ DEAD_LETTERS = 1000
 ALL = range(2**62)
 """Every slot."""
 TIP = struct.Struct("<QI")
+TIP_FILE = "journal.tip"
 TABLES = """
 create table if not exists state (name text primary key, value blob, checksum int) strict;
 create table if not exists slots (
@@ -54,7 +55,7 @@ class Journal(Database):
     """One writer at a time, and readers, which leave the files as they are."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        self._tip = path.with_name("journal.tip")
+        self._tip = path.with_name(TIP_FILE)
         super().__init__(path, TABLES, FORMAT, read_only=read_only)
         with self._errors_named():
             self._number = self._last_transaction()
@@ -66,6 +67,18 @@ class Journal(Database):
         if not path.is_file():
             raise JournalError(f"{path}: missing: {run} is not the folder of a run, or nothing was sampled in it yet")
         return cls(path, read_only=True)
+
+    @classmethod
+    def restored(cls, path: Path, number: int) -> "Journal":
+        """The journal at `path`, a copy that was made after transaction `number`."""
+        with durable.naming(path, JournalError):
+            durable.write(path.with_name(TIP_FILE), _tip(number))
+        return cls(path)
+
+    @property
+    def number(self) -> int:
+        """The number of the last transaction."""
+        return self._number
 
     def fence(self) -> None:
         """Keep everybody who opened it before from writing; all that they wrote is read from here on."""

@@ -25,6 +25,8 @@ PAUSES_S = (1.0, 10.0, 60.0)
 PART_BYTES = 2**24
 MODEL, FINAL = "model", "final"
 """Folders at a run's address: the model that it has made, and the one that it has trained."""
+ADDRESS = "remote.address"
+"""The file in a run's folder that has the address of its copies."""
 log = logging.getLogger(__name__)
 
 
@@ -122,6 +124,12 @@ class Store:
             self._files.makedirs(folder, exist_ok=True)
             with self._files.open(f"{folder}/{name}", "wb") as theirs:
                 shutil.copyfileobj(file, theirs, PART_BYTES)
+
+
+def known(folder: Path) -> str:
+    """The address of the copies of the run in `folder`; empty if it has none."""
+    file = folder / ADDRESS
+    return file.read_text() if file.is_file() else ""
 
 
 def bring_model(config: Config, path: str) -> None:

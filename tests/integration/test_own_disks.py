@@ -1,9 +1,12 @@
 """Nodes with disks of their own: what one of them has to get from another comes by way of `checkpoint.remote`."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import MATH
+from test_recovery import all_accounted, command
+from test_run import SHORT, family, gone, started, updates, wait_for_updates
 
 from benchmarks import node_deaths
 
@@ -22,3 +25,24 @@ def test_nodes_that_do_not_see_the_runs_folder_die_and_the_run_goes_on_from_the_
     assert list((run / "checkpoints").glob("*/*.distcp")) == [], "the disk of the driver has none of them"
     assert (run / "final" / "model.safetensors").is_file()
     assert {one.parent.name for one in store.glob("*/*/manifest.json")} >= {"00000300"}
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_queue_and_its_disk_are_gone_goes_on_from_the_copies_of_its_journal(tmp_path: Path) -> None:
+    runs, store, again = tmp_path / "runs", tmp_path / "store", tmp_path / "again" / "math"
+    runs.mkdir()
+    again.parent.mkdir()
+    given = (*SHORT, *node_deaths.own(store), "queue.standby=true", "updates=30", "evaluation.every=0")
+    with started(runs, *given) as process:
+        wait_for_updates(runs, 13)
+        for one in family(runs):
+            one.kill()
+        process.wait()
+        assert gone(runs)
+    made = len(updates(runs))
+    address = (runs / "math" / "remote.address").read_text()
+    shutil.rmtree(runs)
+    done = command("resume", str(again), "--from", address)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all_accounted(again).consumed == 30 * 64
+    assert made >= 13 and [row["update"] for row in updates(again.parent)] == list(range(1, 31))

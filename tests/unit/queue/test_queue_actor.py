@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -29,14 +30,22 @@ from streamppo.types import Batch, Failure, Learned, Push, QueueReport, Tensor, 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
 
 
-@pytest.fixture(params=[1, 3], ids=["alone", "with 3 shards"])
+WAYS = {
+    "alone": (),
+    "with 3 shards": ("queue.shards=3",),
+    "with a copy": ("queue.standby=true", "cluster.own_disks=true", "checkpoint.remote=memory://copies"),
+}
+
+
+@pytest.fixture(params=WAYS)
 def actor_of(
     math_config: Callable[..., Config], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Callable[..., QueueActor]:
     (tmp_path / "config.json").write_text('{"vocab_size": 17}')
+    (tmp_path / "remote.address").write_text(f"memory://copies/{uuid4().hex}")
 
     def make(*overrides: str) -> QueueActor:
-        config = msgspec.msgpack.encode(math_config(*SMALL, f"queue.shards={request.param}", *overrides))
+        config = msgspec.msgpack.encode(math_config(*SMALL, *WAYS[request.param], *overrides))
         shards = shard_case.shards(config, tmp_path, as_it_is)
         return QueueActor(config, str(tmp_path), str(tmp_path), put=as_it_is, shards=lambda _: shards)
 

@@ -1,0 +1,271 @@
+"""The copy of journal and archive at an address: what was acknowledged is there, and makes the run's folder again."""
+
+import asyncio
+from collections.abc import Callable
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+import fsspec
+import msgspec
+import numpy as np
+import pytest
+from test_queue_actor import SMALL, deliver, push, sample
+
+from streamppo.config.sections import Config
+from streamppo.errors import CheckpointError, ConfigError, JournalError
+from streamppo.queue import archive, standby
+from streamppo.queue.actor import QueueActor
+from streamppo.queue.journal import Journal
+from streamppo.types import Batch, Failure, encode
+from streamppo.weights.store import Store
+
+COPIED = ("queue.standby=true", "cluster.own_disks=true", "checkpoint.remote=memory://copies")
+ROWS = ("counters", "slots", "leases", "versions", "configs", "ended", "dead_letters")
+
+
+@pytest.fixture
+def address() -> str:
+    """An address where nothing is."""
+    return f"memory://copies/{uuid4().hex}"
+
+
+@pytest.fixture
+def queue_in(math_config: Callable[..., Config], address: str) -> Callable[..., QueueActor]:
+    """Starts a queue of the run in a folder, with a copy at the address."""
+
+    def make(run: Path, *overrides: str) -> QueueActor:
+        run.mkdir(exist_ok=True)
+        (run / "config.json").write_text('{"vocab_size": 17}')
+        (run / "config.toml").write_text("# a run")
+        (run / "remote.address").write_text(address)
+        config = msgspec.msgpack.encode(math_config(*SMALL, *COPIED, *overrides))
+        return QueueActor(config, str(run), str(run), put=np.ndarray.tobytes)
+
+    return make
+
+
+def rows(run: Path) -> dict[str, Any]:
+    """All that the journal of a run says."""
+    journal = Journal.of(run)
+    found = {name: getattr(journal, name)() for name in ROWS}
+    journal.close()
+    return found
+
+
+def batches(run: Path) -> list[Batch]:
+    """All batches in the archive of a run."""
+    found = archive.open(run)
+    return [found.batch(version) for version in found.versions()]
+
+
+async def train(actor: QueueActor, versions: range, after: Callable[[], None] = lambda: None) -> None:
+    """Make these versions, with a failure in each; calls `after` whenever the queue has acknowledged something."""
+    calls = count(1000 * versions.start)
+    for version in versions:
+        made = await sample(actor, next(calls), 4, version)
+        failed, made = made[0], made[1:]
+        after()
+        failure = Failure(identity=failed.identity, actor="a", stage="reward", reason="no", tokens=2)
+        await actor.deliver("a", version, encode(tuple(made)), encode((failure,)))
+        after()
+        rest = await sample(actor, next(calls), 1, version)
+        after()
+        await deliver(actor, rest)
+        after()
+        await actor.take(version)
+        after()
+        await actor.publish(push(version + 1), [], b"", 0)
+        after()
+
+
+async def begun(actor: QueueActor) -> QueueActor:
+    """A queue with version 0."""
+    await actor.begin(0)
+    await actor.publish(push(0), [], b"", 0)
+    return actor
+
+
+def test_a_run_is_restored_as_it_was_acknowledged_at_every_moment(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    run, number = tmp_path / "run", count()
+
+    def compare() -> None:
+        again = tmp_path / f"again-{next(number)}"
+        standby.restore(address, again)
+        assert rows(again) == rows(run)
+        assert batches(again) == batches(run)
+        assert (again / "config.toml").read_text() == "# a run"
+        assert (again / "model" / "config.json").read_bytes() == b"of a model", "which a resumed run knows"
+
+    Store(address).put("model", {"config.json": BytesIO(b"of a model")})
+
+    async def main() -> None:
+        actor = await begun(queue_in(run))
+        compare()
+        await train(actor, range(3), compare)
+        await actor.forget(2)
+        compare()
+        assert archive.open(run).versions() == [2], "the dropped ones are gone, here and there"
+        # Another process of the queue copies all of it anew.
+        await train(queue_in(run), range(3, 5), compare)
+
+    asyncio.run(main())
+
+
+def test_the_restored_run_goes_on_and_the_first_one_makes_no_version_any_more(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    async def main() -> None:
+        lost = await begun(queue_in(first))
+        await train(lost, range(2))
+        waits = await sample(lost, 1900, 2, 2)
+        standby.restore(address, second)
+        actor = queue_in(second)
+        await actor.begin(2)
+        assert await sample(actor, 1901, 2, 2) != waits, "nobody samples for it any more"
+        await actor.publish(push(2), [], b"", 0)
+        await train(actor, range(2, 3))
+        await deliver(lost, [*waits, *await sample(lost, 1902, 2, 2)])
+        await lost.take(2)
+        with pytest.raises(JournalError, match=r"restored from .*, where it goes on"):
+            await lost.publish(push(3), [], b"", 0)
+        with pytest.raises(JournalError, match="where it goes on"):
+            queue_in(first)
+
+    asyncio.run(main())
+
+
+def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, left = Store.put, count()
+
+    class Dead(BaseException):
+        pass
+
+    def dying(store: Store, folder: str, files: dict[str, BinaryIO]) -> None:
+        if next(left) == dies_at:
+            (name,) = files
+            files[name].seek(0)
+            # A part of it is there: a folder, unlike an object store, shows what is half written.
+            with fsspec.open(f"{address}/{folder}/{name}", "wb") as file:
+                file.write(files[name].read(9))
+            raise Dead
+        put(store, folder, files)
+
+    monkeypatch.setattr(Store, "put", dying)
+    dies_at, deaths = 0, 0
+    while True:
+        left, run, again = count(), tmp_path / f"run-{dies_at}", tmp_path / f"again-{dies_at}"
+        fsspec.filesystem("memory").store.clear()
+        known: list[dict[str, Any]] = []
+
+        async def main(run: Path = run, known: list[dict[str, Any]] = known) -> None:
+            actor = queue_in(run)
+            await actor.begin(0)
+            known.append(rows(run))
+            await actor.publish(push(0), [], b"", 0)
+            known.append(rows(run))
+            await train(actor, range(2), lambda: known.append(rows(run)))
+
+        try:
+            asyncio.run(main())
+            break
+        except Dead:
+            deaths += 1
+        if known:
+            standby.restore(address, again)
+            assert rows(again) == known[-1]
+            assert len(batches(again)) == max(known[-1]["versions"], default=0)
+        dies_at += 1
+    assert deaths > 12
+
+
+def test_a_copy_that_is_damaged_or_has_a_gap_is_named_and_a_torn_base_is_left_for_the_one_before(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    asyncio.run(_two_versions(queue_in(tmp_path / "run")))
+    found, folder = Store(address), "journal/0000"
+    files = fsspec.filesystem("memory")
+    names = found.names(folder)
+    standby.restore(address, tmp_path / "whole")
+    files.pipe(f"{address}/{folder}/{int(names[-1]) + 1:012d}-00000000.base", b"torn")
+    standby.restore(address, tmp_path / "again")
+    assert rows(tmp_path / "again") == rows(tmp_path / "whole")
+    content = found.read(folder, names[-2])
+    files.pipe(f"{address}/{folder}/{names[-2]}", content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(JournalError, match=f"{names[-2]}: damaged, and transactions follow"):
+        standby.restore(address, tmp_path / "damaged")
+    found.delete(f"{folder}/{names[-2]}")
+    with pytest.raises(JournalError, match=f"transaction {int(names[-2])} is missing"):
+        standby.restore(address, tmp_path / "gap")
+    assert not (tmp_path / "damaged").exists() and not (tmp_path / "gap").exists()
+
+
+async def _two_versions(actor: QueueActor) -> None:
+    await train(await begun(actor), range(2))
+
+
+def test_now_and_then_a_whole_journal_takes_the_place_of_transactions(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "BASE_EVERY", 3)
+    asyncio.run(_two_versions(queue_in(tmp_path / "run")))
+    names = Store(address).names("journal/0000")
+    assert len(names) <= 3 and names[0].endswith(".base")
+    standby.restore(address, tmp_path / "again")
+    assert rows(tmp_path / "again") == rows(tmp_path / "run")
+
+
+def test_a_store_that_is_away_is_waited_for_and_nothing_is_acknowledged_meanwhile(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "RETRY_S", 0.01)
+    put, is_away = Store.put, False
+
+    def away(store: Store, folder: str, files: dict[str, BinaryIO]) -> None:
+        if is_away:
+            raise CheckpointError("away")
+        put(store, folder, files)
+
+    async def main() -> None:
+        nonlocal is_away
+        actor = await begun(queue_in(tmp_path / "run"))
+        monkeypatch.setattr(Store, "put", away)
+        is_away = True
+        waits = asyncio.create_task(actor.issue("a", 0, 2, 0))
+        await asyncio.wait([waits], timeout=0.3)
+        assert not waits.done()
+        is_away = False
+        assert len(await waits) > 10
+        standby.restore(address, tmp_path / "again")
+        assert rows(tmp_path / "again") == rows(tmp_path / "run")
+
+    asyncio.run(main())
+
+
+def test_an_address_without_a_copy_and_a_folder_that_is_there_are_refused(address: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no copy of a journal is there: only a run with queue\.standby"):
+        standby.restore(address, tmp_path / "new")
+    with pytest.raises(CheckpointError, match="exists; name a folder that does not"):
+        standby.restore(address, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refusal"),
+    [
+        (("queue.standby=true",), "queue.standby needs cluster.own_disks"),
+        ((*COPIED, "queue.shards=2"), "queue.standby goes with queue.shards = 1"),
+    ],
+)
+def test_a_copy_wants_disks_of_their_own_and_one_queue(
+    overrides: tuple[str, ...], refusal: str, math_config: Callable[..., Config]
+) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        math_config(*overrides)
