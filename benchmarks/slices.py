@@ -1,9 +1,10 @@
-"""Two ranks with rows of their own, and with rows that are cut in two (`learner.mesh.context`): seconds and memory.
+"""Two ranks with rows of their own, with rows cut in two, and with weights cut in two: seconds and memory.
 
 python benchmarks/slices.py [--tokens 256 1024 4096] [--times 3] [--json out.json]
 
-An update of 4 rows of so many tokens, all but one of them sampled, a row in each micro-batch. `peak` is the most memory
-that a rank had in it, less what it had before.
+A dense model and a mixture of experts, with the numbers of `learner.mesh` that each of them may have. An update of 4
+rows of so many tokens, all but one of them sampled, a row in each micro-batch. `peak` is the most memory that a rank
+had in it, less what it had before.
 """
 
 import argparse
@@ -12,14 +13,13 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -28,6 +28,7 @@ from benchmarks.runs import machine
 from streamppo.config import file as configfile
 from streamppo.learner import loading, objective, optimizer, ulysses
 from streamppo.learner.batch import pad
+from streamppo.learner.device import mesh_of
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory
 
@@ -36,12 +37,16 @@ ROWS = 4
 SHAPE: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 256,
-    "intermediate_size": 1024,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-WAYS = {"rows of their own": 1, "rows cut in two": 2}
+EXPERTS: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "head_dim": 32}
+WAYS = {
+    "dense": ("context=1", "context=2", "tensor=2"),
+    "mixture": ("context=1", "context=2", "tensor=2", "expert=2"),
+}
+"""What of `learner.mesh` is set for each of the models. Without a number of two, ranks have rows of their own."""
 
 
 def main() -> None:
@@ -50,29 +55,36 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        Qwen2ForCausalLM(Qwen2Config(**SHAPE, max_position_embeddings=max(options.tokens))).save_pretrained(folder)
-        rows = [
-            {"tokens": tokens, "way": way} | _median(of_ranks(update, 2, folder, tokens, context, options.times))
-            for tokens in options.tokens
-            for way, context in WAYS.items()
-        ]
+    rows: list[dict[str, Any]] = []
+    for name, ways in WAYS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            _made(name, max(options.tokens)).save_pretrained(folder)
+            for tokens, way in product(options.tokens, ways):
+                found = of_ranks(update, 2, folder, tokens, way, options.times)
+                rows.append({"model": name, "tokens": tokens, "way": way} | _median(found))
     print(json.dumps(rows, indent=1))
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def _made(name: str, longest: int) -> PreTrainedModel:
+    shape: dict[str, Any] = SHAPE | {"max_position_embeddings": longest}
+    if name == "dense":
+        return Qwen2ForCausalLM(Qwen2Config(**shape, intermediate_size=1024))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **EXPERTS))
 
 
 def _median(ranks: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(one[name] for one in ranks) for name in ranks[0]}
 
 
-def update(folder: str, tokens: int, context: int, times: int) -> dict[str, float]:
+def update(folder: str, tokens: int, way: str, times: int) -> dict[str, float]:
     """The median seconds of an update, after one that is not counted, and the most memory of one."""
     micro = f"learner.micro_batch_tokens={tokens}"
-    config = configfile.load(MATH, ["learner.ranks=2", f"learner.mesh.context={context}", micro])
+    config = configfile.load(MATH, ["learner.ranks=2", f"learner.mesh.{way}", micro])
     slices = ulysses.slices_of("cpu", config.learner.mesh)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of("cpu", config.learner.mesh)
     trained = loading.load(config.model, folder, 1.0, mesh, slices=slices)
     chosen, adamw = objective.build(config), optimizer.adamw(trained, config)
     updater = Updater(trained, adamw, chosen, config, group=slices.apart())
