@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import world
+from benchmarks.pace import Adaptive, Fixed, step
 from benchmarks.world import World
-from streamppo.algorithms.lag import lr_share
 from streamppo.config.sections import Config
-from streamppo.learner import optimizer, policy, steering
+from streamppo.learner import policy
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.fetch import lag_histogram
 from streamppo.queue import parts
@@ -232,7 +232,7 @@ class _Learner:
 
     def __init__(self, made: World, queue: Any, costs: Costs) -> None:
         self._world, self._queue, self._costs = made, queue, costs
-        self._lag = steering.go_on(made.config, None)
+        self._pace = Fixed(0) if made.config.queue.first_lag is None else Adaptive(made.config)
         self._found = Found()
         self._evaluation: asyncio.Task[None] | None = None
 
@@ -260,18 +260,10 @@ class _Learner:
 
     def _update(self, batch: PaddedBatch) -> bytes:
         """Train; returns the encoded `Learned` of the batch."""
-        config, updater, found = self._world.config, self._world.updater, self._found
-        lags = lag_histogram(batch)
-        optimizer.follow_schedule(updater.optimizer, config, batch.version)
-        if self._lag is not None:
-            optimizer.lower_policy(updater.optimizer, lr_share(self._lag, lags))
-        updated = updater.update(batch)
-        metrics = updater.metrics(updated)
-        if self._lag is not None:
-            self._lag = steering.steered(config, self._lag, batch.version, metrics, lags)
-        found.lags.append(lags)
-        found.metrics.append(metrics)
-        return encode(updater.learned(updated))
+        updated, metrics, _ = step(self._world, self._pace, batch)
+        self._found.lags.append(lag_histogram(batch))
+        self._found.metrics.append(metrics)
+        return encode(self._world.updater.learned(updated))
 
     def weights(self) -> dict[str, Tensor]:
         """Copy the policy's weights as they are now."""
@@ -280,7 +272,8 @@ class _Learner:
     async def push(self, version: int, weights: dict[str, Tensor], learned: bytes = b"") -> None:
         """Let the engines pull a version."""
         packed = buckets.packed(version, weights, self._world.config.learner.bucket_bytes)
-        push = structs.replace(packed.push, admitted_lag=self._lag.admitted if self._lag else None)
+        admitted = self._pace.admitted if isinstance(self._pace, Adaptive) else None
+        push = structs.replace(packed.push, admitted_lag=admitted)
         await asyncio.sleep(self._costs.push_s)
         refs = [Ref(array) for array in packed.arrays]
         await self._queue.publish.remote(encode(push), refs, learned, 1)
