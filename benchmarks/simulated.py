@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple, cast
 from unittest import mock
 
 import msgspec
@@ -51,13 +51,15 @@ class Costs(NamedTuple):
     """Simulated seconds. All else takes no time.
 
     A step costs the same for any number of rows, as it does on a GPU that is bound by its memory. An update costs
-    `update_s` and `token_s` for each token in its rows, prompts and context too.
+    `update_s` and `token_s` for each token in its rows, prompts and context too. A token of a context without gradient
+    costs `context_s`, a third: a forward pass in the place of a forward and a backward pass (context_cost.py).
     """
 
     step_s: float = 0.1
     prefill_s: float = 0.02
     update_s: float = 0.1
     token_s: float = 5e-4
+    context_s: float = 5e-4 / 3
     push_s: float = 0.1
     call_s: float = 0.002
 
@@ -247,7 +249,7 @@ class _Learner:
             batch = pad(parts.merge([decode((await ref).data, Batch) for ref in refs]))
             found.waits.append(loop.time() - begin)
             learned = self._update(batch)
-            await asyncio.sleep(self._costs.update_s + self._costs.token_s * tokens_in(batch))
+            await asyncio.sleep(update_s(self._costs, batch, config.queue.prefix))
             found.seconds.append(loop.time())
             if pushed is not None:
                 await pushed
@@ -291,6 +293,11 @@ class _Learner:
         self._evaluation = asyncio.create_task(answer())
 
 
-def tokens_in(batch: PaddedBatch) -> int:
-    """The tokens in the rows of a batch, without padding."""
-    return int((batch.start_B + batch.length_B).sum())
+def update_s(costs: Costs, batch: PaddedBatch, prefix: Literal["attached", "detached"]) -> float:
+    """Return the seconds of an update: the tokens in the rows of a batch, without padding, and what each costs."""
+    whole_B = batch.start_B + batch.length_B
+    if prefix == "attached":
+        return costs.update_s + costs.token_s * int(whole_B.sum())
+    # The last token of a context is computed with gradient: it predicts the first of the completion.
+    context = int((batch.start_B - 1).sum())
+    return costs.update_s + costs.token_s * (int(whole_B.sum()) - context) + costs.context_s * context
