@@ -302,8 +302,10 @@ def _plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     with plots.axes(path, len(advantages), sharey=True) as made:
         for axis, advantage in zip(made, advantages, strict=True):
             of_axis = [line for line in lines if line["advantage"] == advantage]
-            for number, name in enumerate(dict.fromkeys(line["treatment"] for line in of_axis)):
+            for number, name in enumerate(dict.fromkeys(line["treatment"] for line in lines)):
                 some = [line for line in of_axis if line["treatment"] == name]
+                if not some:
+                    continue
                 fixed = sorted((line["lag"], line["accuracy"]) for line in some if line["pace"] == "fixed")
                 axis.plot(*zip(*fixed, strict=True), marker="o", color=f"C{number}", label=name)
                 for pace, marker in (("adaptive", "*"), ("cosine", "x")):
