@@ -12,7 +12,8 @@ number up to 19 and one of two digits, 128 completions an update; all runs of a 
                 `alone` is that without the learning rate (`lr_by_ess = off`)
                 `rate` is the learning rate without the lag (VCPO, https://arxiv.org/abs/2602.17616, but its baseline)
                 `cosine` steers the lag by the cosine of successive gradients (https://arxiv.org/abs/2603.01501)
-    default     configs/math.toml as it is, at lag 0 and 16; there with that learning rate, and with it and `mask`
+    default     configs/math.toml as it is, at lag 0 and 16; there with that rate, with it and `mask`, and with both
+                and a rate that falls to 0 like a cosine (`gentle`), at a fixed and at a steered lag
 
 A run has collapsed if its held-out accuracy at the end is below that of the model that it began with.
 The goals were written down before the first run. Every run is a line of lags.jsonl as soon as it has ended: the same
@@ -30,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -40,11 +41,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import plots, world
 from benchmarks.campaign import Campaign, Row
+from benchmarks.pace import Adaptive, Fixed, Pace, step
 from benchmarks.runs import Goal, machine, table, told
-from streamppo.algorithms.lag import Lag, lr_share
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import optimizer, policy, steering, tiny
+from streamppo.learner import policy, tiny
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.fetch import lag_histogram
 from streamppo.types import Batch
@@ -63,13 +64,19 @@ TREATMENTS = {
     "vtrace": ("algorithm.advantage.kind=vtrace",),
     "behavior": ("algorithm.proximal=behavior", "algorithm.correction.kind=off"),
 }
+GENTLE = (*TREATMENTS["mask"], "learner.decay=cosine", "learner.final_lr_share=0")
+"""For old data: a rate that falls sooner, and to nothing."""
+CAREFUL = 0.8
+"""The effective sample size that the steered lag is to have on the default task."""
 LOSSES = ("clip", "cispo", "gspo", "sapo", "dppo_tv", "ipo", "importance_weighted", "reinforce")
 STEERED_LAGS = (0, 4, 16, 64)
+PACES = ("fixed", "adaptive", "alone", "cosine", "rate")
 ALIGNED, UNALIGNED = 0.3, 0.1
 """The cosine of successive gradients above which less lag is admitted, and below which more is."""
 GOALS = {
     "default": Goal("default task: final accuracy at lag 16 over lag 0", least=0.98),
     "masked": Goal("default task, masked, with lr_by_ess: final accuracy at lag 16 over lag 0", least=0.98),
+    "gentle": Goal("default task, gentle: final accuracy at lag 16 over lag 0", least=0.98),
     "collapses": Goal("adaptive: runs that collapsed", most=0),
     "accuracy": Goal("adaptive: final accuracy over synchronous", least=0.98),
     "lag": Goal("adaptive: mean lag of trained tokens", least=16),
@@ -87,23 +94,6 @@ class Case(NamedTuple):
     seed: int
 
 
-class Pace(Protocol):
-    """Who chooses the lag, and the policy's learning rate."""
-
-    @property
-    def admitted(self) -> int:
-        """How many versions old a batch may be."""
-        ...
-
-    def before(self, batch: PaddedBatch) -> float:
-        """Return the share of the learning rate for the update on a batch."""
-        ...
-
-    def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
-        """Learn from the update on a batch, which has been described in `metrics`."""
-        ...
-
-
 def main() -> None:
     """Measure the chosen cases, print a table and the verdicts, and write them down with the machine."""
     options = _options()
@@ -111,7 +101,7 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         world.alone(Path(folder))
-        for case in cases(options.part, options.seeds, options.only, options.lags):
+        for case in cases(options.part, options.seeds, options.only, options.lags, options.paces):
             key = {**case._asdict(), "updates": options.updates}
             rows.append(campaign.row(key, partial(_measured, case, options.updates, Path(folder))))
             print(_line(rows[-1]), flush=True)
@@ -126,11 +116,16 @@ def main() -> None:
 
 
 def cases(
-    part: str, seeds: Sequence[int], only: Sequence[str] | None = None, lags: Sequence[int] | None = None
+    part: str,
+    seeds: Sequence[int],
+    only: Sequence[str] | None = None,
+    lags: Sequence[int] | None = None,
+    paces: Sequence[str] | None = None,
 ) -> Iterator[Case]:
     """List the cases of a part, seed by seed."""
     for seed, case in product(seeds, _of_part(part)):
-        if (not only or case.treatment in only) and (not lags or case.pace != "fixed" or case.lag in lags):
+        is_chosen = (not only or case.treatment in only) and (not paces or case.pace in paces)
+        if is_chosen and (not lags or case.pace != "fixed" or case.lag in lags):
             yield case._replace(seed=seed)
 
 
@@ -147,12 +142,14 @@ def _of_part(part: str) -> Iterator[Case]:
                 yield from (Case(part, loss, "gae", "rate", lag, 0) for lag in STEERED_LAGS[1:])
         case _:
             yield from (Case(part, "truncate", "gae", "fixed", lag, 0) for lag in (0, 16))
-            yield from (Case(part, treatment, "gae", "rate", 16, 0) for treatment in ("truncate", "mask"))
+            yield from (Case(part, treatment, "gae", "rate", 16, 0) for treatment in ("truncate", "mask", "gentle"))
+            yield Case(part, "gentle", "gae", "adaptive", AT_MOST, 0)
 
 
 def overrides(case: Case, updates: int) -> list[str]:
     """Return all that differs from configs/math.toml in one case; `updates` of 0 are as many as the part has."""
-    lag = f"{{kind='adaptive',at_most={case.lag}}}" if case.pace in ("adaptive", "alone") else case.lag
+    ess = CAREFUL if case.part == "default" else 0.5
+    lag = f"{{kind='adaptive',at_most={case.lag},ess={ess}}}" if case.pace in ("adaptive", "alone") else case.lag
     chosen = [f"seed={case.seed}", f"queue.max_lag={lag}", *(() if case.part == "default" else SMALL)]
     chosen.append(f"learner.lr_by_ess={'on' if case.pace in ('rate', 'adaptive') else 'off'}")
     if updates:
@@ -161,7 +158,7 @@ def overrides(case: Case, updates: int) -> list[str]:
         chosen.append("algorithm.advantage={kind='grpo'}")
     if case.part == "steered":
         return [*chosen, f"algorithm.policy_loss.kind={case.treatment}", "learner.minibatches=4"]
-    return [*chosen, *TREATMENTS[case.treatment]]
+    return [*chosen, *(GENTLE if case.treatment == "gentle" else TREATMENTS[case.treatment])]
 
 
 # --- a run -----------------------------------------------------------------------------------------------------
@@ -188,15 +185,11 @@ async def measure(case: Case, config: Config, model: Path) -> Mapping[str, Any]:
             ahead.append(Batch(version=version, min_version=0, trajectories=tuple(rows)))
             batches += 1
         batch = pad(replace(ahead.popleft(), version=version))
-        optimizer.follow_schedule(made.updater.optimizer, config, version)
-        scheduled = made.updater.optimizer.param_groups[0]["lr"]
-        optimizer.lower_policy(made.updater.optimizer, pace.before(batch))
-        metrics = made.updater.metrics(made.updater.update(batch))
+        _, metrics, scheduled = step(made, pace, batch)
         await made.swap(version + 1)
         lag, share = max(lag_histogram(batch)), metrics["lr"] / scheduled
         for name, value in {"reward": metrics["reward"], "ess": metrics["ess"], "lag": lag, "share": share}.items():
             found[name].append(value)
-        pace.after(batch, metrics)
         if (version + 1) % max(1, config.updates // 10) == 0:
             accuracies.append(await world.accuracy(made))
     await made.engine.stop()
@@ -221,41 +214,6 @@ def _pace(case: Case, config: Config, made: world.World) -> Pace:
             return Cosine(made.updater.policy)
         case _:
             return Fixed(case.lag)
-
-
-class Fixed:
-    """A lag that stays as it is."""
-
-    def __init__(self, lag: int) -> None:
-        self.admitted = lag
-
-    def before(self, batch: PaddedBatch) -> float:
-        """Leave the learning rate."""
-        return 1.0
-
-    def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
-        """Learn nothing."""
-
-
-class Adaptive:
-    """The rule of `queue.max_lag = adaptive`, as the learner has it."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._lag = steering.go_on(config, None) or Lag(0)
-
-    @property
-    def admitted(self) -> int:
-        """The lag that the last decision admits."""
-        return self._lag.admitted
-
-    def before(self, batch: PaddedBatch) -> float:
-        """Leave what the rule leaves."""
-        return lr_share(self._lag, lag_histogram(batch))
-
-    def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
-        """Decide."""
-        self._lag = steering.steered(self._config, self._lag, batch.version, metrics, lag_histogram(batch))
 
 
 class Cosine(Fixed):
@@ -313,11 +271,12 @@ def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
         ]
 
     late = [row for row in rows if row["part"] == "default" and row["lag"] > 0]
-    masked = [row for row in late if row["treatment"] == "mask"]
+    gentle = [row for row in late if row["treatment"] == "gentle" and row["pace"] == "rate"]
     adaptive = [row for row in rows if row["pace"] == "adaptive"]
     measured = {
         "default": over_synchronous([row for row in late if row["pace"] == "fixed"]),
-        "masked": over_synchronous(masked),
+        "masked": over_synchronous([row for row in late if row["treatment"] == "mask"]),
+        "gentle": over_synchronous(gentle),
         "collapses": [sum(map(collapsed, adaptive))] if adaptive else [],
         "accuracy": over_synchronous(adaptive),
         "lag": [row["lag_mean"] for row in adaptive],
@@ -343,8 +302,10 @@ def _plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     with plots.axes(path, len(advantages), sharey=True) as made:
         for axis, advantage in zip(made, advantages, strict=True):
             of_axis = [line for line in lines if line["advantage"] == advantage]
-            for number, name in enumerate(dict.fromkeys(line["treatment"] for line in of_axis)):
+            for number, name in enumerate(dict.fromkeys(line["treatment"] for line in lines)):
                 some = [line for line in of_axis if line["treatment"] == name]
+                if not some:
+                    continue
                 fixed = sorted((line["lag"], line["accuracy"]) for line in some if line["pace"] == "fixed")
                 axis.plot(*zip(*fixed, strict=True), marker="o", color=f"C{number}", label=name)
                 for pace, marker in (("adaptive", "*"), ("cosine", "x")):
@@ -360,8 +321,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("fixed", "steered", "default"), required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--only", nargs="+", choices=[*TREATMENTS, *LOSSES])
+    parser.add_argument("--only", nargs="+", choices=[*TREATMENTS, "gentle", *LOSSES])
     parser.add_argument("--lags", type=int, nargs="+", help="of those that are fixed")
+    parser.add_argument("--paces", nargs="+", choices=PACES)
     parser.add_argument("--updates", type=int, default=0, help="of each run; 0 are as many as the part has")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

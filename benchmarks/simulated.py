@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple, cast
 from unittest import mock
 
 import msgspec
@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import world
+from benchmarks.pace import Adaptive, Fixed, step
 from benchmarks.world import World
-from streamppo.algorithms.lag import lr_share
 from streamppo.config.sections import Config
-from streamppo.learner import optimizer, policy, steering
+from streamppo.learner import policy
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.fetch import lag_histogram
 from streamppo.queue import parts
@@ -51,13 +51,15 @@ class Costs(NamedTuple):
     """Simulated seconds. All else takes no time.
 
     A step costs the same for any number of rows, as it does on a GPU that is bound by its memory. An update costs
-    `update_s` and `token_s` for each token in its rows, prompts and context too.
+    `update_s` and `token_s` for each token in its rows, prompts and context too. A token of a context without gradient
+    costs `context_s`, a third: a forward pass in the place of a forward and a backward pass (context_cost.py).
     """
 
     step_s: float = 0.1
     prefill_s: float = 0.02
     update_s: float = 0.1
     token_s: float = 5e-4
+    context_s: float = 5e-4 / 3
     push_s: float = 0.1
     call_s: float = 0.002
 
@@ -232,7 +234,7 @@ class _Learner:
 
     def __init__(self, made: World, queue: Any, costs: Costs) -> None:
         self._world, self._queue, self._costs = made, queue, costs
-        self._lag = steering.go_on(made.config, None)
+        self._pace = Fixed(0) if made.config.queue.first_lag is None else Adaptive(made.config)
         self._found = Found()
         self._evaluation: asyncio.Task[None] | None = None
 
@@ -247,7 +249,7 @@ class _Learner:
             batch = pad(parts.merge([decode((await ref).data, Batch) for ref in refs]))
             found.waits.append(loop.time() - begin)
             learned = self._update(batch)
-            await asyncio.sleep(self._costs.update_s + self._costs.token_s * tokens_in(batch))
+            await asyncio.sleep(update_s(self._costs, batch, config.queue.prefix))
             found.seconds.append(loop.time())
             if pushed is not None:
                 await pushed
@@ -260,18 +262,10 @@ class _Learner:
 
     def _update(self, batch: PaddedBatch) -> bytes:
         """Train; returns the encoded `Learned` of the batch."""
-        config, updater, found = self._world.config, self._world.updater, self._found
-        lags = lag_histogram(batch)
-        optimizer.follow_schedule(updater.optimizer, config, batch.version)
-        if self._lag is not None:
-            optimizer.lower_policy(updater.optimizer, lr_share(self._lag, lags))
-        updated = updater.update(batch)
-        metrics = updater.metrics(updated)
-        if self._lag is not None:
-            self._lag = steering.steered(config, self._lag, batch.version, metrics, lags)
-        found.lags.append(lags)
-        found.metrics.append(metrics)
-        return encode(updater.learned(updated))
+        updated, metrics, _ = step(self._world, self._pace, batch)
+        self._found.lags.append(lag_histogram(batch))
+        self._found.metrics.append(metrics)
+        return encode(self._world.updater.learned(updated))
 
     def weights(self) -> dict[str, Tensor]:
         """Copy the policy's weights as they are now."""
@@ -280,7 +274,8 @@ class _Learner:
     async def push(self, version: int, weights: dict[str, Tensor], learned: bytes = b"") -> None:
         """Let the engines pull a version."""
         packed = buckets.packed(version, weights, self._world.config.learner.bucket_bytes)
-        push = structs.replace(packed.push, admitted_lag=self._lag.admitted if self._lag else None)
+        admitted = self._pace.admitted if isinstance(self._pace, Adaptive) else None
+        push = structs.replace(packed.push, admitted_lag=admitted)
         await asyncio.sleep(self._costs.push_s)
         refs = [Ref(array) for array in packed.arrays]
         await self._queue.publish.remote(encode(push), refs, learned, 1)
@@ -298,6 +293,11 @@ class _Learner:
         self._evaluation = asyncio.create_task(answer())
 
 
-def tokens_in(batch: PaddedBatch) -> int:
-    """The tokens in the rows of a batch, without padding."""
-    return int((batch.start_B + batch.length_B).sum())
+def update_s(costs: Costs, batch: PaddedBatch, prefix: Literal["attached", "detached"]) -> float:
+    """Return the seconds of an update: the tokens in the rows of a batch, without padding, and what each costs."""
+    whole_B = batch.start_B + batch.length_B
+    if prefix == "attached":
+        return costs.update_s + costs.token_s * int(whole_B.sum())
+    # The last token of a context is computed with gradient: it predicts the first of the completion.
+    context = int((batch.start_B - 1).sum())
+    return costs.update_s + costs.token_s * (int(whole_B.sum()) - context) + costs.context_s * context

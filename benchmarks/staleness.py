@@ -9,6 +9,7 @@ same each time: the learner is a little slower than the engines, and the longest
     sync                                `max_lag = 0`
     segments                            trains on what is not finished
     segments-N                          the same, and cuts every N tokens
+    segments-detached                   the same, its contexts without gradient, which an update reads for a third
     mask drop wait windowed             `queue.too_old` for whole completions
     adaptive, adaptive-segments         the lag steers itself up to the bound, for whole completions and for segments
 
@@ -60,7 +61,7 @@ SMALL = (
 SYNC, SEGMENTS = "sync", "segments"
 WHOLE = ("mask", "drop", "wait", "windowed")
 STEERED = ("adaptive", "adaptive-segments")
-RULES = (SEGMENTS, *WHOLE, *STEERED, "segments-4", "segments-8")
+RULES = (SYNC, SEGMENTS, *WHOLE, *STEERED, "segments-4", "segments-8", "segments-16", "segments-detached")
 TARGET = 0.55
 """The held-out accuracy whose time is compared. It is 0.2 to 0.35 at first."""
 LAST = 3
@@ -115,8 +116,9 @@ def _short(row: Row) -> Row:
 def cases(shapes: Sequence[str], rules: Sequence[str], max_lags: Sequence[int], seeds: Sequence[int]) -> Iterator[Case]:
     """List the cases, seed by seed; with a lag bound of 0 there is one."""
     for seed, shape in product(seeds, shapes):
-        yield Case(shape, SYNC, 0, seed)
-        yield from (Case(shape, rule, lag, seed) for lag in max_lags for rule in rules)
+        if SYNC in rules:
+            yield Case(shape, SYNC, 0, seed)
+        yield from (Case(shape, rule, lag, seed) for lag in max_lags for rule in rules if rule != SYNC)
 
 
 def overrides(case: Case, data: Path, model: Path, more: Sequence[str]) -> list[str]:
@@ -125,6 +127,7 @@ def overrides(case: Case, data: Path, model: Path, more: Sequence[str]) -> list[
     steered = f"{{kind='adaptive',at_most={case.max_lag}}}"
     rule, _, most = case.rule.partition("-")
     cuts = f"queue.segments={{max_tokens={most}}}" if most.isdigit() else "queue.segments={}"
+    cuts = "queue.segments={prefix='detached'}" if most == "detached" else cuts
     return [
         *SMALL,
         f"seed={case.seed}",

@@ -50,6 +50,7 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
     torch.manual_seed(config.seed)
     mesh = init_device_mesh("cpu", (1,))
     trained = loading.load(config.model, model, config.rollout.temperature, mesh)
+    trained.set_context(config.queue.prefix)
     adamw = optimizer.adamw(trained, config)
     updater = Updater(trained, adamw, objective.build(config), config, group=mesh.get_group())
     tokenizer = Tokenizer(str(model))

@@ -10,18 +10,18 @@ first, and the learning rate where that is of no use, or not yet.
     the lowest bucket with ESS < ess begins at lag f > 0     admitted = f - 1, and for `hold` updates older data come
     that is lag 0                                            admitted = 0, lr_share is halved: no lag is at fault
     none has, and lr_share < 1                               lr_share is doubled
-    all have ESS >= (1 + ess) / 2, admitted is reached       admitted + 1
+    all have ESS >= (1 + ess) / 2, admitted is reached       as far as they reach, 1 more at least (`farther`)
 
     an update's share of the learning rate    lr_share; while older data may come, times the mean over its tokens of
                                               min(1, (admitted + 1) / (lag + 1))
 
-The lag falls below all of the bucket that fails (buckets double in width), and rises by 1 with the evidence that the
-data at its bound are good: it never goes where nothing was measured. With all ESS above (1 + ess) / 2 it rises to its
-bound wherever that is reached, and stays there.
+The lag falls below all of the bucket that fails (buckets double in width), and rises with the evidence that the data at
+its bound are good, to twice that at most: it never goes far beyond what was measured. With all ESS above (1 + ess) / 2
+it rises to its bound wherever that is reached, and stays there.
 """
 
 from collections.abc import Callable, Mapping
-from math import inf
+from math import inf, log, sqrt
 from typing import NamedTuple
 
 from streamppo.algorithms.diagnostics import LAG_BUCKETS, LAST_LAG_OF_BUCKET
@@ -58,7 +58,19 @@ def next_lag(
     reached = _share(tokens_by_lag, lambda one: one >= lag.admitted) >= LEAST
     if lag.hold or not found or not reached or min(found.values()) < (1 + ess) / 2:
         return waited
-    return waited._replace(admitted=min(at_most, lag.admitted + 1))
+    return waited._replace(admitted=min(at_most, farther(lag.admitted, min(found.values()), (1 + ess) / 2)))
+
+
+def farther(admitted: int, worst: float, least: float) -> int:
+    """The lag to which data reach whose lowest ESS, of at least `least`, is `worst` as far as lag `admitted`.
+
+    The variance of a policy's log-ratios grows with the square of the distance that it moves, which is at most
+    proportional to the versions between: so log(ESS) is taken to fall with the square of lag + 1.
+
+        lag + 1 = (admitted + 1) min(2, sqrt(log(least) / log(worst))), rounded down; admitted + 1 at least
+    """
+    reach = 2.0 if worst >= 1 else min(2.0, sqrt(log(least) / log(worst)))
+    return max(admitted + 1, int(reach * (admitted + 1)) - 1)
 
 
 def lr_share(lag: Lag, tokens_by_lag: Mapping[int, int]) -> float:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.algorithms.advantages import Estimate
-from streamppo.algorithms.diagnostics import off_policy, ratio_quantiles, update_statistics_of
+from streamppo.algorithms.diagnostics import OffPolicy, off_policy, ratio_quantiles, update_statistics_of
 from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, policy_weights
 from streamppo.algorithms.value_losses import explained_variance
@@ -170,15 +170,21 @@ def _float64(*numbers: Tensor | float) -> Tensor:
 
 
 def batch_metrics(
-    batch: PaddedBatch, learner: Scored, passed_B: Tensor, estimate: Estimate, trained_BT: Tensor
+    batch: PaddedBatch,
+    learner: Scored,
+    passed_B: Tensor,
+    estimate: Estimate,
+    trained_BT: Tensor,
+    age: OffPolicy | None = None,
 ) -> dict[str, float]:
     """Describe the batch as it was before any of it was trained on; importance weights before any truncation.
 
     `learner` is the proximal policy on the rows `passed_B`, or what came nearest to it: the first pass over each row.
+    `age` is how far that is from the behavior policy, if it is known already.
     """
     mask_BT = batch.mask_BT
     compared_BT = mask_BT & passed_B[:, None]
-    found = off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
+    found = age or off_policy(learner.logprobs_BT, batch.behavior_logprobs_BT, compared_BT, batch.lag_BT)
     by_lag = {}
     for bucket, divergence in found.by_lag.items():
         by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}

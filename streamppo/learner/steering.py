@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from streamppo.algorithms.diagnostics import LAG_BUCKETS, off_policy
+from streamppo.algorithms.diagnostics import LAG_BUCKETS, OffPolicy, off_policy
 from streamppo.algorithms.lag import Lag, next_lag
 from streamppo.config.queue import AdaptiveLag
 from streamppo.config.sections import Config
@@ -42,14 +42,17 @@ def is_lowered_by_ess(config: Config) -> bool:
     return automatic if config.learner.lr_by_ess == "auto" else config.learner.lr_by_ess == "on"
 
 
-def lower_by_ess(config: Config, optimizer: torch.optim.Optimizer, batch: PaddedBatch, scored: Scored) -> None:
-    """Lower the policy's learning rate for the update on `batch`, if `config` asks for it.
+def lower_by_ess(
+    config: Config, optimizer: torch.optim.Optimizer, batch: PaddedBatch, scored: Scored
+) -> OffPolicy | None:
+    """Lower the policy's learning rate for the update on `batch`, if `config` asks for it; returns what it went by.
 
     With W = proximal / behavior of each of n sequences, the rate is multiplied by the root of their effective sample
     size, sum(W)^2 / (n sum(W^2)): AdamW's step is to grow with the root of the number of samples that a gradient rests
     on (VCPO, https://arxiv.org/abs/2602.17616). On-policy it is 1.
     """
     if not is_lowered_by_ess(config):
-        return
+        return None
     found = off_policy(scored.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, batch.lag_BT)
     lower_policy(optimizer, math.sqrt(found.overall.ess_sequence))
+    return found

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.algorithms.aggregate import Denominators, denominators
-from streamppo.algorithms.diagnostics import update_statistics_of
+from streamppo.algorithms.diagnostics import OffPolicy, update_statistics_of
 from streamppo.algorithms.exploration import Bonus, next_bonus
 from streamppo.algorithms.kl import kl, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Updated(NamedTuple):
-    """A batch that was trained on: everything that `Updater.metrics` needs to know about it.
+    """A batch that was trained on; `age` is the distance between its policies, if the learning rate went by it.
 
     `start` and `scored` are the moments, of `time.perf_counter`, at which the update and its first step began.
     """
@@ -57,6 +57,7 @@ class Updated(NamedTuple):
     batch: PaddedBatch
     targets: Targets
     minibatches: Sequence[Minibatch]
+    age: OffPolicy | None
     start: float
     scored: float
 
@@ -136,7 +137,7 @@ class Updater:
         if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:
             objective = objective.warm_up()
         targets, graph = self._prepare(objective, batch)
-        steering.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
+        age = steering.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
         minibatches: list[Minibatch] = []
@@ -154,7 +155,7 @@ class Updater:
                     shares.append(share._replace(loss=share.loss.detach()))
                 minibatches.append(self._step(epoch, batch.version, rows, shares))
         self._tell_of_empty_steps(batch.version, minibatches)
-        return Updated(objective, batch, targets, minibatches, start, scored)
+        return Updated(objective, batch, targets, minibatches, age, start, scored)
 
     @phase("metrics")
     def metrics(self, updated: Updated) -> dict[str, float]:
@@ -173,7 +174,7 @@ class Updater:
             steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
             steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
         made = {
-            **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT),
+            **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT, updated.age),
             **steps,
             **left_out_shares(self.objective.rules, minibatches, batch.mask_BT, self.group),
             **self._kl_metrics(batch, targets, scored, passed_B),
@@ -341,8 +342,7 @@ class Updater:
         in_a_row = 1 + (self.critic_bad_steps if part == "critic" else self.bad_steps)
         self._count_bad(part, in_a_row)
         if in_a_row >= self.config.learner.max_bad_steps:
-            steps = f"{in_a_row} optimizer steps in a row"
-            raise UpdateError(f"the gradient, or the KL that target_kl bounds, was not finite in {steps}")
+            raise UpdateError(f"the gradient, or target_kl's KL, was not finite in {in_a_row} optimizer steps in a row")
         return number
 
     def _count_bad(self, part: Part, in_a_row: int) -> None:

@@ -47,8 +47,8 @@ def test_every_token_has_exactly_the_lag_that_was_chosen_once_there_are_as_many_
 
 def test_a_steered_run_goes_ahead_as_far_as_the_rule_admits(tmp_path: Path) -> None:
     found = measured(tmp_path, Case("steered", "clip", "gae", "adaptive", 64, 1), "learner.lr=1e-6")
-    # It begins with 1, and data as good as on-policy let it rise by one once they are as old as admitted.
-    assert found["lags"] == [0, 1, 1, 1, 2, 2]
+    # It begins with 1, and data as good as on-policy let it rise to 3 once they are as old as admitted.
+    assert found["lags"] == [0, 1, 1, 1, 2, 3]
 
 
 def test_aligned_gradients_halve_the_lag_and_unaligned_ones_raise_it() -> None:

@@ -16,6 +16,7 @@ from benchmarks.simulated import Costs
 from benchmarks.staleness import Case
 from streamppo.config import file as configfile
 from streamppo.learner import tiny
+from streamppo.learner.batch import pad
 from streamppo.types import ScoredText
 
 TINY = (
@@ -55,11 +56,13 @@ def test_answers_are_the_next_letters_with_a_heavy_tail_of_lengths(tmp_path: Pat
 def test_every_case_is_a_configuration_that_can_be_run(tmp_path: Path) -> None:
     ciphers.write(tmp_path, "pareto", median=staleness.MEDIAN)
     cases = list(staleness.cases(("pareto",), staleness.RULES, (2, 4), (1, 2)))
-    assert cases[0] == Case("pareto", "sync", 0, 1) and len(cases) == 2 * (1 + 2 * 9) == len(set(cases))
+    assert cases[0] == Case("pareto", "sync", 0, 1) and len(cases) == 2 * (1 + 2 * 11) == len(set(cases))
     for case in cases:
         config = configfile.load(staleness.CONFIG, staleness.overrides(case, tmp_path, tmp_path, []))
-        most = {"segments": 0, "adaptive-segments": 0, "segments-4": 4, "segments-8": 8}
+        cuts = {"segments": 0, "adaptive-segments": 0, "segments-detached": 0}
+        most = cuts | {f"segments-{tokens}": tokens for tokens in (4, 8, 16)}
         assert (config.queue.segments.max_tokens if config.queue.segments else None) == most.get(case.rule)
+        assert config.queue.prefix == ("detached" if case.rule == "segments-detached" else "attached")
         assert config.queue.bound == case.max_lag
         assert (config.queue.first_lag is not None) == case.rule.startswith("adaptive")
         assert config.queue.too_old == (case.rule if case.rule in staleness.WHOLE else "mask")
@@ -155,6 +158,15 @@ def test_a_clock_moves_where_a_loop_would_wait_and_by_what_a_call_costs() -> Non
         seen = runner.run(world())
     assert [name for name, _ in seen] == ["slept", "computed"]
     assert [at for _, at in seen] == pytest.approx([0.5, 2.0])
+
+
+def test_a_context_without_gradient_costs_an_update_a_third() -> None:
+    batch, costs = pad(learner_case.batch()), Costs(update_s=1.0, token_s=3.0, context_s=1.0)
+    tokens, rows = int((batch.start_B + batch.length_B).sum()), len(batch.start_B)
+    context = int(batch.start_B.sum()) - rows
+    assert simulated.update_s(costs, batch, "attached") == 1.0 + 3.0 * tokens
+    assert simulated.update_s(costs, batch, "detached") == 1.0 + 3.0 * (tokens - context) + context
+    assert context > 0
 
 
 def test_a_world_in_which_everybody_waits_for_somebody_else_says_so() -> None:

@@ -1,12 +1,12 @@
 """The lag that steers itself, against numbers by hand, and in a loop with data as late as they were admitted."""
 
 from collections import deque
-from math import exp
+from math import exp, nextafter
 
 import pytest
 
 from streamppo.algorithms.diagnostics import LAG_BUCKETS
-from streamppo.algorithms.lag import FIRST_LAG_OF_BUCKET, LEAST_RATE, Lag, lr_share, next_lag
+from streamppo.algorithms.lag import FIRST_LAG_OF_BUCKET, LEAST_RATE, Lag, farther, lr_share, next_lag
 
 GOOD = {0: 100, 1: 100, 2: 100, 3: 50, 4: 50}
 """A batch with tokens of all lags up to 4."""
@@ -19,9 +19,20 @@ def after(lag: Lag, *, at_most: int = 64, tokens: dict[int, int] = GOOD, **ess: 
     return next_lag(lag, by_bucket, tokens, at_most=at_most, ess=0.5)
 
 
-def test_the_lag_rises_by_one_where_the_data_at_its_bound_are_good() -> None:
-    assert after(Lag(4)) == Lag(5)
+def test_the_lag_rises_where_the_data_at_its_bound_are_good() -> None:
+    assert after(Lag(4)) == Lag(7), "log(0.75) / log(0.9) is 2.73, and 5 sqrt(2.73) is 8.26"
     assert after(Lag(4), _2=0.75) == Lag(5), "(1 + 0.5) / 2 is good"
+    assert after(Lag(4), at_most=6) == Lag(6)
+
+
+def test_it_rises_as_far_as_the_lowest_effective_sample_size_reaches_and_to_twice_that_at_most() -> None:
+    for admitted in (0, 1, 2, 7, 31):
+        assert farther(admitted, 1.0, 0.75) == max(1, 2 * admitted + 1), "a policy that does not move"
+        assert farther(admitted, 0.999, 0.75) == max(1, 2 * admitted + 1)
+        assert farther(admitted, 0.75, 0.75) == admitted + 1
+    # 10 versions of 0.9 are as far as 16.5 of 0.75: the square of 1.65 is log(0.75) / log(0.9).
+    assert farther(9, 0.9, 0.75) == 15
+    assert farther(9, 0.9, 0.9) == farther(9, 0.9, nextafter(0.9, 0)) == 10
 
 
 def test_the_lag_stays_where_it_is_not_reached_or_the_data_are_neither_good_nor_bad() -> None:
@@ -38,7 +49,7 @@ def test_the_lag_falls_below_the_lowest_bucket_that_fails_and_does_not_rise_whil
     for left in (3, 2, 1, 0):
         fallen = after(fallen)
         assert fallen == Lag(1, 1.0, hold=left)
-    assert after(fallen) == Lag(2)
+    assert after(fallen, _0=0.75) == Lag(2)
 
 
 def test_buckets_beyond_the_admitted_lag_say_nothing_about_it() -> None:

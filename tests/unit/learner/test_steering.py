@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from streamppo.algorithms.diagnostics import OffPolicy, off_policy
 from streamppo.algorithms.lag import Lag
-from streamppo.learner import optimizer, steering
+from streamppo.learner import metrics, optimizer, steering
 from streamppo.learner.batch import pad
 from streamppo.learner.fetch import lag_histogram
 
@@ -36,7 +37,7 @@ def test_with_a_window_the_lag_is_at_most_the_one_that_leaves_room_for_it() -> N
 
 def test_a_policy_that_stands_still_says_nothing_about_lag() -> None:
     config = case.config_of(ADAPTIVE, "algorithm.critic.warmup_updates=5")
-    for version, admitted in ((4, 1), (5, 2)):
+    for version, admitted in ((4, 1), (5, 3)):
         assert steering.steered(config, Lag(1), version, {"ess_lag_1": 1.0}, {1: 9}).admitted == admitted
 
 
@@ -105,6 +106,22 @@ def test_the_learning_rate_is_lowered_by_the_root_of_the_sequences_effective_sam
         full, _ = case.updated(tmp_path, batch, *chosen, "learner.lr_by_ess=off")
     case.assert_same_weights(lowered, same)
     assert any(not torch.allclose(weight, full[name]) for name, weight in lowered.items())
+
+
+@pytest.mark.parametrize("chosen", ["on", "off"])
+def test_a_batch_is_compared_with_its_policy_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
+    case.save_model(tmp_path)
+    compared: list[OffPolicy] = []
+
+    def counted(*columns: torch.Tensor) -> OffPolicy:
+        compared.append(off_policy(*columns))
+        return compared[-1]
+
+    for module in (steering, metrics):
+        monkeypatch.setattr(module, "off_policy", counted)
+    with case.group(0, 1, tmp_path / "store"):
+        _, found = case.updated(tmp_path, pad(case.batch()), f"learner.lr_by_ess={chosen}", "learner.minibatches=3")
+    assert [one.overall.ess_sequence for one in compared] == [found["ess_sequence"]]
 
 
 @pytest.mark.parametrize(
