@@ -291,6 +291,7 @@ def _kept(config: Config) -> Iterator[str]:
         )
     if config.cluster.own_disks and not config.checkpoint.remote:
         yield "cluster.own_disks needs checkpoint.remote: a node that comes has no file of those that have gone"
+    yield from config.learner.transport.refuses_disks(own=config.cluster.own_disks)
 
 
 def _proximal(config: Config) -> Iterator[str]:
