@@ -33,10 +33,8 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
     # Half of what a width can say: some gaps are longer than the mean.
     mean = 2 * len(before) // width // max(1, len(gaps))
     gap_width = next(size for size in GAPS if mean < 256**size or size == max(GAPS))
-    split, at = _split(gaps, gap_width)
-    if len(split) > len(at):
-        differences, own = np.zeros(len(split), dtype=differences.dtype), differences
-        differences[at] = own
+    split, between = _split(gaps, gap_width)
+    differences = np.insert(differences, between, 0) if len(between) else differences
     planes = differences.view(np.uint8).reshape(-1, width).T.reshape(-1)
     compressed = planes.nbytes >= COMPRESSED_FROM
     stored = np.frombuffer(_zstd().encode(planes), dtype=np.uint8) if compressed else planes
@@ -105,15 +103,16 @@ def _different(difference: Numbers) -> tuple[Places, Numbers]:
 
 
 def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
-    """Encode gaps, long ones by several elements; with them comes the index of each gap's own element."""
+    """Encode gaps, long ones by several elements; with them come the gaps before which there are further elements.
+
+    A gap comes once for each of these. Few are long: all others are looked at twice alone.
+    """
     limit = 256**gap_width
-    if not len(gaps) or gaps.max() <= limit:
-        return (gaps - 1).astype(GAPS[gap_width]), np.arange(len(gaps))
-    steps = (gaps - 1) // limit
-    at = np.cumsum(steps + 1) - 1
-    split = np.full(int(at[-1]) + 1, limit - 1, dtype=GAPS[gap_width])
-    split[at] = gaps - steps * limit - 1
-    return split, at
+    long = np.flatnonzero(gaps > limit)
+    between = np.repeat(long, (gaps[long] - 1) // limit)
+    # What does not fit its width is cut off: that is the remainder of a long gap.
+    short = (gaps - 1).astype(GAPS[gap_width])
+    return np.insert(short, between, limit - 1) if len(between) else short, between
 
 
 def _elements(data: Bytes, width: int) -> Numbers:

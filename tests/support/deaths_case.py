@@ -19,7 +19,7 @@ from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.follower import Follower
 from streamppo.rollout.puller import Puller
 from streamppo.types import encode
-from streamppo.weights import buckets, folder
+from streamppo.weights import buckets, content, folder
 from streamppo.weights.replica import Replica
 
 SETTINGS = Qwen2Config(
@@ -90,7 +90,7 @@ ACTOR_DIES: dict[str, Callable[[], None]] = {
     "in the middle of a fetch": lambda: dying(folder, "_read", 2),
     "in the middle of unpacking": lambda: dying(Replica, "_use", 7),
     "ahead of the copy": lambda: dying(decoder.Decoder, "fuse", 1),
-    "in the middle of the comparison": lambda: dying(decoder, "check", 1),
+    "in the middle of the comparison": lambda: dying(content, "content", 5),
     "in the swap itself": lambda: dying(decoder.Decoder, "adopt", 1),
     "after the swap, which nobody knows of": lambda: dying(Actor, "_swapped", 1),
 }

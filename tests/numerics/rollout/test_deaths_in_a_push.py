@@ -6,7 +6,9 @@ Ranks and actors are processes of their own here, with files between them; the q
 import asyncio
 import itertools
 import multiprocessing
+import os
 import signal
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -119,8 +121,12 @@ async def ended(process: Any) -> int | None:
 
 
 @pytest.mark.timeout(600)
-def test_either_side_is_killed_in_the_middle_of_a_push_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_either_side_is_killed_in_the_middle_of_a_push_and_the_other_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deaths = Counter[str]()
+    # Python 3.11 does not hand it over to the process that loads libraries once for all that are killed.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
     async def story() -> None:
         learner = Learner(tmp_path)
