@@ -24,6 +24,7 @@ import argparse
 import json
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -254,7 +255,7 @@ def _plot(rows: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> 
     with plots.axes(path, 1, width=7) as (axis,):
         at = {name: 0.0 for name in rows}
         for step in [step for step in next(iter(rows.values())) if step not in {"all", "sent"}]:
-            heights = [found[step]["cpu_s_per_gb"] for found in rows.values()]
+            heights = [found.get(step, {}).get("cpu_s_per_gb", 0.0) for found in rows.values()]
             axis.bar(list(rows), heights, bottom=list(at.values()), label=step)
             at = {name: at[name] + height for name, height in zip(rows, heights, strict=True)}
         axis.set(ylabel="CPU s a GB")
@@ -266,19 +267,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--layouts", nargs="*", choices=[*LLAMAS, SHARE_OF_7B], default=())
+    parser.add_argument("--layout", help=argparse.SUPPRESS)
     parser.add_argument("--lr", type=float, nargs="*", default=(1e-6, 1e-5, 1e-4))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.layouts:
+        return _write(options, _layouts(options))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not options.no_store:
         memory = int(5e9 * max(1.0, options.gigabytes))
         ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=memory, log_to_driver=False)
-    _write(options, _layouts(options) if options.layouts else _one(options))
+    _write(options, _layout(options) if options.layout else _one(options))
 
 
 def _write(options: argparse.Namespace, content: Mapping[str, Any]) -> None:
@@ -300,27 +304,31 @@ def _one(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _layouts(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one model after another."""
+    """Measure one model after another, each in a process of its own: memory of the one before would be used again."""
     found: dict[str, Any] = {}
-    for name in options.layouts:
-        store = not options.no_store
-        way = Way.of_7b(store=store) if name == SHARE_OF_7B else Way.of(store=store, **LLAMAS[name])
-        print(f"--- {name}: two sets of buckets take {way.memory:.2f} of the share", flush=True)
-        rows, others = measured(way, options)
-        still = way.stands_still() if way.serves and options.lr else None
-        if still is not None:
-            print(f"the learner stands still for {still:.2%} of a step on {TOKENS} tokens", flush=True)
-        found[name] = {
-            "gigabytes": way.bytes / 1e9,
-            "memory": way.memory,
-            "stands_still": still,
-            "ways": rows,
-            "beside": others,
-        }
-        _write(options, {"layouts": found})
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(options.layouts):
+            path = Path(folder) / f"{number}.json"
+            command = [sys.executable, __file__, "--layout", name, "--json", str(path), "--repeat", str(options.repeat)]
+            command += ["--lr", *map(str, options.lr), *(["--no-store"] if options.no_store else [])]
+            subprocess.run(command, check=True)
+            found[name] = json.loads(path.read_text())["layout"]
     if options.plot:
         _plot({name: one["ways"][WHOLE] for name, one in found.items()}, options.plot)
     return {"layouts": found}
+
+
+def _layout(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the model of `--layout`."""
+    name, store = options.layout, not options.no_store
+    way = Way.of_7b(store=store) if name == SHARE_OF_7B else Way.of(store=store, **LLAMAS[name])
+    print(f"--- {name}: two sets of buckets take {way.memory:.2f} of the share", flush=True)
+    rows, others = measured(way, options)
+    still = way.stands_still() if way.serves and options.lr else None
+    if still is not None:
+        print(f"the learner stands still for {still:.2%} of a step on {TOKENS} tokens", flush=True)
+    numbers = {"gigabytes": way.bytes / 1e9, "memory": way.memory, "stands_still": still}
+    return {"layout": {**numbers, "ways": rows, "beside": others}}
 
 
 def measured(way: Way, options: argparse.Namespace) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, float]]:
