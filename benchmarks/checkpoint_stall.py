@@ -28,7 +28,7 @@ from benchmarks.runs import machine
 from streamppo.config import file as configfile
 from streamppo.learner import checkpoint, loading, optimizer
 from streamppo.learner.manifest import State
-from streamppo.weights.transport import Pushed
+from streamppo.weights.pusher import Pushed
 
 MATH = Path(__file__).parent.parent / "configs" / "math.toml"
 WIDTHS = {"small": 32, "large": 768}

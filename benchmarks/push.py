@@ -1,6 +1,7 @@
 """Seconds and bytes of every step of a push: from the learner's float32 weights to an engine that decodes with them.
 
     python benchmarks/push.py --json push.json --plot push.png [--gigabytes 1.0] [--lr 1e-6 1e-4] [--no-store]
+    python benchmarks/push.py --layouts 10M 100M 500M 7B/64 --json layouts.json --plot layouts.png
 
 A llama of that size in bf16, whose float32 weights AdamW changes between two pushes at each of the learning rates, with
 random gradients; `whole` is a push without deltas. Everything happens in this process, one step after another, by the
@@ -12,11 +13,18 @@ very functions that rank, pusher, follower and embedded engine call: CPU seconds
 
 The first push asks the kernel for memory and is shown apart; the later ones use it again. `memcpy` copies the same
 bytes from warm to warm memory, `torch.save` writes them to a folder. With `--no-store` Ray is not started. One rank.
+
+With `--layouts`, models of these sizes one after another; `7B/64` is what one of 64 ranks has of a model like
+Qwen2.5-7B, without an engine. Beside the steps: the memory that two sets of buckets take, over the rank's share, and
+the time for which the learner stands still for a push, over one step of its training on 1,024 tokens (far fewer than a
+real one has: the share is at most this).
 """
 
 import argparse
 import json
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +37,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -52,6 +60,14 @@ GOALS = (
     ("lr 1e-06", "sent", Goal("at lr 1e-6: bytes sent over all bytes", most=0.05)),
 )
 """Set before anything was measured: the way, the step, the goal."""
+LLAMAS: dict[str, dict[str, int]] = {
+    "10M": {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "vocab_size": 8000},
+    "100M": {"hidden_size": 768, "num_hidden_layers": 10, "intermediate_size": 2048, "vocab_size": 32000},
+    "500M": {"hidden_size": 1024, "num_hidden_layers": 26, "intermediate_size": 4096, "vocab_size": 32000},
+}
+"""Settings of the models of `--layouts`, by their rounded numbers of parameters."""
+SHARE_OF_7B, RANKS_OF_7B = "7B/64", 64
+TOKENS = 1024
 T = TypeVar("T")
 
 
@@ -73,24 +89,65 @@ class Steps:
 class Way:
     """A learner's weights, two sets of buckets, a replica, and an engine's model."""
 
-    def __init__(self, gigabytes: float, store: bool) -> None:
-        layers = max(1, round(LAYERS_OF_A_GIGABYTE * gigabytes))
-        self.config = LlamaConfig(
-            hidden_size=1024,
-            num_hidden_layers=layers,
-            intermediate_size=4096,
-            vocab_size=32000,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            max_position_embeddings=512,
-        )
-        self.learner: Any = SimpleNamespace(lm=AutoModelForCausalLM.from_config(self.config, dtype=torch.float32))
+    def __init__(self, config: Any, lm: Any, *, store: bool, serves: bool = True) -> None:
+        self.config, self.serves = config, serves
+        self.learner: Any = SimpleNamespace(lm=lm)
         shards = policy.shards(self.learner, DTYPE)
+        before = _resident()
         self.sets = [Buckets(shards, BUCKET_BYTES) for _ in range(2)]
+        self.bytes = sum(array.nbytes for array in self.sets[0].arrays)
+        for filled in self.sets:
+            policy.snapshot(self.learner, filled.tensors)
+        self.memory = (_resident() - before) / self.bytes
         self.replica, self.store = Replica(), store
         self.decoder: Decoder | None = None
         self.version = 0
-        self.bytes = sum(array.nbytes for array in self.sets[0].arrays)
+
+    @classmethod
+    def of(cls, *, store: bool, **settings: Any) -> "Way":
+        """With a llama of these settings, and random weights."""
+        heads = settings["hidden_size"] // 64
+        config = LlamaConfig(
+            num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=TOKENS, **settings
+        )
+        return cls(config, AutoModelForCausalLM.from_config(config, dtype=torch.float32), store=store)
+
+    @classmethod
+    def of_7b(cls, *, store: bool) -> "Way":
+        """With the rows that one of 64 ranks has of a 7B model; nobody holds the whole."""
+        config = Qwen2Config(
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        )
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+        lm = torch.nn.Module()
+        for name, tensor in whole.named_parameters():
+            rows = -(-len(tensor) // RANKS_OF_7B)
+            shard = torch.empty(rows, *tensor.shape[1:]).normal_(std=0.02)
+            lm.register_parameter(name.replace(".", "-"), torch.nn.Parameter(shard))
+        return cls(config, lm, store=store, serves=False)
+
+    def stands_still(self) -> float:
+        """The seconds of a snapshot over those of a step on few tokens, forward, backward and AdamW."""
+        lm = self.learner.lm
+        adamw = torch.optim.AdamW(lm.parameters(), lr=1e-6, foreach=False, fused=True)
+        tokens = torch.randint(0, self.config.vocab_size, (1, TOKENS))
+        times: list[tuple[float, float]] = []
+        for _ in range(2):
+            begin = time.process_time()
+            lm(input_ids=tokens, labels=tokens).loss.backward()
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+            trained = time.process_time()
+            policy.snapshot(self.learner, self.sets[0].tensors)
+            times.append((time.process_time() - trained, trained - begin))
+        return times[-1][0] / times[-1][1]
 
     def train(self, lr: float, steps: int) -> None:
         """Let AdamW change the weights, with moments that have settled."""
@@ -120,6 +177,9 @@ class Way:
             arrived = [array.copy() for array in arrays]
         step("unpack", lambda: self.replica.take(push, arrived))
         tensors, contents = self.replica.tensors, self.replica.contents
+        self.version += 1
+        if not self.serves:
+            return step
         if self.decoder is None:
             self.decoder = Decoder(
                 self.config, tensors, rows=1, max_tokens=8, dtype=torch.bfloat16, float32_head=True, device="cpu"
@@ -127,8 +187,13 @@ class Way:
         decoder = self.decoder
         parameters = step("copy", lambda: decoder.fuse(tensors, contents))
         step(PAUSED, lambda: decoder.adopt(parameters))
-        self.version += 1
         return step
+
+
+def _resident() -> int:
+    """The bytes of memory that this process has."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 def ways(way: Way, options: argparse.Namespace) -> Iterator[tuple[str, list[Steps], Steps | None]]:
@@ -148,7 +213,8 @@ def ways(way: Way, options: argparse.Namespace) -> Iterator[tuple[str, list[Step
 
 def beside(nbytes: int) -> dict[str, float]:
     """CPU seconds a GB of other ways with the same bytes."""
-    source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+    # Not zeros: those are asked for when they are first written.
+    source, target = np.ones(nbytes, dtype=np.uint8), np.ones(nbytes, dtype=np.uint8)
     step = Steps()
     step("memcpy", lambda: np.copyto(target, source))
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +255,7 @@ def _plot(rows: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> 
     with plots.axes(path, 1, width=7) as (axis,):
         at = {name: 0.0 for name in rows}
         for step in [step for step in next(iter(rows.values())) if step not in {"all", "sent"}]:
-            heights = [found[step]["cpu_s_per_gb"] for found in rows.values()]
+            heights = [found.get(step, {}).get("cpu_s_per_gb", 0.0) for found in rows.values()]
             axis.bar(list(rows), heights, bottom=list(at.values()), label=step)
             at = {name: at[name] + height for name, height in zip(rows, heights, strict=True)}
         axis.set(ylabel="CPU s a GB")
@@ -200,21 +266,74 @@ def main() -> None:
     """Push some versions in each way, print a table and the verdicts, and write them down with the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--layouts", nargs="*", choices=[*LLAMAS, SHARE_OF_7B], default=())
+    parser.add_argument("--layout", help=argparse.SUPPRESS)
     parser.add_argument("--lr", type=float, nargs="*", default=(1e-6, 1e-5, 1e-4))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.layouts:
+        return _write(options, _layouts(options))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not options.no_store:
         memory = int(5e9 * max(1.0, options.gigabytes))
         ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=memory, log_to_driver=False)
-    way = Way(options.gigabytes, not options.no_store)
-    gigabytes = way.bytes / 1e9
-    rows: dict[str, dict[str, dict[str, float]]] = {}
+    _write(options, _layout(options) if options.layout else _one(options))
+
+
+def _write(options: argparse.Namespace, content: Mapping[str, Any]) -> None:
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
+
+
+def _one(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure a model of `--gigabytes`."""
+    layers = max(1, round(LAYERS_OF_A_GIGABYTE * options.gigabytes))
+    settings = {**LLAMAS["500M"], "num_hidden_layers": layers}
+    way = Way.of(store=not options.no_store, **settings)
+    rows, others = measured(way, options)
+    print(*map(told, judge(rows)), sep="\n")
+    if options.plot:
+        _plot(rows, options.plot)
+    costs = {"push: CPU s a GB": rows[WHOLE]["all"]["cpu_s_per_gb"]}
+    return {"costs": costs, "gigabytes": way.bytes / 1e9, "goals": judge(rows), "ways": rows, "beside": others}
+
+
+def _layouts(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one model after another, each in a process of its own: memory of the one before would be used again."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(options.layouts):
+            path = Path(folder) / f"{number}.json"
+            command = [sys.executable, __file__, "--layout", name, "--json", str(path), "--repeat", str(options.repeat)]
+            command += ["--lr", *map(str, options.lr), *(["--no-store"] if options.no_store else [])]
+            subprocess.run(command, check=True)
+            found[name] = json.loads(path.read_text())["layout"]
+    if options.plot:
+        _plot({name: one["ways"][WHOLE] for name, one in found.items()}, options.plot)
+    return {"layouts": found}
+
+
+def _layout(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the model of `--layout`."""
+    name, store = options.layout, not options.no_store
+    way = Way.of_7b(store=store) if name == SHARE_OF_7B else Way.of(store=store, **LLAMAS[name])
+    print(f"--- {name}: two sets of buckets take {way.memory:.2f} of the share", flush=True)
+    rows, others = measured(way, options)
+    still = way.stands_still() if way.serves and options.lr else None
+    if still is not None:
+        print(f"the learner stands still for {still:.2%} of a step on {TOKENS} tokens", flush=True)
+    numbers = {"gigabytes": way.bytes / 1e9, "memory": way.memory, "stands_still": still}
+    return {"layout": {**numbers, "ways": rows, "beside": others}}
+
+
+def measured(way: Way, options: argparse.Namespace) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, float]]:
+    """Measure every way of a push with one model, and other ways of the same bytes; print a line for each."""
+    gigabytes, rows = way.bytes / 1e9, dict[str, dict[str, dict[str, float]]]()
     print(f"{gigabytes:.2f} GB; CPU seconds a GB")
     for name, later, first in ways(way, options):
         rows[name] = row(later, first, gigabytes)
@@ -224,13 +343,7 @@ def main() -> None:
         print(f"changed {shares['changed']:.3%}, sent {shares['share']:.3%}", flush=True)
     others = beside(way.bytes)
     print(*(f"{name} {seconds:.3f}" for name, seconds in others.items()))
-    print(*map(told, judge(rows)), sep="\n")
-    if options.plot:
-        _plot(rows, options.plot)
-    if options.json:
-        costs = {"push: CPU s a GB": rows[WHOLE]["all"]["cpu_s_per_gb"]}
-        content = {"machine": machine(), "costs": costs, "gigabytes": gigabytes, "goals": judge(rows)}
-        options.json.write_text(json.dumps({**content, "ways": rows, "beside": others}, indent=1) + "\n")
+    return rows, others
 
 
 if __name__ == "__main__":

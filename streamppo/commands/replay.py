@@ -29,6 +29,7 @@ from streamppo.queue.records import Made
 from streamppo.queue.source import ArchiveSource, as_source
 from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport, decode
+from streamppo.weights import ways
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
 """The metrics of the printed tables; the report has all of them."""
@@ -96,7 +97,7 @@ def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[i
     start = int(checkpoint.name) if checkpoint else 0
     if last < start:
         raise JournalError(f"{run}: versions before {start} cannot be made again: their batches were not kept")
-    first = remote.told(configs[max(version for version in configs if version <= start)], run)
+    first = ways.at_rest(remote.told(configs[max(version for version in configs if version <= start)], run))
     init_ray(first)
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))

@@ -27,6 +27,7 @@ NOT_LEARNING = (
     "telemetry",
     "learner.bucket_bytes",
     "learner.deltas",
+    "learner.transport",
     "algorithm.teacher.url",
     *(f"algorithm.teacher.{name}" for name in OF_SERVER),
 )

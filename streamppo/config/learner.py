@@ -4,6 +4,7 @@ from typing import Literal
 
 from streamppo.config.base import Count, Fraction, Machine, NonNegative, Positive, PositiveFloat
 from streamppo.config.mesh import Mesh
+from streamppo.config.transport import ObjectStore, Transport
 
 
 class Learner(Machine, frozen=True, kw_only=True):
@@ -47,3 +48,5 @@ class Learner(Machine, frozen=True, kw_only=True):
     """New weights travel to the engines in flat buckets of about this size."""
     deltas: Literal["auto", "on", "off"] = "auto"
     """Push what has changed alone, where that is less; `auto` does so on a cluster, where bytes cost more than time."""
+    transport: Transport = ObjectStore()
+    """Way of new weights to the rollout actors."""

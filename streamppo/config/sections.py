@@ -295,6 +295,7 @@ def _kept(config: Config) -> Iterator[str]:
         yield "queue.standby needs cluster.own_disks: a run whose queue's disk is lost has its model from elsewhere"
     if config.queue.standby and config.queue.shards > 1:
         yield "queue.standby goes with queue.shards = 1: journals of shards have no copy"
+    yield from config.learner.transport.refuses_disks(own=config.cluster.own_disks)
 
 
 def _proximal(config: Config) -> Iterator[str]:

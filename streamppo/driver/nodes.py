@@ -18,6 +18,7 @@ from streamppo.config.algorithm import CRITICS
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
+from streamppo.config.transport import Folder
 from streamppo.driver import environment
 from streamppo.errors import RunError
 
@@ -87,9 +88,10 @@ def lacking(needs: Needs) -> list[str]:
 
 
 def _given(config: Config) -> tuple[str, ...]:
-    """The folders of models and runs that ranks read, and that the run does not make."""
-    algorithm = config.algorithm
+    """The folders of models and runs that ranks read, and that the run does not make; and that of new weights."""
+    algorithm, way = config.algorithm, config.learner.transport
     folders = [config.model.path, algorithm.critic.model, algorithm.critic.pretrain, algorithm.teacher.model]
+    folders += [way.path] if isinstance(way, Folder) else []
     return _local([name for name in folders if name not in ("", BUILTIN, *CRITICS)])
 
 

@@ -42,7 +42,7 @@ from streamppo.queue.source import as_source
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.record import Record
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
-from streamppo.weights import store
+from streamppo.weights import store, ways
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -69,10 +69,11 @@ class Stages:
         self.calls = Calls(self._died, self._tick)
         self._told = remote.told(config, folder)
         self.address = self._told.checkpoint.remote
+        ways.begin(self._told)
         self._shards = make_shards(config, folder)
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
-        self._needs = nodes.of_rank(config, folder) if config.cluster.address != LOCAL else None
+        self._needs = nodes.of_rank(self._told, folder) if config.cluster.address != LOCAL else None
         self._reward_models = reward_model.create(config.reward, self._placement.model)
         self.crew = Crew(
             self._rollout,
@@ -198,6 +199,7 @@ class Stages:
             refuse_dead_ray()
             for actor in (*(seat.actor for seat in self.crew.seats), *self.ranks):
                 kill(actor)
+        ways.end(self._told)
 
     # --- lives -----------------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class Stages:
         config = structs.replace(self._told, rollout=structs.replace(self.config.rollout, actors=1, engine=engine))
         actor = make_rollout(config, name, self.queue, self._reward_models, self._placement.actor(place))
         if self._needs is not None:
-            proof = inside(actor, nodes.prove, nodes.of_rollout(self.config, self._needs))
+            proof = inside(actor, nodes.prove, nodes.of_rollout(self._told, self._needs))
             self.calls.watch(proof, Stage.ROLLOUT, lambda _: None, name=name)
         return actor
 

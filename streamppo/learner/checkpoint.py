@@ -31,7 +31,7 @@ from streamppo.learner import manifest
 from streamppo.learner.manifest import Damaged, Files, State
 from streamppo.learner.policy import rank_in_copy
 from streamppo.learner.remote import Copier, Remote
-from streamppo.weights.transport import Pushed
+from streamppo.weights.pusher import Pushed
 
 log = logging.getLogger(__name__)
 METADATA = ".metadata"

@@ -32,7 +32,8 @@ from streamppo.learner.policy import Policy
 from streamppo.learner.reference import Without
 from streamppo.learner.speed import Size, size_of, speed
 from streamppo.learner.update import Updated, Updater
-from streamppo.weights.transport import Publish, Pushed, Pusher
+from streamppo.weights import ways
+from streamppo.weights.pusher import Publish, Pushed, Pusher
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ def build(
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(
         publish,
+        ways.outlet(config, dist.get_rank()),
         config.learner.bucket_bytes,
         deltas=config.learner.deltas == "on" or (config.learner.deltas == "auto" and config.cluster.address != LOCAL),
         rank=dist.get_rank(),

@@ -22,6 +22,7 @@ from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import CheckpointError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import MANIFEST, Manifest
+from streamppo.weights import ways
 from streamppo.weights.store import ADDRESS, Store, known
 
 log = logging.getLogger(__name__)
@@ -41,9 +42,9 @@ def address_of(config: Config, folder: Path) -> str:
 
 
 def told(config: Config, folder: Path) -> Config:
-    """The configuration as ranks and rollout actors get it: with the run's own address."""
+    """The configuration as ranks and rollout actors get it: with the run's own address, and folder of weights."""
     checkpoint = structs.replace(config.checkpoint, remote=address_of(config, folder))
-    return structs.replace(config, checkpoint=checkpoint)
+    return ways.placed(structs.replace(config, checkpoint=checkpoint), folder)
 
 
 def newest(folder: Path, address: str, at_most: float) -> Path | None:

@@ -15,6 +15,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import ModelError
 from streamppo.rollout.embedded import engine as embedded
 from streamppo.rollout.engine import Engine, Sampling
+from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang import own, push, server, wire
 from streamppo.rollout.sglang.life import Setup
@@ -58,6 +59,8 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
                 device="cuda" if config.rollout.gpus else "cpu",
             )
         case SGLangEngine() as chosen:
+            if Path(model_path).is_dir():
+                Architecture(hf_config).check_names(Path(model_path))
             start = _start(config, chosen, model_path, hf_config.max_position_embeddings, seed)
             connect = _connect(config, chosen, actor)
             setup = Setup(

@@ -1,6 +1,7 @@
 """Checks that a prompt, or a push of weights, fits the model before an engine takes it."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +37,31 @@ class Architecture:
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self._model, dict(tensors))
+
+    def check_names(self, folder: Path) -> None:
+        """Raise `ModelError` unless the model's files in `folder` have every tensor that `as_saved` makes of a push.
+
+        transformers reads files in several ways, and does not undo all of them: an engine would look for such a tensor
+        under another name, and keep what it has. The files' first bytes are read alone.
+        """
+        files = _shapes_in_files(folder)
+        for name, tensor in self.as_saved(dict(self._model.named_parameters())).items():
+            if files.get(name) != tuple(tensor.shape):
+                raise ModelError(
+                    f"a push of this model would bring {name} {tuple(tensor.shape)}, and its files have "
+                    f"{files.get(name, 'no tensor of that name')}: SGLang goes by the names of files"
+                )
+
+
+def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a folder's safetensors files."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
 
 
 def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:

@@ -26,8 +26,9 @@ from streamppo.queue.source import BEAT_S
 from streamppo.rollout import adapters, build, teacher
 from streamppo.rollout.cuts import cut_for, most_under_way
 from streamppo.rollout.episode import FAILURES, Episode, Player
-from streamppo.rollout.follower import Follower, pull
+from streamppo.rollout.follower import Follower
 from streamppo.rollout.handing import Handing
+from streamppo.rollout.puller import Puller
 from streamppo.rollout.teacher import Teacher
 from streamppo.tasks import limits
 from streamppo.tasks import task as tasks
@@ -48,8 +49,8 @@ from streamppo.types import (
     encode,
     utf8_safe,
 )
+from streamppo.weights import ways
 from streamppo.weights.content import check
-from streamppo.weights.replica import Replica
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -94,14 +95,14 @@ async def start(
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources())
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
-    replica = Replica()
-    push = await pull(queue, name, replica, -1)
+    puller = Puller(name, queue, ways.inlet(config))
+    push, replica = await puller.newer(-1), puller.replica
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
     source = await asyncio.to_thread(adapters.source, config, model_path)
     tensors, _ = await source.of(replica)
     engine = await build.engine(config, name, model_path, push.version, tensors)
     player = Player(engine, tokenizer, config.environment)
-    follower = Follower(name, queue, engine, replica, source)
+    follower = Follower(puller, engine, source)
     return Worker(
         config, name, queue, task, player, rewards, follower=follower, teacher=taught_by, shards=Shards.of(config)
     )

@@ -12,6 +12,7 @@ tensors have the same sum by an accident of one in 2**32 at most. It finds fault
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,13 +57,22 @@ def _of_words(words: Tensor, start: int) -> int:
         block, within = divmod(start + at, BLOCK)
         if within or len(words) - at < BLOCK:
             some = words[at : at + BLOCK - within]
-            total += int((some.to(torch.int64) * table[within : within + len(some)]).sum()) * _factor(block)
+            (one,) = _of_blocks(some[None], table[within : within + len(some)])
+            total += one * _factor(block)
         else:
             some = words[at : at + min(many, (len(words) - at) // BLOCK) * BLOCK]
-            sums: list[int] = (some.view(-1, BLOCK).to(torch.int64) * table).sum(1).tolist()
+            sums: list[int] = _of_blocks(some.view(-1, BLOCK), table)
             total += sum(one * _factor(n) for n, one in enumerate(sums, block))
         at += len(some)
     return total
+
+
+def _of_blocks(blocks: Tensor, table: Tensor) -> list[int]:
+    """The sum of each block, without the factor that is its own."""
+    if blocks.device.type == "cpu":
+        # NumPy widens, multiplies and adds some thousand words at a time, which stay in the processor's first cache.
+        return np.einsum("bw,w->b", blocks.numpy(), table.numpy()).tolist()
+    return (blocks.to(torch.int64) * table).sum(1).tolist()
 
 
 def _of_bytes(values: list[int], first: int) -> int:

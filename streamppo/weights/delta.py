@@ -18,6 +18,8 @@ COMPRESSED_FROM = 1 << 14
 """Bytes of differences from which on they are compressed. Gaps are as good as random, and are not."""
 CHUNK = 1 << 17
 """Elements that are compared at a time: they stay in the processor's cache."""
+SAMPLE = 1 << 12
+"""Elements that are looked at to see that too many have changed."""
 HEAD_BYTES = 10
 GAPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 Bytes = NDArray[np.uint8]
@@ -33,10 +35,8 @@ def changes(before: Bytes, after: Bytes, width: int) -> Bytes | None:
     # Half of what a width can say: some gaps are longer than the mean.
     mean = 2 * len(before) // width // max(1, len(gaps))
     gap_width = next(size for size in GAPS if mean < 256**size or size == max(GAPS))
-    split, at = _split(gaps, gap_width)
-    if len(split) > len(at):
-        differences, own = np.zeros(len(split), dtype=differences.dtype), differences
-        differences[at] = own
+    split, between = _split(gaps, gap_width)
+    differences = np.insert(differences, between, 0) if len(between) else differences
     planes = differences.view(np.uint8).reshape(-1, width).T.reshape(-1)
     compressed = planes.nbytes >= COMPRESSED_FROM
     stored = np.frombuffer(_zstd().encode(planes), dtype=np.uint8) if compressed else planes
@@ -77,12 +77,16 @@ Places = NDArray[np.int64]
 
 def _compared(old: Numbers, new: Numbers) -> tuple[Places, Numbers] | None:
     """The places that have changed, and the differences there; None if they are too many."""
+    step = max(1, len(old) // SAMPLE)
+    sample = old[::step] != new[::step]
+    # Twice too many in elements from everywhere are too many.
+    if np.count_nonzero(sample) > 2 * DENSE * len(sample):
+        return None
     places, differences, count = list[Places](), list[Numbers](), 0
     for start in range(0, len(old), CHUNK):
         at, found = _different(old[start : start + CHUNK] ^ new[start : start + CHUNK])
         count += len(at)
-        # One part of a tensor is like the others: twice too many at its beginning are too many.
-        if count > DENSE * len(old) or (not start and len(at) > 2 * DENSE * min(CHUNK, len(old))):
+        if count > DENSE * len(old):
             return None
         places.append(at + start)
         differences.append(found)
@@ -105,15 +109,16 @@ def _different(difference: Numbers) -> tuple[Places, Numbers]:
 
 
 def _split(gaps: Places, gap_width: int) -> tuple[NDArray[np.uint64], Places]:
-    """Encode gaps, long ones by several elements; with them comes the index of each gap's own element."""
+    """Encode gaps, long ones by several elements; with them come the gaps before which there are further elements.
+
+    A gap comes once for each of these. Few are long: all others are looked at twice alone.
+    """
     limit = 256**gap_width
-    if not len(gaps) or gaps.max() <= limit:
-        return (gaps - 1).astype(GAPS[gap_width]), np.arange(len(gaps))
-    steps = (gaps - 1) // limit
-    at = np.cumsum(steps + 1) - 1
-    split = np.full(int(at[-1]) + 1, limit - 1, dtype=GAPS[gap_width])
-    split[at] = gaps - steps * limit - 1
-    return split, at
+    long = np.flatnonzero(gaps > limit)
+    between = np.repeat(long, (gaps[long] - 1) // limit)
+    # What does not fit its width is cut off: that is the remainder of a long gap.
+    short = (gaps - 1).astype(GAPS[gap_width])
+    return np.insert(short, between, limit - 1) if len(between) else short, between
 
 
 def _elements(data: Bytes, width: int) -> Numbers:

@@ -27,7 +27,10 @@ class Replica:
         self.push: Push | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self._arrays: list[Bytes] = []
-        self._is_own = False
+        self._is_own = self._sees = False
+        self._next: Push | None = None
+        self._by_bucket: list[list[Piece]] = []
+        self._put = 0
 
     @property
     def version(self) -> int:
@@ -40,21 +43,49 @@ class Replica:
         return {} if self.push is None else {tensor.name: tensor.content for tensor in self.push.tensors}
 
     def take(self, push: Push, buckets: Sequence[Bytes]) -> None:
-        """Become the version that `push` describes.
+        """Become the version that `push` describes: `begin`, `put` for each of `buckets`, and `finish`."""
+        self.begin(push)
+        for bucket in buckets:
+            self.put(bucket)
+        self.finish()
 
-        Raises `WeightsError` if `buckets` are not those of `push`, or its deltas are to another version than this one;
-        there is no version then.
+    def begin(self, push: Push) -> None:
+        """Be about to become the version that `push` describes; until `finish` there is none.
+
+        Raises `WeightsError` if its deltas are to another version than this one.
         """
         before, self.push = self.version, None
-        if [bucket.nbytes for bucket in buckets] != list(push.bucket_bytes):
-            raise WeightsError(f"version {push.version}: other buckets arrived than were sent")
         if push.base_version not in {None, before}:
             raise WeightsError(f"version {push.version} is a delta to version {push.base_version}, not to {before}")
         check_whole(push)
-        if all(piece.nbytes == push.tensors[piece.tensor].nbytes and not piece.is_delta for piece in push.pieces):
-            self._see(push, buckets)
+        self._next, self._put = push, 0
+        self._by_bucket = [list[Piece]() for _ in push.bucket_bytes]
+        for piece in push.pieces:
+            if not 0 <= piece.bucket < len(self._by_bucket):
+                raise WeightsError(f"version {push.version}: a piece lies outside of its bucket")
+            self._by_bucket[piece.bucket].append(piece)
+        self._sees = all(_is_whole(push, piece) for piece in push.pieces)
+        if self._sees:
+            self._arrays, self._is_own = [np.zeros(0, dtype=np.uint8)] * len(push.tensors), False
         else:
-            self._copy(push, buckets)
+            self._own(push)
+
+    def put(self, bucket: Bytes) -> None:
+        """Use the next bucket of the version that was begun. Raises `WeightsError` if it is not that of the push."""
+        push, number = self._next, self._put
+        assert push is not None, "a version was begun"
+        if number >= len(push.bucket_bytes) or bucket.nbytes != push.bucket_bytes[number]:
+            raise WeightsError(f"version {push.version}: other buckets arrived than were sent")
+        for piece in self._by_bucket[number]:
+            self._use(push, piece, _stored(push, piece, bucket))
+        self._put += 1
+
+    def finish(self) -> None:
+        """Be the version that was begun. Raises `WeightsError` if not all of its buckets came."""
+        push, self._next = self._next, None
+        assert push is not None, "a version was begun"
+        if self._put != len(push.bucket_bytes):
+            raise WeightsError(f"version {push.version}: other buckets arrived than were sent")
         names = [tensor.name for tensor in push.tensors]
         views = (_view(tensor, raw) for tensor, raw in zip(push.tensors, self._arrays, strict=True))
         self.tensors = dict(zip(names, views, strict=True))
@@ -64,32 +95,35 @@ class Replica:
         """Have no version: the next one is to be whole."""
         self.push = None
 
-    def _see(self, push: Push, buckets: Sequence[Bytes]) -> None:
-        found = {piece.tensor: _stored(push, piece, buckets) for piece in push.pieces}
-        nothing = np.zeros(0, dtype=np.uint8)
-        self._arrays, self._is_own = [found.get(number, nothing) for number in range(len(push.tensors))], False
-
-    def _copy(self, push: Push, buckets: Sequence[Bytes]) -> None:
+    def _own(self, push: Push) -> None:
+        """Have memory for what comes: that of the version before, whose bytes a delta changes."""
         sizes = [tensor.nbytes for tensor in push.tensors]
         if not self._is_own or [array.nbytes for array in self._arrays] != sizes:
             seen = [] if push.base_version is None else self._arrays
             self._arrays = [array.copy() for array in seen] or [np.empty(size, dtype=np.uint8) for size in sizes]
             self._is_own = True
-        for piece in push.pieces:
-            stored = _stored(push, piece, buckets)
-            into = self._arrays[piece.tensor][piece.first : piece.first + piece.nbytes]
-            if piece.is_delta:
-                delta.apply(stored, into, getattr(torch, push.tensors[piece.tensor].dtype).itemsize)
-            elif stored.nbytes == into.nbytes:
-                into[:] = stored
-            else:
-                raise WeightsError(f"version {push.version}: {stored.nbytes} bytes came for {into.nbytes}")
+
+    def _use(self, push: Push, piece: Piece, stored: Bytes) -> None:
+        if self._sees:
+            self._arrays[piece.tensor] = stored
+            return
+        into = self._arrays[piece.tensor][piece.first : piece.first + piece.nbytes]
+        if piece.is_delta:
+            delta.apply(stored, into, getattr(torch, push.tensors[piece.tensor].dtype).itemsize)
+        elif stored.nbytes == into.nbytes:
+            into[:] = stored
+        else:
+            raise WeightsError(f"version {push.version}: {stored.nbytes} bytes came for {into.nbytes}")
 
 
-def _stored(push: Push, piece: Piece, buckets: Sequence[Bytes]) -> Bytes:
-    if not 0 <= piece.bucket < len(buckets) or piece.start + piece.stored > buckets[piece.bucket].nbytes:
+def _is_whole(push: Push, piece: Piece) -> bool:
+    return piece.nbytes == push.tensors[piece.tensor].nbytes and not piece.is_delta
+
+
+def _stored(push: Push, piece: Piece, bucket: Bytes) -> Bytes:
+    if piece.start + piece.stored > bucket.nbytes:
         raise WeightsError(f"version {push.version}: a piece lies outside of its bucket")
-    return buckets[piece.bucket][piece.start : piece.start + piece.stored]
+    return bucket[piece.start : piece.start + piece.stored]
 
 
 class _Exposed:

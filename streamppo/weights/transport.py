@@ -1,125 +1,43 @@
-"""Buckets through the Ray object store: every rank pushes its own shards beside training, engines pull.
+"""The way of buckets from a rank to rollout actors: two ends, and a reference of each bucket between them.
 
-Push   consumes a rank's share of a version in buckets    produces a version in the ledger, once all shares are there
-       waits for the push before it                        unblocks every engine's pull and the queue's next take
+    rank     outlet.put(version, buckets) -> references ----> ledger ----> inlet.fetch(reference)     rollout actor
 
-Two sets of buckets take turns: the learner writes a version into one, while the other is being pushed.
+Ranks put and go on, actors fetch when they are ready. No end waits for the other one: a bucket whose rank has died, or
+has newer ones, is `Lost`, and the actor asks the ledger again. Nothing is trusted on the way: bytes are compared where
+they end up.
 """
 
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import numpy as np
-import ray
-from msgspec import structs
-from numpy.typing import NDArray
+from streamppo.weights.delta import Bytes
 
-from streamppo.process import phase
-from streamppo.types import Tensor, encode
-from streamppo.weights.buckets import Buckets, Shard
-from streamppo.weights.ledger import Published
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
-BucketRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
-"""A bucket in the object store."""
-
-SETS = 2
-"""Sets of buckets: one is written, one is read."""
+BucketRef: TypeAlias = "ObjectRef[Bytes] | bytes"
+"""A bucket at its rank: opaque to all but the two ends of one transport."""
 
 
-Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], Published]
-"""Publishes an encoded `Push` with its buckets, and the encoded `Learned` of its batch; waits for all shares."""
+class Lost(Exception):
+    """A bucket is not there any more: its rank has died, or has newer ones."""
 
 
-class Pushed(NamedTuple):
-    """A published version: the hash of its weights, the milliseconds that its push took, this rank's bytes of it."""
+class Outlet(Protocol):
+    """A rank's end."""
 
-    digest: str
-    ms: float
-    nbytes: int
+    def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
+        """Keep a copy of the buckets of `version` where actors get them. Raises `WeightsError` if there is no room."""
+        ...
+
+    def drop(self, before: int) -> None:
+        """Keep no versions below `before` for those that begin to fetch; those that have begun may still end."""
+        ...
 
 
-class Pusher:
-    """Hashes and publishes one rank's shares of versions in a thread of its own, in their order.
+class Inlet(Protocol):
+    """A rollout actor's end."""
 
-    At most one push is under way: `push` waits for the one before, so memory holds two versions at most. Nobody
-    waits for an engine. `last` is the newest push. With `deltas` a version is described by what has changed since the
-    one before, where that is less, until the ledger wants a whole one again. Tensors that are `frozen` are
-    described in each, and do not travel.
-    """
-
-    def __init__(
-        self,
-        publish: Publish,
-        bucket_bytes: int,
-        *,
-        deltas: bool = False,
-        rank: int = 0,
-        ranks: int = 1,
-        frozen: tuple[Tensor, ...] = (),
-    ) -> None:
-        self._publish = publish
-        self._bucket_bytes, self._deltas = bucket_bytes, deltas
-        self._rank, self._ranks, self._frozen = rank, ranks, frozen
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
-        self.last: Future[Pushed] = Future()
-        self.last.set_result(Pushed("", 0.0, 0))
-        self._sets: list[Buckets] = []
-        self._described: Future[None] = Future()
-        self._described.set_result(None)
-        self._wants_whole = True
-        self._carried: dict[int, tuple[bytes, list[BucketRef], bytes]] = {}
-
-    def buckets(self, like: Mapping[str, Shard]) -> Buckets:
-        """The buckets of the next version, which has the layout of `like`; no push reads them.
-
-        Waits until the push under way has compared its version with the one before, whose memory this is.
-        """
-        if len(self._sets) < SETS:
-            return Buckets(like, self._bucket_bytes)
-        self._described.result()
-        return self._sets.pop(0)
-
-    def push(self, version: int, filled: Buckets, learned: bytes = b"", admitted_lag: int | None = None) -> Pushed:
-        """Start pushing what is in `filled`. Returns the push before.
-
-        `learned`, of the batch that made the version, goes along, and the lag to be admitted with it. Raises
-        the error of the push before.
-        """
-        pushed = self.last.result()
-        before = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
-        self._sets.append(filled)
-        self._described = Future()
-        self.last = self._thread.submit(self._carry, version, filled, before, learned, admitted_lag)
-        return pushed
-
-    def again(self) -> list[Future[Published]]:
-        """Publish the newest whole version once more, and all deltas since: the ledger has forgotten everything.
-
-        Each waits in a thread of its own for the shares of the other ranks, which may come in another order, or, of a
-        version that they need no more, not at all.
-        """
-        carried = list(self._carried.values())
-        threads = ThreadPoolExecutor(max_workers=max(1, len(carried)), thread_name_prefix="push again")
-        sent = [threads.submit(self._publish, *one) for one in carried]
-        threads.shutdown(wait=False)
-        return sent
-
-    @phase("publish")
-    def _carry(
-        self, version: int, filled: Buckets, before: Buckets | None, learned: bytes, admitted_lag: int | None
-    ) -> Pushed:
-        start = time.perf_counter()
-        try:
-            push, arrays = filled.push(version, before, rank=self._rank, ranks=self._ranks)
-        finally:
-            self._described.set_result(None)
-        encoded = encode(structs.replace(push, admitted_lag=admitted_lag, frozen=self._frozen))
-        refs = [ray.put(array) for array in arrays]
-        self._carried[version] = encoded, refs, learned
-        published = self._publish(encoded, refs, learned)
-        self._carried = {number: one for number, one in self._carried.items() if number >= published.whole}
-        self._wants_whole = published.wants_whole
-        ms = (time.perf_counter() - start) * 1e3
-        return Pushed(published.digest, ms, sum(array.nbytes for array in arrays))
+    async def fetch(self, ref: BucketRef) -> Bytes:
+        """Return the bytes of a bucket, which nobody changes. Raises `Lost`."""
+        ...

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import chaos, draw
 
+TWO_RANKS_WITH_DELTAS = (
+    "learner.ranks=2",
+    "queue.max_lag=0",
+    "learner.deltas=on",
+    "model.dtype=bfloat16",
+    "learner.lr=1e-6",
+)
 RPC_FAILURES = {
     "CoreWorkerService.grpc_client.PushTask": {
         "num_failures": 20,
@@ -97,8 +105,19 @@ def all_accounted(run: Path) -> chaos.Trial:
         ),
         pytest.param(
             ["learner", "driver", "queue"],
-            ("learner.ranks=2", "queue.max_lag=0", "learner.deltas=on", "model.dtype=bfloat16", "learner.lr=1e-6"),
+            TWO_RANKS_WITH_DELTAS,
             id="two-ranks-with-deltas",
+        ),
+        pytest.param(
+            ["learner", "rollout", "driver", "queue"],
+            ("learner.transport={kind='folder'}", *TWO_RANKS_WITH_DELTAS),
+            id="weights-in-a-folder",
+        ),
+        pytest.param(
+            ["learner", "rollout", "driver", "queue"],
+            ("learner.transport={kind='nixl'}", *TWO_RANKS_WITH_DELTAS),
+            id="weights-by-nixl",
+            marks=pytest.mark.skipif(find_spec("nixl") is None, reason="the extra `nixl` is not installed"),
         ),
         pytest.param(
             ["shard", "queue", "learner", "shard", "driver"],
@@ -142,6 +161,7 @@ def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
     if "learner.deltas=on" in overrides:
         pushed = [row["push_mib"] for row in updates(tmp_path, "chaos")]
         assert statistics.median(pushed) < max(pushed) / 20, "versions went as deltas"
+    assert not (tmp_path / "chaos" / "weights").exists(), "a run that has ended needs no weights on their way"
 
 
 def test_a_rollout_actor_that_hangs_is_replaced_and_leaves_no_process(tmp_path: Path) -> None:

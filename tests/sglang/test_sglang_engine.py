@@ -2,13 +2,14 @@
 
 import asyncio
 import copy
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang import layout
+from streamppo.rollout.sglang.push import BySharedMemory
 from streamppo.weights.replica import Replica
 
 # What SGLang and its dependencies warn about when they are loaded is not ours.
@@ -334,14 +336,63 @@ def test_a_mixture_of_experts_is_served_with_every_tensor_attested_and_experts_t
         other = case.model("qwen3_moe", seed=1)
         run(engine.update_weights(1, case.tensors(other)))
         case.assert_serves(setting, other, 1)
-        carry = engine._life.carrier.carry
+        stage = engine._life.carrier.stage
 
-        async def without_experts(version: int, tensors: Any, **options: Any) -> None:
-            await carry(version, {name: one for name, one in tensors.items() if ".experts." not in name}, **options)
+        async def without_experts(tensors: Any) -> None:
+            await stage({name: one for name, one in tensors.items() if ".experts." not in name})
 
-        monkeypatch.setattr(engine._life.carrier, "carry", without_experts)
+        monkeypatch.setattr(engine._life.carrier, "stage", without_experts)
         with pytest.raises(WeightsError, match=r"SGLang has not taken \S+\.experts\.0\.\w+_proj"):
             run(engine.update_weights(2, case.tensors(case.model("qwen3_moe", seed=2))))
         case.assert_serves(setting, other, 1)
     finally:
         run(engine.stop())
+
+
+def _opened(payloads: list[Any], pipe: Any) -> None:
+    """A tensor-parallel rank of SGLang's: opens its handles, and says what it finds there."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import FlattenedTensorBucket
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    held = [MultiprocessingSerializer.deserialize(payload) for payload in payloads]
+    parts = [FlattenedTensorBucket(flattened_tensor=one["flattened_tensor"], metadata=one["metadata"]) for one in held]
+    pipe.send({name: tensor.float().tolist() for part in parts for name, tensor in part.reconstruct_tensors()})
+    pipe.recv()
+
+
+def test_tensor_parallel_ranks_read_one_bucket_whose_memory_is_used_for_the_next_version() -> None:
+    calls: list[list[Any]] = []
+
+    class TwoRanks:
+        ranks = 2
+
+        async def call(self, name: str, **fields: Any) -> None:
+            calls.append(fields["serialized_named_tensors"])
+
+    async def pushed(carrier: BySharedMemory, tensors: dict[str, torch.Tensor]) -> list[int]:
+        await carrier.stage(tensors)
+        await carrier.carry(1, flush=False)
+        return [flat.data_ptr() for flat in carrier._memory]
+
+    carrier = BySharedMemory(cast("Any", TwoRanks()), 3000, server=False)
+    tensors = {
+        "a": torch.randn(3, 7),
+        "b": torch.randn(5).to(torch.bfloat16),
+        "c": torch.randn(900),
+        "d": torch.ones(1),
+    }
+    first = asyncio.run(pushed(carrier, tensors))
+    expected = {name: tensor.float().tolist() for name, tensor in tensors.items()}
+    assert asyncio.run(pushed(carrier, tensors)) == first and len(first) == 3
+    context, pipes = multiprocessing.get_context("spawn"), []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_opened, args=([payloads[rank] for payloads in calls[-3:]], theirs), daemon=True
+        )
+        process.start()
+        pipes.append((process, ours))
+    for process, pipe in pipes:
+        assert pipe.recv() == expected
+        pipe.send(None)
+        process.join()

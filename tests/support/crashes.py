@@ -36,7 +36,7 @@ from streamppo.learner.manifest import State
 from streamppo.queue.archive import Archive
 from streamppo.queue.records import Made
 from streamppo.types import Batch
-from streamppo.weights.transport import Pushed
+from streamppo.weights.pusher import Pushed
 
 CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open")
 

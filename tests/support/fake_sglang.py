@@ -37,7 +37,7 @@ class Fake:
         self.dead = ""
         self.swallows = self.deadly = self.barren = False
         self.running = self.most = self.stopped = 0
-        self.loaded, self.norm = -1, 0.0
+        self.loaded, self.norm, self.staged = -1, 0.0, 0.0
 
     async def start(self, life: int) -> "Fake":
         if self.barren:
@@ -49,9 +49,12 @@ class Fake:
     async def connect(self, link: Any) -> "Fake":
         return self
 
-    async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+    async def stage(self, tensors: Any) -> None:
+        self.staged = float(tensors["model.norm.weight"][0])
+
+    async def carry(self, version: int, *, flush: bool) -> None:
         if not self.swallows:
-            self.loaded, self.norm = version, float(tensors["model.norm.weight"][0])
+            self.loaded, self.norm = version, self.staged
 
     async def call(self, name: str, /, **fields: Any) -> Any:
         if name in ("weights_checker", "get_weights_by_name", "begin_weight_update"):

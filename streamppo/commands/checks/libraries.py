@@ -1,10 +1,11 @@
-"""Checks that the libraries which [telemetry] and model.lora ask for are installed."""
+"""Checks that the libraries which [telemetry], model.lora and learner.transport ask for are installed."""
 
 from importlib.util import find_spec
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.sections import Config
 from streamppo.config.telemetry import Endpoint
+from streamppo.config.transport import Nixl
 
 EXTRAS = {"trackio": "trackio"}
 """The extra of a library that is in another one than `tracking`."""
@@ -31,6 +32,15 @@ def adapters(config: Config) -> Findings:
             yield Finding("peft", "ok", "is installed, for model.lora")
         else:
             yield Finding("peft", "error", "is not installed: pip install 'streamppo[lora]', or leave out model.lora")
+
+
+def transports(config: Config) -> Findings:
+    """Find the library of learner.transport."""
+    if isinstance(config.learner.transport, Nixl):
+        if _is_here("nixl"):
+            yield Finding("nixl", "ok", "is installed, for learner.transport")
+        else:
+            yield Finding("nixl", "error", "is not installed: pip install 'streamppo[nixl]', or another transport")
 
 
 def _is_here(module: str) -> bool:

@@ -32,6 +32,7 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     yield from folder.copies(config)
     yield from libraries.trackers(config)
     yield from libraries.adapters(config)
+    yield from libraries.transports(config)
     yield from notes(config, prompts if limit is None else None)
 
 

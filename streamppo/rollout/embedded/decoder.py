@@ -11,7 +11,7 @@ A small model spends more time on launching operations than on arithmetic, so th
 - Keys and values lie side by side in the cache and are written together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -86,14 +86,17 @@ class Decoder:
         check_fit(self._expected, tensors)
         if self._spare is None:
             self._spare = parameters.empty(self._expected, self.dtype, self.head_dtype, self.device)
-        views = list(parameters.views(self._spare, self._expected.keys(), self.head_width))
-        with torch.no_grad():
-            for name, view in views:
-                view.copy_(tensors[name].to(self.dtype).reshape(view.shape))
         if contents is None:
             contents = {name: content(tensor.to(self.dtype)) for name, tensor in tensors.items()}
-        check(contents, ((name, view.to(self.dtype)) for name, view in views))
+        check(contents, self._written(self._spare, tensors))
         return self._spare
+
+    @torch.no_grad()
+    def _written(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Write one tensor after another, and yield what has been written while the processor's cache still has it."""
+        for name, view in parameters.views(into, self._expected.keys(), self.head_width):
+            view.copy_(tensors[name].to(self.dtype).reshape(view.shape))
+            yield name, view.to(self.dtype)
 
     def adopt(self, fused: Parameters) -> None:
         """Decode with what `fuse` has returned; the memory of the parameters before is for the next ones."""

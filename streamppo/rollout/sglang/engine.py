@@ -125,8 +125,9 @@ class SGLangEngine:
         async with self._swapping:
             await self._until_serving()
             begin = time.perf_counter()
-            self._certain.clear()
             try:
+                await self._until_death(self._life.carrier.stage(saved))
+                self._certain.clear()
                 await self._until_death(self._life.swap(version, saved, self._streams.loaded))
             except Died as died:
                 raise WeightsError(f"SGLang died while it took version {version} ({died})") from None

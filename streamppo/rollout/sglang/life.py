@@ -1,7 +1,7 @@
 """One life of SGLang: from a start, with weights in it, to a death.
 
-begin    start -> make the way for weights -> load -> see that every tensor has arrived
-swap     pause -> load -> continue -> see that every tensor has arrived
+begin    start -> make the way for weights -> stage -> load -> see that every tensor has arrived
+swap     stage -> pause -> load -> continue -> see that every tensor has arrived
 """
 
 import asyncio
@@ -48,12 +48,12 @@ class Life:
     async def swap(
         self, version: int, tensors: Mapping[str, Tensor], loaded: Callable[[int], None] = lambda version: None
     ) -> None:
-        """Load `tensors` as `version`; call `loaded` with it before SGLang goes on.
+        """Load `tensors`, which were staged, as `version`; call `loaded` with it before SGLang goes on.
 
         Raises `ValueError` or `WeightsError` if SGLang does not take them.
         """
         await self.attestation.before()
-        await _load(self.link, self.carrier, self._kv, version, tensors)
+        await _load(self.link, self.carrier, self._kv, version)
         loaded(version)
         await self.link.call("continue_generation")
         await self.attestation.check(tensors)
@@ -93,7 +93,8 @@ async def _fill(setup: Setup, link: Link, version: int, tensors: Mapping[str, Te
     carrier = await setup.connect(link)
     attestation = await attest.begin(link, tensors, setup.vocabulary)
     await attestation.before()
-    await _load(link, carrier, setup.kv, version, tensors)
+    await carrier.stage(tensors)
+    await _load(link, carrier, setup.kv, version)
     await link.call("continue_generation")
     await attestation.check(tensors)
     return Life(link, carrier, attestation, setup.kv)
@@ -112,9 +113,7 @@ async def _in_life(link: Link, work: Coroutine[object, object, Life]) -> Life:
         task.cancel()
 
 
-async def _load(
-    link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int, tensors: Mapping[str, Tensor]
-) -> None:
+async def _load(link: Link, carrier: Carrier, kv: Literal["keep", "recompute"], version: int) -> None:
     """Pause and load. Running completions keep their cache or, retracted, will compute it again."""
     await link.call("pause_generation", mode="in_place" if kv == "keep" else "retract")
     has_sessions = True
@@ -122,6 +121,6 @@ async def _load(
         await link.call("begin_weight_update")
     except NotImplementedError:
         has_sessions = False
-    await carrier.carry(version, tensors, flush=kv == "recompute" and link.version >= wire.FLUSHES_PAUSED)
+    await carrier.carry(version, flush=kv == "recompute" and link.version >= wire.FLUSHES_PAUSED)
     if has_sessions:
         await link.call("end_weight_update")

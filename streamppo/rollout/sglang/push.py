@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false
 
 import asyncio
+import itertools
 import shutil
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -16,15 +17,24 @@ import torch
 from torch import Tensor
 
 from streamppo.rollout.sglang.link import Link
+from streamppo.weights.buckets import ALIGNMENT
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
 
 
 class Carrier(Protocol):
-    """A way for weights into one SGLang, until its death."""
+    """A way for weights into one SGLang, until its death.
 
-    async def carry(self, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
-        """Load `tensors` into a paused SGLang as `version`; with `flush`, empty its cache of prefixes at the end.
+    stage     while SGLang decodes: put weights where it can take them
+    carry     while it is paused: have it load them, and nothing else
+    """
+
+    async def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make `tensors` ready to be loaded."""
+        ...
+
+    async def carry(self, version: int, *, flush: bool) -> None:
+        """Load what was staged into a paused SGLang as `version`; `flush` empties its cache of prefixes.
 
         Raises `ValueError` if it refuses them.
         """
@@ -36,21 +46,48 @@ Connect: TypeAlias = Callable[[Link], Awaitable[Carrier]]
 
 
 class BySharedMemory:
-    """Flat buckets in shared memory, for an SGLang on this machine; `server`: this process has not started it."""
+    """Flat buckets in shared memory, for an SGLang on this machine; `server`: this process has not started it.
+
+    All tensor-parallel ranks read the same buckets, and the memory is used for one version after another: nobody reads
+    it once a load has ended.
+    """
 
     def __init__(self, link: Link, bucket_bytes: int, *, server: bool) -> None:
         self._link, self._bucket_bytes, self._server = link, bucket_bytes, server
+        self._memory: list[Tensor] = []
+        self._staged: list[tuple[Tensor, object]] = []
 
-    async def carry(self, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
+    async def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Carrier.stage`."""
+        await asyncio.to_thread(self._stage, tensors)
+
+    async def carry(self, version: int, *, flush: bool) -> None:
         """See `Carrier.carry`."""
-        for part, last in _parts(tensors, self._bucket_bytes):
-            payloads = [_serialize(part, text=self._server) for _ in range(self._link.ranks)]
+        for number, (flat, places) in enumerate(self._staged, 1):
+            # A handle can be opened once.
+            payloads = [_handle(flat, places, text=self._server) for _ in range(self._link.ranks)]
             await self._link.call(
                 "update_weights_from_tensor",
                 serialized_named_tensors=payloads,
                 load_format="flattened_bucket",
-                **_ending(version, last=last, flush=flush),
+                **_ending(version, last=number == len(self._staged), flush=flush),
             )
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> None:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        self._staged = []
+        for number, (part, _) in enumerate(_parts(tensors, self._bucket_bytes)):
+            starts = [0, *itertools.accumulate(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for _, one in part)]
+            if number == len(self._memory) or len(self._memory[number]) != starts[-1]:
+                del self._memory[number:]
+                self._memory.append(torch.empty(starts[-1], dtype=torch.uint8).share_memory_())
+            flat, places = self._memory[number], []
+            for (name, tensor), start in zip(part, starts, strict=False):
+                end = start + tensor.nbytes
+                flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                places.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes))
+            self._staged.append((flat, places))
 
 
 async def by_shared_memory(bucket_bytes: int, server: bool, link: Link) -> BySharedMemory:
@@ -69,10 +106,15 @@ class ByGroup:
     ) -> None:
         self._link, self._bucket_bytes = link, bucket_bytes
         self._name, self._group, self._device = name, group, device
+        self._staged: Mapping[str, Tensor] = {}
 
-    async def carry(self, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
+    async def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Carrier.stage`: a broadcast needs both ends, and is made when SGLang is paused."""
+        self._staged = tensors
+
+    async def carry(self, version: int, *, flush: bool) -> None:
         """See `Carrier.carry`."""
-        for part, last in _parts(tensors, self._bucket_bytes):
+        for part, last in _parts(self._staged, self._bucket_bytes):
             theirs = self._link.call(
                 "update_weights_from_distributed",
                 names=[name for name, _ in part],
@@ -123,13 +165,16 @@ class ByDisk:
     def __init__(self, link: Link, folder: Path) -> None:
         self._link, self._folder = link, folder
 
-    async def carry(self, version: int, tensors: Mapping[str, Tensor], *, flush: bool) -> None:
-        """See `Carrier.carry`. The files are gone when it returns."""
+    async def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Carrier.stage`."""
         from safetensors.torch import save_file
 
         self._folder.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
+
+    async def carry(self, version: int, *, flush: bool) -> None:
+        """See `Carrier.carry`. The files are gone when it returns."""
         try:
-            await asyncio.to_thread(save_file, dict(tensors), self._folder / "model.safetensors")
             ending = _ending(version, last=True, flush=flush)
             # SGLang has begun with random weights, and would take none from files in that format.
             await self._link.call(
@@ -149,10 +194,6 @@ class Bucket(Protocol):
 
     def get_flattened_tensor(self) -> Tensor:
         """The buffer."""
-        ...
-
-    def get_metadata(self) -> object:
-        """Names and places of the tensors in it."""
         ...
 
 
@@ -180,13 +221,11 @@ def _bucket(part: Named) -> Bucket:
     return FlattenedTensorBucket(named_tensors=list(part))
 
 
-def _serialize(part: Named, *, text: bool) -> str | bytes:
-    """Put a part into shared memory. Returns a handle on it, which can be opened once."""
+def _handle(flat: Tensor, places: object, *, text: bool) -> str | bytes:
+    """A handle, in SGLang's form, on a bucket in shared memory with tensors at these places."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    bucket = _bucket(part)
-    held = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-    return MultiprocessingSerializer.serialize(held, output_str=text)
+    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": places}, output_str=text)
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from streamppo.learner.checkpoint import Saver, Trained
 from streamppo.learner.manifest import State
 from streamppo.learner.remote import Remote
 from streamppo.learner.update import Updater
-from streamppo.weights.transport import Pushed
+from streamppo.weights.pusher import Pushed
 
 ALONE = pytest.mark.usefixtures("alone")
 

@@ -19,8 +19,8 @@ from streamppo.learner.batch import pad
 from streamppo.learner.checkpoint import Saver, Trained
 from streamppo.learner.manifest import Damaged, State
 from streamppo.weights.buckets import Buckets, packed
+from streamppo.weights.pusher import Pushed
 from streamppo.weights.shares import join
-from streamppo.weights.transport import Pushed
 
 RANKS, COPIES = 4, 2
 DONE = Future[Pushed]()

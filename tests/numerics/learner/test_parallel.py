@@ -20,8 +20,8 @@ from streamppo.learner.device import mesh_of
 from streamppo.learner.manifest import State
 from streamppo.learner.reference import follow
 from streamppo.weights.buckets import Buckets, packed
+from streamppo.weights.pusher import Pushed
 from streamppo.weights.shares import join
-from streamppo.weights.transport import Pushed
 
 RANKS = 4
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}

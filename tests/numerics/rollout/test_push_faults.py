@@ -13,15 +13,15 @@ from push_case import Rank, Remote, Tensors, joined
 from ray.exceptions import ObjectLostError
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.rollout import follower as module
+from streamppo.rollout import puller
 from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.follower import Follower
 from streamppo.types import Push, encode
+from streamppo.weights import object_store
 from streamppo.weights.buckets import Packed
 from streamppo.weights.ledger import Ledger
-from streamppo.weights.replica import Replica
 
 FAULTS = 300
 SETTINGS = Qwen2Config(
@@ -219,7 +219,7 @@ def of(engine: EmbeddedEngine) -> Tensors:
 
 
 def test_three_hundred_faults_and_no_wrong_weight_is_ever_served(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    monkeypatch.setattr(puller, "RETRY_S", 0.0)
     torch.manual_seed(3)
     model = Qwen2ForCausalLM(SETTINGS).to(torch.bfloat16)
     learner = Learner({name: tensor.detach().clone() for name, tensor in model.named_parameters()})
@@ -236,12 +236,13 @@ def test_three_hundred_faults_and_no_wrong_weight_is_ever_served(monkeypatch: An
 
     async def story() -> int:
         learner.train()
-        learner.injected, replica, queue = True, Replica(), learner
-        any_queue: Any = queue
-        await module.pull(any_queue, "a", replica, -1)
+        learner.injected = True
+        any_queue: Any = learner
+        pull = puller.Puller("a", any_queue, object_store.Inlet())
+        await pull.newer(-1)
         engine = EmbeddedEngine(
             SETTINGS,
-            replica.tensors,
+            pull.replica.tensors,
             version=0,
             slots=1,
             max_total_tokens=64,
@@ -250,7 +251,7 @@ def test_three_hundred_faults_and_no_wrong_weight_is_ever_served(monkeypatch: An
             dtype=torch.bfloat16,
         )
         engines.append(engine)
-        follower = Follower("a", any_queue, engine, replica, Pushed())
+        follower = Follower(pull, engine, Pushed())
         for _ in range(FAULTS):
             for _ in range(learner.dice.choice([1, 1, 3])):
                 learner.train()

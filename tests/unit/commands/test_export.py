@@ -23,7 +23,7 @@ from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.weights import buckets
-from streamppo.weights.transport import Pushed
+from streamppo.weights.pusher import Pushed
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -28,6 +28,7 @@ from streamppo.rollout import follower
 from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.follower import Follower
+from streamppo.rollout.puller import Puller
 from streamppo.rollout.worker import GATHER_S, Worker
 from streamppo.types import (
     EvaluationReport,
@@ -42,9 +43,8 @@ from streamppo.types import (
     decode,
     encode,
 )
-from streamppo.weights import buckets
+from streamppo.weights import buckets, object_store
 from streamppo.weights.content import check
-from streamppo.weights.replica import Replica
 
 pytest_plugins = ["rollout_log"]
 
@@ -82,10 +82,10 @@ class Engine:
         self.version = version
 
 
-def version_0() -> Replica:
-    replica = Replica()
-    replica.take(*buckets.packed(0, {"w": torch.zeros(8)}, 1 << 20))
-    return replica
+def at_version_0(queue: Any) -> Puller:
+    puller = Puller("rollout-0", queue, object_store.Inlet())
+    puller.replica.take(*buckets.packed(0, {"w": torch.zeros(8)}, 1 << 20))
+    return puller
 
 
 def _engine() -> Any:
@@ -95,7 +95,7 @@ def _engine() -> Any:
 def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -> None:
     async def scenario() -> Queue:
         queue: Any = Queue(damaged=follower.PULLS - 1)
-        made = Follower("rollout-0", queue, _engine(), version_0(), Pushed())
+        made = Follower(at_version_0(queue), _engine(), Pushed())
         task = asyncio.create_task(made.run())
         await made.reach(1)
         assert made.admitted_lag == 3
@@ -113,7 +113,7 @@ def test_weights_that_stay_damaged_end_the_actor() -> None:
     async def scenario() -> None:
         queue: Any = Queue(damaged=1000)
         with pytest.raises(WeightsError, match="w is not as it was pushed"):
-            await Follower("rollout-0", queue, _engine(), version_0(), Pushed()).run()
+            await Follower(at_version_0(queue), _engine(), Pushed()).run()
         assert queue.pulls == follower.PULLS
 
     asyncio.run(scenario())
@@ -194,7 +194,7 @@ def working(config: Config, *texts: str) -> tuple[Worker, Tickets]:
     rewards: Any = Rewards()
     queue: Any = Tickets(len(texts))
     engine: Any = SimpleNamespace(version=7)
-    followed = Follower("rollout-0", queue, engine, version_0(), Pushed())
+    followed = Follower(at_version_0(queue), engine, Pushed())
     return Worker(config, "rollout-0", queue, task, player, rewards, follower=followed), queue
 
 
@@ -364,7 +364,7 @@ def test_a_swap_that_hangs_ends_the_actor_with_its_version_and_the_bound_grows_w
     async def ended() -> float:
         begin, named = time.monotonic(), r"rollout-0: the swap to version 1 \(0.0 GiB\) hangs: \d+ s have passed"
         with pytest.raises(RunError, match=named):
-            await Follower("rollout-0", cast("Any", queue), cast("Any", engine), version_0(), Pushed()).run()
+            await Follower(at_version_0(queue), cast("Any", engine), Pushed()).run()
         return time.monotonic() - begin
 
     assert asyncio.run(ended()) < 5
@@ -389,7 +389,7 @@ def test_a_full_actor_gives_signs_of_life_during_a_swap_of_90_s(math_config: Cal
         worker, _ = working(config)
         queue: Any = Full(0)
         engine: Any = SlowSwap()
-        worker._queue, worker._follower = queue, Follower("rollout-0", queue, engine, version_0(), Pushed())
+        worker._queue, worker._follower = queue, Follower(at_version_0(queue), engine, Pushed())
         running = asyncio.create_task(worker.run())
         swapped = asyncio.create_task(worker._follower.reach(1))
         await asyncio.wait({running, swapped}, return_when=asyncio.FIRST_COMPLETED)

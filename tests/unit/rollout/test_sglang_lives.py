@@ -1,7 +1,6 @@
 """The lives and deaths of SGLang as our side of it sees them, with an SGLang that is a dozen lines."""
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
@@ -160,7 +159,7 @@ def test_a_first_push_that_does_not_fit_starts_nothing() -> None:
 
 def test_an_sglang_that_does_not_take_its_first_weights_is_stopped() -> None:
     class Refuses(Fake):
-        async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+        async def carry(self, version: int, *, flush: bool) -> None:
             raise ValueError("no such layer")
 
     async def case() -> None:
@@ -174,7 +173,7 @@ def test_an_sglang_that_does_not_take_its_first_weights_is_stopped() -> None:
 
 def test_an_sglang_that_dies_over_its_first_weights_is_told_and_not_waited_for() -> None:
     class Dies(Fake):
-        async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+        async def carry(self, version: int, *, flush: bool) -> None:
             self.dead = "killed by a test"
             await asyncio.Event().wait()
 
@@ -203,7 +202,7 @@ def test_a_version_that_names_no_candidates_is_refused_where_top_p_or_top_k_are_
 
 def test_a_first_load_that_never_ends_is_given_up_after_the_start_time_and_named() -> None:
     class Hangs(Fake):
-        async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+        async def carry(self, version: int, *, flush: bool) -> None:
             await asyncio.Event().wait()
 
     async def case() -> None:

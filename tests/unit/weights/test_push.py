@@ -18,10 +18,11 @@ from push_case import Rank, Tensors, joined
 
 from streamppo.errors import WeightsError
 from streamppo.types import Push, decode, encode
-from streamppo.weights import buckets, transport
+from streamppo.weights import buckets, object_store
 from streamppo.weights.buckets import ALIGNMENT, Buckets, Packed, Shard
 from streamppo.weights.content import check
 from streamppo.weights.ledger import Ledger, Published
+from streamppo.weights.pusher import SETS, Pushed, Pusher
 from streamppo.weights.replica import Replica
 from streamppo.weights.shares import Joining, Share, Shares, join
 
@@ -381,11 +382,11 @@ def test_deltas_end_when_they_have_as_many_bytes_as_the_whole_version() -> None:
 def store(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands in for the object store: what was put, in order."""
     put: list[Any] = []
-    monkeypatch.setattr(transport.ray, "put", lambda array: put.append(array.copy()) or len(put) - 1)
+    monkeypatch.setattr(object_store.ray, "put", lambda array: put.append(array.copy()) or len(put) - 1)
     return put
 
 
-def pusher_to(look: Callable[[Push, list[Any]], object], ledger: Ledger[list[Any]] | None = None) -> transport.Pusher:
+def pusher_to(look: Callable[[Push, list[Any]], object], ledger: Ledger[list[Any]] | None = None) -> Pusher:
     """A pusher whose versions `look` sees, and a ledger answers for."""
     kept = Ledger[list[Any]]() if ledger is None else ledger
 
@@ -395,10 +396,10 @@ def pusher_to(look: Callable[[Push, list[Any]], object], ledger: Ledger[list[Any
         kept.publish(push, refs)
         return kept.published(push.digest)
 
-    return transport.Pusher(publish, 1 << 20, deltas=True)
+    return Pusher(publish, object_store.Outlet(), 1 << 20, deltas=True)
 
 
-def start(pusher: transport.Pusher, version: int, values: torch.Tensor) -> transport.Pushed:
+def start(pusher: Pusher, version: int, values: torch.Tensor) -> Pushed:
     """Write `values` as `version` into the pusher's buckets, and push them."""
     filled = pusher.buckets({"w": Shard.whole(values)})
     filled.tensors["w"].copy_(values)
@@ -413,7 +414,7 @@ def test_pushes_overlap_what_follows_and_arrive_whole_and_in_order(store: list[A
         published.append((push, [store[ref] for ref in refs]))
 
     pusher = pusher_to(look)
-    assert start(pusher, 0, torch.zeros(3)) == transport.Pushed("", 0.0, 0)
+    assert start(pusher, 0, torch.zeros(3)) == Pushed("", 0.0, 0)
     assert published == []
     gate.set()
     before = start(pusher, 1, torch.ones(3))
@@ -443,7 +444,7 @@ def test_a_version_is_written_while_the_one_before_is_read_and_two_sets_of_bucke
         pusher.push(version, filled)
         used.append(filled)
     pusher.last.result()
-    assert len({id(one) for one in used}) == transport.SETS
+    assert len({id(one) for one in used}) == SETS
     sent = [torch.from_numpy(array.view(np.float32))[0].item() for array in store]
     assert sent == [1.5, 2.5, 3.5, 4.5, 5.5]
     assert len({one.digest for one in published}) == 5

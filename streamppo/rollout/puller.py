@@ -1,0 +1,90 @@
+"""Makes new versions of what ranks have put, bucket by bucket, while the engine decodes.
+
+consumes     versions from the ledger
+produces     the newest version in a replica
+waits for    a version that is newer than the engine's
+unblocks     the follower's next swap
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from streamppo.process import phase
+from streamppo.types import Push, decode
+from streamppo.weights.delta import Bytes
+from streamppo.weights.replica import Replica
+from streamppo.weights.transport import BucketRef, Inlet, Lost
+
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
+    from streamppo.queue.actor import QueueActor
+
+RETRY_S = 0.5
+"""Seconds between two attempts to get weights that are lost."""
+AHEAD = 2
+"""Buckets that are on their way while one is used."""
+
+
+class Puller:
+    """Pulls versions for the actor `name` from the ledger in `queue`, through `inlet`, into `replica`."""
+
+    def __init__(self, name: str, queue: "ActorProxy[QueueActor]", inlet: Inlet) -> None:
+        self.name, self.queue, self.replica = name, queue, Replica()
+        self._inlet = inlet
+
+    async def newer(self, version: int) -> Push:
+        """Wait for a version above `version`, which the engine holds, and make it in the replica. Returns it.
+
+        Raises `WeightsError` if what came does not make a version.
+        """
+        while True:
+            found = await self.queue.weights_after.remote(self.name, version, self.replica.version)
+            try:
+                for push, refs in found:
+                    await self._take(decode(push, Push), refs)
+            except Lost:
+                # The learner died with its weights, or has newer ones.
+                await asyncio.sleep(RETRY_S)
+                continue
+            if found:
+                assert self.replica.push is not None, "a version was made"
+                return self.replica.push
+
+    async def _take(self, push: Push, refs: Sequence[BucketRef]) -> None:
+        if push.base_version is not None:
+            # A delta changes the version that is there: all of it has to have come.
+            fetched = await asyncio.gather(*map(self._inlet.fetch, refs))
+            await asyncio.to_thread(self._take_all, push, fetched)
+            return
+        self.replica.begin(push)
+        async with aclosing(self._fetched(refs)) as fetched:
+            async for bucket in fetched:
+                await asyncio.to_thread(self._put, bucket)
+        self.replica.finish()
+
+    async def _fetched(self, refs: Sequence[BucketRef]) -> AsyncGenerator[Bytes]:
+        """Fetch buckets in their order, some of them ahead."""
+        left, under_way = deque(refs), deque[asyncio.Future[Bytes]]()
+        try:
+            while left or under_way:
+                while left and len(under_way) < AHEAD:
+                    under_way.append(asyncio.ensure_future(self._inlet.fetch(left.popleft())))
+                bucket = await under_way.popleft()
+                if left:
+                    under_way.append(asyncio.ensure_future(self._inlet.fetch(left.popleft())))
+                yield bucket
+        finally:
+            for one in under_way:
+                one.cancel()
+
+    @phase("unpack")
+    def _put(self, bucket: Bytes) -> None:
+        self.replica.put(bucket)
+
+    @phase("unpack")
+    def _take_all(self, push: Push, fetched: Sequence[Bytes]) -> None:
+        self.replica.take(push, fetched)

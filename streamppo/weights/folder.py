@@ -1,0 +1,105 @@
+"""Buckets as files in a folder that ranks and rollout actors see, such as one of a parallel file system.
+
+    FOLDER/rank-0-4f1c/00000012-0       bucket 0 of rank 0's share of version 12
+
+A file is written beside its name and renamed. Nothing is flushed to a disk: weights that a crash of the machine tears
+are made again by the ranks that come after it, and a file system of a network hands over what was closed.
+"""
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+
+from streamppo import durable
+from streamppo.errors import WeightsError
+from streamppo.types import Crossing, decode, encode
+from streamppo.weights.delta import Bytes
+from streamppo.weights.transport import BucketRef, Lost
+
+MISSING_S = 300.0
+"""A bucket that the ledger names and that is missing for so long is in a folder that this node does not see."""
+
+
+class File(Crossing, frozen=True):
+    """The reference of a bucket."""
+
+    path: str
+    nbytes: int
+
+
+class Outlet:
+    """Implements `transport.Outlet` for one life of `rank`: two whole versions are kept, and the deltas behind them."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._all, self._name = folder, f"rank-{rank}-"
+        self._own = folder / f"{self._name}{uuid4().hex[:12]}"
+        self._names: dict[int, list[Path]] = {}
+        self._before = 0
+
+    def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
+        """See `transport.Outlet.put`."""
+        with durable.naming(self._own, WeightsError):
+            self._own.mkdir(parents=True, exist_ok=True)
+            return [self._write(version, number, array) for number, array in enumerate(arrays)]
+
+    def drop(self, before: int) -> None:
+        """See `transport.Outlet.drop`: one call later, so that an actor can read to its end what it has begun."""
+        for version in [version for version in self._names if version < self._before]:
+            for path in self._names.pop(version):
+                path.unlink(missing_ok=True)
+        self._before = before
+        for other in self._all.glob(f"{self._name}*"):
+            # A rank that has died: the ledger has this one's versions in the place of its own.
+            if other != self._own:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _write(self, version: int, number: int, array: Bytes) -> bytes:
+        path = self._own / f"{version:08d}-{number}"
+        self._names.setdefault(version, []).append(path)
+        with durable.aside(path).open("wb", buffering=0) as file:
+            left = array.data
+            while left:
+                left = left[file.write(left) :]
+        os.replace(durable.aside(path), path)
+        return encode(File(path=str(path), nbytes=array.nbytes))
+
+
+class Inlet:
+    """Implements `transport.Inlet`."""
+
+    def __init__(self) -> None:
+        self._missing, self._since = "", 0.0
+
+    async def fetch(self, ref: BucketRef) -> Bytes:
+        """See `transport.Inlet.fetch`. Raises `WeightsError` if one bucket stays away."""
+        assert isinstance(ref, bytes), "a reference of a folder's outlet"
+        file = decode(ref, File)
+        try:
+            read = await asyncio.to_thread(_read, file)
+        except OSError as error:
+            if self._missing != file.path:
+                self._missing, self._since = file.path, time.monotonic()
+            if time.monotonic() - self._since > MISSING_S:
+                raise WeightsError(
+                    f"{file.path} cannot be read ({error.strerror}): learner.transport.path must be a folder that all "
+                    "nodes see"
+                ) from error
+            raise Lost(str(error)) from error
+        self._missing = ""
+        return read
+
+
+def _read(file: File) -> Bytes:
+    """Read a bucket; of a file that is cut off, as much as there is. A map of one that shrinks would kill."""
+    made, at = np.empty(file.nbytes, dtype=np.uint8), 0
+    into = made.data
+    with open(file.path, "rb", buffering=0) as source:
+        while at < file.nbytes and (count := source.readinto(into[at:])):
+            at += count
+    return made[:at]

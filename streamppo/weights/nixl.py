@@ -1,0 +1,198 @@
+"""Buckets by one-sided reads of NIXL (extra `nixl`): an actor reads the memory of a rank, which is not asked.
+
+    block        registered memory of a rank; it holds one bucket after another
+    generation   the count of the buckets that a block has held: read behind the bytes, it shows that they are of one
+
+NIXL takes the fastest device that both nodes have: RDMA, shared memory, TCP. Some of them need the rank to look after
+them now and then, which a thread of its own does: the one that NIXL has for this takes most of a core.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import numpy as np
+
+from streamppo.errors import WeightsError
+from streamppo.types import Crossing, decode, encode
+from streamppo.weights.delta import Bytes
+from streamppo.weights.transport import BucketRef, Lost
+
+READ_S, SLOWEST_BYTES_PER_S = 60.0, 20e6
+"""A read that takes longer than this, and a second for so many bytes, is given up."""
+LOOK_S = 0.0005
+"""Seconds between two looks at what is under way."""
+BLOCKS = 1 << 16
+"""Blocks of a rank at most: each has a generation."""
+KIND = "DRAM"
+log = logging.getLogger(__name__)
+
+
+class Remote(Crossing, frozen=True):
+    """The reference of a bucket: its rank's agent, with all memory that this has registered, and its place there."""
+
+    agent: bytes
+    address: int
+    nbytes: int
+    generation_address: int
+    generation: int
+
+
+class _Block(NamedTuple):
+    number: int
+    memory: Bytes
+
+
+class Outlet:
+    """Implements `transport.Outlet`. It keeps two whole versions, and the deltas behind them, in memory of its own."""
+
+    def __init__(self, *, local: bool) -> None:
+        self._agent, self._lock = _agent(local=local), threading.Lock()
+        self._blocks = 0
+        self._free: list[_Block] = []
+        self._used: dict[int, list[_Block]] = {}
+        self._before = 0
+        self._generations = np.zeros(BLOCKS, dtype=np.int64)
+        self._register(self._generations)
+        threading.Thread(target=self._look_after, name="nixl", daemon=True).start()
+
+    def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
+        """See `transport.Outlet.put`."""
+        blocks = [self._block(array.nbytes) for array in arrays]
+        self._used.setdefault(version, []).extend(blocks)
+        for block, array in zip(blocks, arrays, strict=True):
+            # Ahead of the bytes: an actor that reads them meanwhile sees it behind them.
+            self._generations[block.number] += 1
+            block.memory[: array.nbytes] = array
+        with self._lock:
+            agent = self._agent.get_agent_metadata()
+        return [
+            encode(
+                Remote(
+                    agent=agent,
+                    address=block.memory.ctypes.data,
+                    nbytes=array.nbytes,
+                    generation_address=self._generations.ctypes.data + 8 * block.number,
+                    generation=int(self._generations[block.number]),
+                )
+            )
+            for block, array in zip(blocks, arrays, strict=True)
+        ]
+
+    def drop(self, before: int) -> None:
+        """See `transport.Outlet.drop`: one call later, so that an actor can read to its end what it has begun."""
+        for version in [version for version in self._used if version < self._before]:
+            self._free += self._used.pop(version)
+        self._before = before
+
+    def _block(self, nbytes: int) -> _Block:
+        """A block that holds `nbytes`, and at most twice as many: the one that has been free longest."""
+        for at, block in enumerate(self._free):
+            if nbytes <= block.memory.nbytes <= max(4096, 2 * nbytes):
+                return self._free.pop(at)
+        block = _Block(self._blocks, np.zeros(max(4096, nbytes), dtype=np.uint8))
+        self._blocks += 1
+        self._register(block.memory)
+        return block
+
+    def _register(self, memory: np.ndarray) -> None:
+        with self._lock:
+            self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], KIND)
+
+    def _look_after(self) -> None:
+        """Answer reads through devices that do not do so by themselves, without end."""
+        while True:
+            with self._lock:
+                self._agent.get_new_notifs()
+            time.sleep(LOOK_S)
+
+
+class Inlet:
+    """Implements `transport.Inlet`: one read at a time, in a thread of its own."""
+
+    def __init__(self, *, local: bool) -> None:
+        self._agent, self._failures = _agent(local=local), _failures()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nixl")
+        self._abandoned: list[object] = []
+
+    async def fetch(self, ref: BucketRef) -> Bytes:
+        """See `transport.Inlet.fetch`."""
+        assert isinstance(ref, bytes), "a reference of NIXL's outlet"
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch, decode(ref, Remote))
+
+    def _fetch(self, remote: Remote) -> Bytes:
+        made, generation = np.empty(max(1, remote.nbytes), dtype=np.uint8), np.zeros(8, dtype=np.uint8)
+        try:
+            name = self._agent.add_remote_agent(remote.agent)
+        except self._failures as error:
+            raise Lost(f"a rank cannot be reached: {error}") from error
+        try:
+            if remote.nbytes:
+                self._read(name, remote.address, made)
+            self._read(name, remote.generation_address, generation)
+        except self._failures as error:
+            with suppress(*self._failures):
+                self._agent.remove_remote_agent(name)
+            raise Lost(f"a rank cannot be read: {error}") from error
+        if int(generation.view(np.int64)[0]) != remote.generation:
+            raise Lost("a rank has put newer weights there")
+        return made[: remote.nbytes]
+
+    def _read(self, name: str, address: int, into: Bytes) -> None:
+        """Read what is at `address` of the agent `name`. Raises `Lost` if it takes too long."""
+        agent, place = self._agent, (into.ctypes.data, into.nbytes, 0)
+        registered = agent.register_memory([(*place, "")], KIND)
+        theirs, ours = agent.get_xfer_descs([(address, into.nbytes, 0)], KIND), agent.get_xfer_descs([place], KIND)
+        handle = agent.initialize_xfer("READ", ours, theirs, name)
+        try:
+            end = time.monotonic() + READ_S + into.nbytes / SLOWEST_BYTES_PER_S
+            state = agent.transfer(handle)
+            while state == "PROC" and time.monotonic() < end:
+                time.sleep(LOOK_S)
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise Lost(f"{into.nbytes} bytes of a rank were not there in time")
+        finally:
+            try:
+                agent.release_xfer_handle(handle)
+                agent.deregister_memory(registered)
+            except self._failures:
+                # NIXL may still write to it.
+                self._abandoned.append((into, registered, handle))
+                log.info("memory of %d bytes is left to a read that has not ended", into.nbytes)
+
+
+def _agent(*, local: bool) -> Any:
+    """Make this process's part of NIXL. One for a `local` run is reached from this machine alone."""
+    api = _api()
+    if local:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    # It writes two lines for every agent.
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    return api.nixl_agent(uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+
+
+def _api() -> ModuleType:
+    """NIXL's own interface. Raises `WeightsError` if it is not installed."""
+    try:
+        return import_module("nixl._api")
+    except ImportError as error:
+        raise WeightsError(
+            f"learner.transport = {{ kind = 'nixl' }} needs NIXL ({error}): pip install 'streamppo[nixl]', or another "
+            "transport"
+        ) from error
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """NIXL's own errors: a peer that has gone, a read that has not ended."""
+    found = vars(import_module("nixl._bindings")).values()
+    return tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))

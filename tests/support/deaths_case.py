@@ -1,0 +1,138 @@
+"""Processes that kill themselves in the exact middle of a push or a swap: a rank of a learner, and a rollout actor."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from push_case import Rank, Remote, Tensors
+from transformers import Qwen2Config
+
+from streamppo.rollout.adapters import Pushed
+from streamppo.rollout.embedded import decoder
+from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.follower import Follower
+from streamppo.rollout.puller import Puller
+from streamppo.types import encode
+from streamppo.weights import buckets, content, folder
+from streamppo.weights.replica import Replica
+
+SETTINGS = Qwen2Config(
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+Chain = list[tuple[bytes, list[bytes]]]
+"""Encoded pushes, and the references of their buckets."""
+Carried = dict[str, tuple[tuple[int, ...], np.ndarray]]
+"""Tensors of bfloat16 by name, as shapes and bits."""
+
+
+def carried(tensors: Tensors) -> Carried:
+    return {name: (tuple(one.shape), one.view(torch.int16).numpy()) for name, one in tensors.items()}
+
+
+def received(tensors: Carried) -> Tensors:
+    return {name: torch.from_numpy(bits.copy()).view(torch.bfloat16) for name, (_, bits) in tensors.items()}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(owner: Any, name: str, at: int) -> None:
+    """Let the call number `at` of `owner.name` end this process before it has done anything."""
+    real, calls = getattr(owner, name), [0]
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            die()
+        return real(*arguments, **keywords)
+
+    setattr(owner, name, counted)
+
+
+# --- a rank --------------------------------------------------------------------------------------------------
+
+RANK_DIES: dict[str, Callable[[], None]] = {
+    "in the hash of its shards": lambda: dying(buckets, "content", 5),
+    "between two buckets": lambda: dying(folder.Outlet, "_write", 2),
+    "in the middle of a file": lambda: dying(folder.os, "replace", 2),
+    "when all is written and nobody knows": lambda: dying(folder.Outlet, "drop", 1),
+}
+
+
+def rank(path: str, number: int, version: int, tensors: Carried, pipe: Connection, dies: str) -> None:
+    """Put a share of a version, tell of it, and drop older ones."""
+    torch.set_num_threads(1)
+    outlet, present = folder.Outlet(Path(path), number), received(tensors)
+    made = Rank(present, number, 2, bucket_bytes=700)
+    RANK_DIES[dies]()
+    push, arrays = made.push(version, present)
+    refs = outlet.put(version, arrays)
+    outlet.drop(version)
+    pipe.send((encode(push), refs))
+
+
+# --- a rollout actor -----------------------------------------------------------------------------------------
+
+ACTOR_DIES: dict[str, Callable[[], None]] = {
+    "in the middle of a fetch": lambda: dying(folder, "_read", 2),
+    "in the middle of unpacking": lambda: dying(Replica, "_use", 7),
+    "ahead of the copy": lambda: dying(decoder.Decoder, "fuse", 1),
+    "in the middle of the comparison": lambda: dying(content, "content", 5),
+    "in the swap itself": lambda: dying(decoder.Decoder, "adopt", 1),
+    "after the swap, which nobody knows of": lambda: dying(Actor, "_told", 1),
+}
+
+
+class Actor:
+    """The queue's calls behind a rollout actor that first gets one chain, and then another."""
+
+    def __init__(self, first: Chain, then: Chain) -> None:
+        self.chains = [first, then]
+        self.weights_after = Remote(self._after)
+
+    async def _after(self, name: str, version: int, have: int) -> Chain:
+        if self.chains:
+            return self.chains.pop(0)
+        self._told()
+        return await asyncio.Event().wait() or []
+
+    def _told(self) -> None:
+        """The engine holds the second version: its actor asks for a newer one."""
+
+
+def actor(first: Chain, then: Chain, dies: str) -> None:
+    """Begin with the first chain, and follow to the second; the exit code is 0 if it gets there."""
+    torch.set_num_threads(1)
+
+    async def story() -> None:
+        queue: Any = Actor(first, then)
+        puller = Puller("a", queue, folder.Inlet())
+        await puller.newer(-1)
+        engine = EmbeddedEngine(
+            SETTINGS,
+            puller.replica.tensors,
+            version=puller.replica.version,
+            slots=1,
+            max_total_tokens=64,
+            eos_ids={1},
+            seed=0,
+            dtype=torch.bfloat16,
+        )
+        ACTOR_DIES[dies]()
+        following = asyncio.create_task(Follower(puller, engine, Pushed()).run())
+        await asyncio.wait({following}, timeout=60)
+
+    asyncio.run(story())
