@@ -31,3 +31,13 @@ def test_a_library_that_is_there_is_ok_and_a_missing_one_names_its_extra(monkeyp
 
 def test_nothing_is_looked_for_where_nothing_is_asked_for() -> None:
     assert list(libraries.trackers(configfile.load(MATH, ['telemetry.prometheus={kind="ray"}']))) == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_nixl_is_looked_for_where_weights_travel_by_it(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.machinery.ModuleSpec("nixl", None, origin="nixl/__init__.py")
+    monkeypatch.setattr(libraries, "find_spec", {"nixl": found if there else None}.get)
+    assert list(libraries.transports(configfile.load(MATH, []))) == []
+    (finding,) = libraries.transports(configfile.load(MATH, ["learner.transport={kind='nixl'}"]))
+    assert (finding.subject, finding.state) == ("nixl", "ok" if there else "error")
+    assert there or "pip install 'streamppo[nixl]'" in finding.text

@@ -207,6 +207,10 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         (["rollout.engine.kind=sglang", "rollout.engine.transport=disk"], "folder is for"),
         (["rollout.engine.kind=sglang", "rollout.engine.folder=x"], "folder is for"),
         (
+            ["learner.transport={kind='folder'}", "cluster.own_disks=true", "checkpoint.remote=s3://x"],
+            "needs a path with cluster.own_disks",
+        ),
+        (
             ["rollout.engine.kind=sglang", "rollout.engine.routes=true", "model.compile=true"],
             "answers routers one by one",
         ),
