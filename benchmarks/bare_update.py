@@ -40,7 +40,7 @@ from streamppo.types import Batch
 CONFIG = Path(__file__).parent.parent / "configs" / "math.toml"
 GOAL = Goal("an update over the bare loop, CPU time", most=1.10)
 ALIKE = 1e-4
-"""The largest difference of a weight that is rounding: an eighth of AdamW's first step, whose sign rounding may turn."""
+"""The largest difference of a weight that is rounding: an eighth of AdamW's first step, whose sign may be chance."""
 CAP, CLIP, VALUE_CLIP, VALUE, ENTROPY, FLOOR = 2.0, 0.2, 0.2, 0.5, 0.01, 1e-8
 """What configs/math.toml says, and the defaults: cap of weights, both clips, coefficients, floor of a variance."""
 
