@@ -172,9 +172,9 @@ class _Method(NamedTuple):
     call: Callable[..., Awaitable[Any]]
     call_s: float
 
-    async def remote(self, *args: Any) -> Any:
+    async def remote(self, *args: Any, **named: Any) -> Any:
         await asyncio.sleep(self.call_s)
-        return await self.call(*args)
+        return await self.call(*args, **named)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------

@@ -140,10 +140,10 @@ class Streaming(Fake):
             self.paused = False
         return await super().call(name, **fields)
 
-    async def carry(self, version: int, tensors: Any, *, flush: bool) -> None:
+    async def carry(self, version: int, *, flush: bool) -> None:
         before = self.loaded
         await asyncio.sleep(0.001)
-        await super().carry(version, tensors, flush=flush)
+        await super().carry(version, flush=flush)
         for one in self.requests:
             if one.counted:
                 one.changes.append((str(before), one.counted))
