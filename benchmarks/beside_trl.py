@@ -76,11 +76,13 @@ def _drawn(shape: str) -> Case:
     return Case(3.0, shape, overrides=(*lengths.overrides(shape), "queue.max_lag=4"))
 
 
+OLD_DATA = ("algorithm.correction.kind=mask", "learner.lr_by_ess=on")
+"""What docs/off-policy.md recommends for data as old as a slow reward makes them."""
 CASES = {
     "equal": Case(2.0),
     "lognormal": _drawn("lognormal"),
     "pareto": _drawn("pareto"),
-    "reward": Case(5.0, reward_s=REWARD_S, overrides=(*waiting(8192), "queue.max_lag=8")),
+    "reward": Case(5.0, reward_s=REWARD_S, overrides=(*waiting(8192), "queue.max_lag=8", *OLD_DATA)),
 }
 GRPO = "grpo"
 """The advantage of TRL, with which the goals compare."""
