@@ -207,18 +207,9 @@ class QueueActor(ArchivedRuns):
         if self._queue.limits is None and not self._shards:
             self._queue.limits = await asyncio.to_thread(limits_of, self.config, self._model_path)
         try:
-            if self._shards:
-                self._queue.put_records(decode(trajectories, tuple[Record, ...]))
-            else:
-                self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
-            for failure in decode(failures, tuple[Failure, ...]):
-                self._queue.fail(failure)
-            self._queue.cut_for(actor, cut_for)
-            # Those that have waited for a ticket come first.
-            self._serve()
+            self._store(actor, cut_for, trajectories, failures)
             tickets = self._tickets.at_once(actor, engine_version, limit, call) if limit else ()
         finally:
-            self._serve()
             # If these were too many failures, the letters that say why are kept.
             await self._commits.commit()
         return encode(tickets)
@@ -282,6 +273,19 @@ class QueueActor(ArchivedRuns):
         return encode(await self._joining.result(share))
 
     # --- the pieces ------------------------------------------------------------------------------------------
+
+    def _store(self, actor: str, cut_for: int, trajectories: bytes, failures: bytes) -> None:
+        """Store a delivery, and give what it has made to those that wait: they come before who delivers."""
+        try:
+            if self._shards:
+                self._queue.put_records(decode(trajectories, tuple[Record, ...]))
+            else:
+                self._queue.put_all(decode(trajectories, tuple[Trajectory, ...]))
+            for failure in decode(failures, tuple[Failure, ...]):
+                self._queue.fail(failure)
+            self._queue.cut_for(actor, cut_for)
+        finally:
+            self._serve()
 
     async def _publish(self, whole: "Share[BucketRef]") -> Published:
         described, refs, learned = whole

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from deaths_case import SETTINGS
 from push_case import Rank, Remote, Tensors, joined
 from ray.exceptions import ObjectLostError
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from streamppo.rollout import puller
 from streamppo.rollout.adapters import Pushed
@@ -24,15 +25,6 @@ from streamppo.weights.buckets import Packed
 from streamppo.weights.ledger import Ledger
 
 FAULTS = 300
-SETTINGS = Qwen2Config(
-    vocab_size=37,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
 Chain = list[Packed]
 Fault = Callable[[random.Random, Chain, Chain], Chain | None]
 """Makes a damaged copy of a chain, beside one of another version; None where it does not apply."""

@@ -223,6 +223,25 @@ def test_now_and_then_a_whole_journal_takes_the_place_of_transactions(
     assert rows(tmp_path / "again") == rows(tmp_path / "run")
 
 
+def test_a_needless_copy_that_cannot_be_deleted_keeps_nobody_waiting(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(store: Store, folder: str) -> None:
+        raise CheckpointError("gone already")
+
+    monkeypatch.setattr(standby, "BASE_EVERY", 3)
+    monkeypatch.setattr(Store, "delete", refuses)
+
+    async def main() -> None:
+        actor = queue_in(tmp_path / "run")
+        await _two_versions(actor)
+        await actor.forget(1)
+
+    asyncio.run(main())
+    standby.restore(address, tmp_path / "again")
+    assert rows(tmp_path / "again") == rows(tmp_path / "run")
+
+
 def test_a_store_that_is_away_is_waited_for_and_nothing_is_acknowledged_meanwhile(
     queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
