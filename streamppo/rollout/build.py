@@ -1,5 +1,6 @@
 """Builds the engine that the configuration chooses: the one place that asks which it is."""
 
+import asyncio
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -59,8 +60,7 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
                 device="cuda" if config.rollout.gpus else "cpu",
             )
         case SGLangEngine() as chosen:
-            if Path(model_path).is_dir():
-                Architecture(hf_config).check_names(Path(model_path))
+            await asyncio.to_thread(Architecture(hf_config).check_names, model_path)
             start = _start(config, chosen, model_path, hf_config.max_position_embeddings, seed)
             connect = _connect(config, chosen, actor)
             setup = Setup(

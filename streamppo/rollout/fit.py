@@ -38,13 +38,13 @@ class Architecture:
 
         return revert_weight_conversion(self._model, dict(tensors))
 
-    def check_names(self, folder: Path) -> None:
-        """Raise `ModelError` unless the model's files in `folder` have every tensor that `as_saved` makes of a push.
+    def check_names(self, model: str) -> None:
+        """Raise `ModelError` unless the files of `model` have every tensor that `as_saved` makes of a push.
 
         transformers reads files in several ways, and does not undo all of them: an engine would look for such a tensor
-        under another name, and keep what it has. The files' first bytes are read alone.
+        under another name, and keep what it has. The files' first bytes are read alone, in a folder or from the hub.
         """
-        files = _shapes_in_files(folder)
+        files = _shapes_in_files(Path(model)) if Path(model).is_dir() else _shapes_on_hub(model)
         for name, tensor in self.as_saved(dict(self._model.named_parameters())).items():
             if files.get(name) != tuple(tensor.shape):
                 raise ModelError(
@@ -62,6 +62,24 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return found
+
+
+def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
+    """The same of a model by its name; where the hub is out of reach, of the files in its cache."""
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
+
+    try:
+        files = HfApi().get_safetensors_metadata(model).files_metadata.values()
+    except NotASafetensorsRepoError as error:
+        raise ModelError(f"{model} has no safetensors files, by whose names SGLang goes: {error}") from error
+    except (httpx.TransportError, HfHubHTTPError, OfflineModeIsEnabled) as error:
+        try:
+            return _shapes_in_files(Path(snapshot_download(model, local_files_only=True)))
+        except OSError:
+            raise ModelError(f"{model} is neither on the hub nor in its cache here: {error}") from error
+    return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
 
 
 def check_fit(expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:

@@ -1,11 +1,14 @@
 """The names under which SGLang is given a push are those of the model's files, experts too, or the model is refused."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
@@ -43,7 +46,7 @@ def test_a_push_has_the_names_and_the_bytes_of_the_files(family: str, tmp_path: 
     made = MODELS[family]()
     made.save_pretrained(tmp_path)
     architecture = Architecture(made.config)
-    architecture.check_names(tmp_path)
+    architecture.check_names(str(tmp_path))
     saved = architecture.as_saved({name: one.detach() for name, one in made.named_parameters()})
     files = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == files.keys()
@@ -64,7 +67,94 @@ def test_a_model_whose_files_have_other_names_or_shapes_is_refused_by_the_tensor
     files = load_file(path)
     save_file({name: one for name, one in files.items() if name != victim} | {f"{victim}_": files[victim]}, path)
     with pytest.raises(ModelError, match=rf"bring {victim} .*no tensor of that name"):
-        Architecture(made.config).check_names(tmp_path)
+        Architecture(made.config).check_names(str(tmp_path))
     save_file(files | {victim: files[victim][:-1]}, path)
     with pytest.raises(ModelError, match=rf"bring {victim} \(.*, and its files have \("):
-        Architecture(made.config).check_names(tmp_path)
+        Architecture(made.config).check_names(str(tmp_path))
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of a hub: if a file is there, and some of its bytes."""
+
+    folder: ClassVar[Path]
+
+    def do_HEAD(self) -> None:
+        self._answer(with_bytes=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_bytes=True)
+
+    def _answer(self, *, with_bytes: bool) -> None:
+        path = self.folder / self.path.rpartition("/")[2]
+        if "/resolve/" not in self.path or not path.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        raw, asked = path.read_bytes(), self.headers.get("Range")
+        if asked:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            raw = raw[int(first) : int(last) + 1]
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(len(raw)))
+        self.send_header("ETag", '"etag"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.end_headers()
+        if with_bytes:
+            self.wfile.write(raw)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a model that a hub of this process has, as org/model."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Hub,), {"folder": folder}))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address, files = f"http://127.0.0.1:{server.server_port}", constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files.replace(constants.ENDPOINT, address))
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield folder
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("shard", ["10GB", "4KB"])
+def test_a_model_on_the_hub_is_checked_by_the_first_bytes_of_its_files(shard: str, hub: Path) -> None:
+    made = MODELS["qwen3_moe"]()
+    made.save_pretrained(hub, max_shard_size=shard)
+    Architecture(made.config).check_names("org/model")
+    victim = "model.layers.1.mlp.experts.3.up_proj.weight"
+    for path in hub.glob("*.safetensors"):
+        files = load_file(path)
+        save_file({f"{name}_" if name == victim else name: one for name, one in files.items()}, path)
+    with pytest.raises(ModelError, match=rf"bring {victim} .*no tensor of that name"):
+        Architecture(made.config).check_names("org/model")
+
+
+def test_a_hub_that_is_out_of_reach_leaves_its_cache(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = MODELS["llama"]()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="org/model is neither on the hub nor in its cache here"):
+        Architecture(made.config).check_names("org/model")
+    cached = tmp_path / "cache" / "models--org--model"
+    made.save_pretrained(cached / "snapshots" / "1234")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1234")
+    Architecture(made.config).check_names("org/model")
+
+
+def test_a_model_on_the_hub_without_safetensors_is_refused(hub: Path) -> None:
+    (hub / "pytorch_model.bin").write_bytes(b"weights")
+    with pytest.raises(ModelError, match="org/model has no safetensors files"):
+        Architecture(MODELS["llama"]().config).check_names("org/model")
