@@ -25,7 +25,7 @@ from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
 from streamppo.rollout.embedded.spans import Span
 from streamppo.rollout.fit import Architecture, check_fit
-from streamppo.weights.content import check, content
+from streamppo.weights.content import compare, content, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -88,15 +88,14 @@ class Decoder:
             self._spare = parameters.empty(self._expected, self.dtype, self.head_dtype, self.device)
         if contents is None:
             contents = {name: content(tensor.to(self.dtype)) for name, tensor in tensors.items()}
-        check(contents, self._written(self._spare, tensors))
+        compare(contents, self._written(self._spare, tensors))
         return self._spare
 
     @torch.no_grad()
-    def _written(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Write one tensor after another, and yield what has been written while the processor's cache still has it."""
+    def _written(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
+        """Write one tensor after another, and yield the hash of what has been written."""
         for name, view in parameters.views(into, self._expected.keys(), self.head_width):
-            view.copy_(tensors[name].to(self.dtype).reshape(view.shape))
-            yield name, view.to(self.dtype)
+            yield name, write(view, tensors[name].to(self.dtype).reshape(view.shape))
 
     def adopt(self, fused: Parameters) -> None:
         """Decode with what `fuse` has returned; the memory of the parameters before is for the next ones."""

@@ -184,7 +184,7 @@ def received_anything(pipe: Any) -> bool:
 def test_a_swap_that_sleeps_while_beats_go_on_and_versions_pass_by_ends_at_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slept, beats, compared = Counter[str](), threading.Semaphore(0), decoder.check
+    slept, beats, compared = Counter[str](), threading.Semaphore(0), decoder.compare
 
     def sleepy(expected: Any, held: Any) -> None:
         # Far beyond a heartbeat: ten of them come while the engine stands in its swap, or none ever would.
@@ -197,7 +197,7 @@ def test_a_swap_that_sleeps_while_beats_go_on_and_versions_pass_by_ends_at_the_n
         learner.train()
         learner.publish()
         follower = await follower_of(learner)
-        monkeypatch.setattr(decoder, "check", sleepy)
+        monkeypatch.setattr(decoder, "compare", sleepy)
 
         async def beat() -> None:
             while True:

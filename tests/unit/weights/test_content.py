@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamppo.errors import WeightsError
 from streamppo.weights import content as module
-from streamppo.weights.content import check, content
+from streamppo.weights.content import check, content, write
 
 BLOCK_BYTES = 4 * module.BLOCK
 
@@ -79,6 +79,27 @@ def test_a_view_and_a_copy_of_it_are_equal() -> None:
     assert content(whole.T) == content(whole.T.contiguous())
     # Its bytes begin in the middle of a word of memory.
     assert content(whole.view(-1)[3:501]) == content(whole.view(-1)[3:501].clone())
+
+
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 3), (4, 6, 2, 5)])
+@pytest.mark.parametrize("part", [1, 40, 1 << 20])
+def test_what_is_written_in_parts_has_the_hash_of_the_whole(
+    into: torch.dtype, shape: tuple[int, ...], part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART_BYTES", part)
+    values = torch.randn(shape, dtype=torch.bfloat16)
+    held = torch.zeros(shape, dtype=into)
+    assert write(held, values) == content(values)
+    assert torch.equal(held.to(torch.bfloat16), values)
+    turned = torch.zeros(shape[::-1], dtype=into).permute(tuple(reversed(range(len(shape)))))
+    assert write(turned, values) == content(values)
+
+
+def test_the_hash_is_of_what_is_held_and_not_of_what_was_given() -> None:
+    values = torch.randn(40, 3)
+    too_narrow = torch.zeros(40, 3, dtype=torch.bfloat16)
+    assert write(too_narrow, values) == content(values.to(torch.bfloat16).to(torch.float32)) != content(values)
 
 
 def test_a_check_names_the_first_tensor_that_is_not_as_it_should_be() -> None:
