@@ -15,7 +15,7 @@ import yaml
 from conftest import MATH, REPOSITORY
 from test_run import MARK, family, gone, summary, wait_for_updates
 
-from benchmarks import node_deaths
+from benchmarks import networks, node_deaths
 from streamppo.config import file as configfile
 
 CLUSTERS = REPOSITORY / "examples" / "clusters"
@@ -77,6 +77,20 @@ def test_nodes_that_die_with_all_that_is_on_them_lose_nothing(tmp_path: Path) ->
     assert [kill.kind for kill in made.kills] == kinds
     assert (made.lost, made.twice) == (0, 0) and made.consumed == 300 * 64
     assert made.replayed and made.restarts["learner"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0 or bool(networks.refusal()), reason="networks for nodes need root and iproute2")
+def test_nodes_that_are_cut_off_from_each_other_for_a_while_lose_nothing(tmp_path: Path) -> None:
+    kinds = ["learner~6", "rollout~6", "head~6"]
+    given = ("updates=150", "model.tiny.max_steps=20")
+    with networks.made() as connected:
+        made = node_deaths.trial(MATH, tmp_path, given, kinds, seed=0, connected=connected)
+    assert [kill.kind for kill in made.kills] == kinds
+    assert all(kill.recovery_s is not None and kill.recovery_s > 3 for kill in made.kills), "updates stood still"
+    assert (made.lost, made.twice) == (0, 0) and made.consumed == 150 * 64
+    assert made.replayed and not any(made.restarts.values()), "Ray bears what is shorter than 51 s"
 
 
 def commands(text: str) -> list[list[str]]:
