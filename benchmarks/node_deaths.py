@@ -56,8 +56,9 @@ HEADS = ("head", DISK)
 CUT, STOPPED = "~", "/"
 """Between the kind of a node and the seconds for which its network is cut, or its processes are stopped."""
 NODES, REPLACED_S, STARTED_S, ENDS_S, PORT = 3, 2.0, 60.0, 30.0, 6397
-UNHEARD_S = 51.0, 67.0
-"""Ray gives a node up so many seconds after it has last heard it: five checks, each 10 s long, 3 s after the last."""
+BORNE_S, UNHEARD_S = 50.0, 67.0
+"""Ray bears a cut of the first, and has given a node up after the second: five checks of 10 s, 3 s apart, have failed.
+"""
 
 
 class Node(NamedTuple):
@@ -150,8 +151,7 @@ class Nodes:
         time.sleep(seconds)
         self._networks.mend(link)
         # Connections that were cut for long are slow to come back: Ray may give a node up after the end of it.
-        given_up_s = UNHEARD_S[1] - seconds if seconds + REPLACED_S > UNHEARD_S[0] else 0.0
-        time.sleep(max(given_up_s, REPLACED_S))
+        time.sleep(max(UNHEARD_S - seconds if seconds > BORNE_S else 0.0, REPLACED_S))
         alive = self._alive()
         for one in [one for one in self._others if one.name not in alive or one.process.poll() is not None]:
             # It learns of it now, and ends itself.
