@@ -69,13 +69,24 @@ class Networks:
         self._plug(link)
         return link
 
-    def cut(self, link: Link) -> None:
-        """Drop every packet of a link, in both directions, until it is mended."""
-        _ip("-n", self._name, "link", "set", link.port, "nomaster")
+    def cut(self, link: Link, other: Link | None = None) -> None:
+        """Drop every packet of a link, or only those between two, in both directions, until `mend` is told the same."""
+        if other is None:
+            _ip("-n", self._name, "link", "set", link.port, "nomaster")
+        else:
+            self._isolate("on", link, other)
 
-    def mend(self, link: Link) -> None:
+    def mend(self, link: Link, other: Link | None = None) -> None:
         """Let packets pass again."""
-        _ip("-n", self._name, "link", "set", link.port, "master", BRIDGE)
+        if other is None:
+            _ip("-n", self._name, "link", "set", link.port, "master", BRIDGE)
+        else:
+            self._isolate("off", link, other)
+
+    def _isolate(self, state: str, *links: Link) -> None:
+        """Ports that are isolated reach all but each other."""
+        for link in links:
+            _ip("-n", self._name, "link", "set", link.port, "type", "bridge_slave", "isolated", state)
 
     def _plug(self, link: Link) -> None:
         _ip("-n", self._name, "link", "set", link.port, "up")

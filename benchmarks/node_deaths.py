@@ -15,8 +15,8 @@ by then ends itself when it comes back, and another one is added.
     python benchmarks/node_deaths.py --networks --kinds learner~6 rollout~6 head~6 rollout~60 learner~60 head~60
 
 With `--networks` (needs root; networks.py) every node has a network of its own. `learner~60` cuts that node off from
-all others for 60 s, while its processes go on, and `head~60` the head; seconds are then the longest wait for a new
-update from the cut to the first one after the link is back.
+all others for 60 s, while its processes go on, and `head~60` the head; `learner-rollout~60` cuts these two off from
+each other alone. Seconds are then the longest wait for a new update from the cut to the first one after its end.
 """
 
 import argparse
@@ -53,8 +53,8 @@ HOLDS = {"learner": "ray::Rank", "rollout": "ray::RolloutActor", "nothing": "", 
 DISK = "disk"
 HEADS = ("head", DISK)
 """Deaths of the head; of the second its disk dies too."""
-CUT, STOPPED = "~", "/"
-"""Between the kind of a node and the seconds for which its network is cut, or its processes are stopped."""
+CUT, STOPPED, PAIR = "~", "/", "-"
+"""Between a kind of node and the seconds for which it is cut off, or stopped; between two kinds that are cut apart."""
 NODES, REPLACED_S, STARTED_S, ENDS_S, PORT = 3, 2.0, 60.0, 30.0, 6397
 BORNE_S, UNHEARD_S = 50.0, 67.0
 """Ray bears a cut of the first, and has given a node up after the second: five checks of 10 s, 3 s apart, have failed.
@@ -113,16 +113,13 @@ class Nodes:
 
         The head can only be cut off.
         """
+        place, cut, cut_s = kind.partition(CUT)
+        if cut:
+            links = [self._link(one) for one in place.split(PAIR)]
+            return self._cut([link for link in links if link], float(cut_s)) if all(links) else False
         place, stopped, seconds = kind.partition(STOPPED)
-        place, cut, cut_s = place.partition(CUT)
-        if cut and place == "head":
-            self._cut(None, float(cut_s))
-            return True
         if (node := self._holder(place)) is None:
             return False
-        if cut:
-            self._cut(node, float(cut_s))
-            return True
         family = _family([node.process.pid])
         if stopped:
             _signal(family, signal.SIGSTOP)
@@ -142,14 +139,20 @@ class Nodes:
                 return node
         return None
 
-    def _cut(self, node: Node | None, seconds: float) -> None:
-        """Cut a node, or the head, off from all others; replace those that Ray has given up by the end of it."""
-        link = node.link if node else self._networks and self._networks.head
-        if self._networks is None or link is None:
+    def _link(self, place: str) -> Link | None:
+        """The link of a node that holds what a `place` names. Raises `RuntimeError` without networks."""
+        if self._networks is None:
             raise RuntimeError("to cut nodes off from each other takes --networks")
-        self._networks.cut(link)
+        if place == "head":
+            return self._networks.head
+        return node.link if (node := self._holder(place)) else None
+
+    def _cut(self, links: list[Link], seconds: float) -> bool:
+        """Cut a node off from all others, or two from each other; replace those that Ray has given up by then."""
+        assert self._networks is not None, "links are of networks"
+        self._networks.cut(*links)
         time.sleep(seconds)
-        self._networks.mend(link)
+        self._networks.mend(*links)
         # Connections that were cut for long are slow to come back: Ray may give a node up after the end of it.
         time.sleep(max(UNHEARD_S - seconds if seconds > BORNE_S else 0.0, REPLACED_S))
         alive = self._alive()
@@ -158,6 +161,7 @@ class Nodes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 one.process.wait(ENDS_S)
             self._replace(one)
+        return True
 
     def _replace(self, node: Node) -> None:
         _signal(_family([node.process.pid]), signal.SIGKILL)

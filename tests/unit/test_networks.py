@@ -13,6 +13,7 @@ from benchmarks import networks
 from benchmarks.networks import longest_wait
 
 REFUSAL = networks.refusal()
+needs_networks = pytest.mark.skipif(bool(REFUSAL), reason=f"no networks: {REFUSAL}")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,32 @@ def test_the_longest_wait_for_a_new_update_is_between_two_that_follow_each_other
     assert longest_wait(lines, first, last) == waited
 
 
-@pytest.mark.skipif(bool(REFUSAL), reason=f"no networks: {REFUSAL}")
+def reaches(where: list[str], address: str, port: int) -> bool:
+    """Whether a program within a namespace can open a connection."""
+    talk = f"import socket; socket.create_connection(({address!r}, {port}), 1.5)"
+    return subprocess.run([*where, sys.executable, "-c", talk], capture_output=True, check=False).returncode == 0
+
+
+@needs_networks
+def test_two_nodes_that_are_cut_off_from_each_other_both_reach_the_head() -> None:
+    with networks.made() as made, socket.create_server((made.head.address, 0)) as head:
+        near, far = made.join(), made.join()
+        serve = f"import socket, time; one = socket.create_server(({far.address!r}, 5555)); print(flush=True); "
+        with subprocess.Popen(
+            [*far.prefix, sys.executable, "-c", serve + "time.sleep(60)"], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            seen: list[tuple[bool, bool]] = []
+            for change in (None, made.cut, made.mend):
+                if change:
+                    change(near, far)
+                to_head = reaches(near.prefix, made.head.address, head.getsockname()[1])
+                seen.append((reaches(near.prefix, far.address, 5555), to_head))
+            process.kill()
+    assert seen == [(True, True), (False, True), (True, True)]
+
+
+@needs_networks
 def test_a_link_that_is_cut_lets_nothing_pass_and_an_open_connection_goes_on_when_it_is_mended() -> None:
     with networks.made() as made, socket.create_server((made.head.address, 0)) as head:
         near, far = made.join(), made.join()
