@@ -147,11 +147,7 @@ def refusal() -> str:
 
 
 def longest_wait(lines: Sequence[Mapping[str, Any]], first: int, last: int) -> float | None:
-    """The longest time between two new updates, from that after update `first` up to update `last`; None without any.
-
-    >>> longest_wait([{"update": 1, "wall_s": 2.0}, {"update": 2, "wall_s": 9.0}, {"update": 3, "wall_s": 9.5}], 1, 3)
-    7.0
-    """
+    """The longest time between two new updates, from that after update `first` up to `last`; None without any."""
     times = [line["wall_s"] for line in lines if first <= line["update"] <= last]
     return max((after - before for before, after in pairwise(times)), default=None)
 
