@@ -137,7 +137,7 @@ def made() -> Generator[Networks]:
 
 
 def refusal() -> str:
-    """Why no networks can be made here; empty if they can."""
+    """Say why no networks can be made here; "" if they can."""
     try:
         with made() as networks:
             networks.join()

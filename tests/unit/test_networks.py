@@ -27,7 +27,7 @@ def test_the_longest_wait_for_a_new_update_is_between_two_that_follow_each_other
 
 
 def reaches(where: list[str], address: str, port: int) -> bool:
-    """Whether a program within a namespace can open a connection."""
+    """True if a program within a namespace can open a connection."""
     talk = f"import socket; socket.create_connection(({address!r}, {port}), 1.5)"
     return subprocess.run([*where, sys.executable, "-c", talk], capture_output=True, check=False).returncode == 0
 
