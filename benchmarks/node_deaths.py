@@ -9,8 +9,14 @@ and the queue; three others, with a CPU each, have the learner's ranks, the roll
 nothing. A node that dies loses its raylet and all of its workers at the same instant; another one comes in its place
 two seconds later, with an empty disk. The head takes the whole cluster with it: a new one is started at its address,
 and the run is resumed. Of the kind `disk` (with `--own-disks`) the run's folder is gone too, and is made again of the
-copies. `learner/60` stops all processes of that node for 60 s in place of killing them, as a node that
-cannot be reached: a node that Ray has given up by then ends itself when it comes back, and another one is added.
+copies. `learner/60` stops all processes of that node for 60 s in place of killing them: a node that Ray has given up
+by then ends itself when it comes back, and another one is added.
+
+    python benchmarks/node_deaths.py --networks --kinds learner~6 rollout~6 head~6 rollout~60 learner~60 head~60
+
+With `--networks` (needs root; networks.py) every node has a network of its own. `learner~60` cuts that node off from
+all others for 60 s, while its processes go on, and `head~60` the head; `learner-rollout~60` cuts these two off from
+each other alone. Seconds are then the longest wait for a new update from the cut to the first one after its end.
 """
 
 import argparse
@@ -33,9 +39,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ray.cluster_utils import Cluster
 
+from benchmarks import networks
 from benchmarks.chaos import ENVIRONMENT, REPOSITORY, SHORT, Kill, Trial, Victim
+from benchmarks.networks import Link, Networks, longest_wait
 from benchmarks.runs import machine
 from streamppo.errors import StreamppoError
+from streamppo.telemetry import metrics_file as lines
 from streamppo.weights.store import ADDRESS
 
 BWRAP = shutil.which("bwrap")
@@ -44,18 +53,36 @@ HOLDS = {"learner": "ray::Rank", "rollout": "ray::RolloutActor", "nothing": "", 
 DISK = "disk"
 HEADS = ("head", DISK)
 """Deaths of the head; of the second its disk dies too."""
-NODES, REPLACED_S, STARTED_S, PORT = 3, 2.0, 60.0, 6397
+CUT, STOPPED, PAIR = "~", "/", "-"
+"""Between a kind of node and the seconds for which it is cut off, or stopped; between two kinds that are cut apart."""
+NODES, REPLACED_S, STARTED_S, ENDS_S, PORT = 3, 2.0, 60.0, 30.0, 6397
+BORNE_S, UNHEARD_S = 10.0, 67.0
+"""Ray bears a cut of the first, and has given a node up after the second: five checks of 10 s, 3 s apart, have failed.
+"""
+
+
+class Node(NamedTuple):
+    """A node that is no head: the process of its `ray start`, Ray's name for it, and its way to the others."""
+
+    process: "subprocess.Popen[bytes]"
+    name: str
+    link: Link | None
 
 
 class Nodes:
-    """A head without CPUs, and `NODES` others with one each, which see an empty disk of their own at `hidden`."""
+    """A head without CPUs, and `NODES` others with one each, which see an empty disk of their own at `hidden`.
 
-    def __init__(self, hidden: Path | None = None) -> None:
-        self._hidden = hidden
-        head = {"num_cpus": 0, "gcs_server_port": PORT, "include_dashboard": False}
+    With `connected` each has a network of its own, and otherwise that of this machine.
+    """
+
+    def __init__(self, hidden: Path | None = None, connected: Networks | None = None) -> None:
+        self._hidden, self._networks = hidden, connected
+        head: dict[str, Any] = {"num_cpus": 0, "gcs_server_port": PORT, "include_dashboard": False}
+        if connected is not None:
+            head |= {"gcs_server_port": connected.port, "node_ip_address": connected.head.address}
         self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         self.address = str(self._cluster.address)
-        self._others: list[subprocess.Popen[bytes]] = []
+        self._others: list[Node] = []
         for _ in range(NODES):
             self.add()
 
@@ -64,51 +91,92 @@ class Nodes:
 
         Raises `RuntimeError` if it does not come.
         """
-        before = self._alive()
+        before, link = self._alive(), self._networks.join() if self._networks else None
         ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--address", self.address]
         disk = [str(BWRAP), "--dev-bind", "/", "/", "--tmpfs", str(self._hidden), "--"] if self._hidden else []
-        command = [*disk, *ray, "--num-cpus", "1", "--disable-usage-stats"]
+        around, at = (link.prefix, ["--node-ip-address", link.address]) if link else ([], [])
+        command = [*around, *disk, *ray, *at, "--num-cpus", "1", "--disable-usage-stats"]
         quiet = subprocess.DEVNULL
-        self._others.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=quiet, stderr=quiet))
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=quiet, stderr=quiet)
         deadline = time.monotonic() + STARTED_S
-        while not self._alive() - before:
-            if time.monotonic() > deadline or self._others[-1].poll() is not None:
+        while not (new := self._alive() - before):
+            if time.monotonic() > deadline or process.poll() is not None:
                 raise RuntimeError(f"no node came within {STARTED_S:g} s of {' '.join(command)}")
             time.sleep(0.2)
+        self._others.append(Node(process, new.pop(), link))
 
     def _alive(self) -> set[str]:
         return {node["NodeID"] for node in self._cluster.global_state.node_table() if node["Alive"]}
 
     def strike(self, kind: str) -> bool:
-        """Kill or stop a node of `kind`, which is no head, and replace a dead one. False if there is none."""
-        place, _, seconds = kind.partition("/")
+        """Kill, stop or cut off a node of `kind`, and replace a dead one. False if there is none.
+
+        The head can only be cut off.
+        """
+        place, cut, cut_s = kind.partition(CUT)
+        if cut:
+            links = [self._link(one) for one in place.split(PAIR)]
+            return self._cut([link for link in links if link], float(cut_s)) if all(links) else False
+        place, stopped, seconds = kind.partition(STOPPED)
+        if (node := self._holder(place)) is None:
+            return False
+        family = _family([node.process.pid])
+        if stopped:
+            _signal(family, signal.SIGSTOP)
+            time.sleep(float(seconds))
+            _signal(family, signal.SIGCONT)
+            time.sleep(REPLACED_S)
+        if not stopped or node.process.poll() is not None:
+            self._replace(node)
+        return True
+
+    def _holder(self, place: str) -> Node | None:
+        """A node that holds what a `place` names."""
         for node in self._others:
-            family = _family([node.pid])
-            names = [" ".join(_words(one)) for one in family]
+            names = [" ".join(_words(one)) for one in _family([node.process.pid])]
             busy = any(wanted in name for name in names for wanted in HOLDS.values() if wanted)
             if any(HOLDS[place] in name for name in names) if HOLDS[place] else not busy:
-                if seconds:
-                    _signal(family, signal.SIGSTOP)
-                    time.sleep(float(seconds))
-                    _signal(family, signal.SIGCONT)
-                    time.sleep(REPLACED_S)
-                    if node.poll() is None:
-                        return True
-                _signal(family, signal.SIGKILL)
-                node.wait()
-                self._others.remove(node)
-                time.sleep(REPLACED_S)
-                self.add()
-                return True
-        return False
+                return node
+        return None
+
+    def _link(self, place: str) -> Link | None:
+        """The link of a node that holds what a `place` names. Raises `RuntimeError` without networks."""
+        if self._networks is None:
+            raise RuntimeError("to cut nodes off from each other takes --networks")
+        if place == "head":
+            return self._networks.head
+        return node.link if (node := self._holder(place)) else None
+
+    def _cut(self, links: list[Link], seconds: float) -> bool:
+        """Cut a node off from all others, or two from each other; replace those that Ray has given up by then."""
+        assert self._networks is not None, "links are of networks"
+        self._networks.cut(*links)
+        time.sleep(seconds)
+        self._networks.mend(*links)
+        # Connections that were cut for long are slow to come back: Ray may give a node up after the end of it.
+        time.sleep(max(UNHEARD_S - seconds if seconds > BORNE_S else 0.0, REPLACED_S))
+        alive = self._alive()
+        for one in [one for one in self._others if one.name not in alive or one.process.poll() is not None]:
+            # It learns of it now, and ends itself.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.process.wait(ENDS_S)
+            self._replace(one)
+        return True
+
+    def _replace(self, node: Node) -> None:
+        _signal(_family([node.process.pid]), signal.SIGKILL)
+        node.process.wait()
+        self._others.remove(node)
+        time.sleep(REPLACED_S)
+        self.add()
 
     def end(self) -> None:
         """Kill all nodes."""
         head: Any = self._cluster.head_node
         pids = [one.process.pid for processes in head.all_processes.values() for one in processes]
-        _signal(_family(pids + [node.pid for node in self._others]), signal.SIGKILL)
+        _signal(_family(pids + [node.process.pid for node in self._others]), signal.SIGKILL)
         for node in self._others:
-            node.wait()
+            node.process.wait()
         self._cluster.remove_node(head, allow_graceful=False)
 
 
@@ -148,13 +216,20 @@ def _lost(run: Path) -> tuple[str, str]:
 
 
 def trial(
-    config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[str], seed: int, own_disks: bool = False
+    config: Path,
+    folder: Path,
+    overrides: tuple[str, ...],
+    kinds: list[str],
+    seed: int,
+    own_disks: bool = False,
+    *,
+    connected: Networks | None = None,
 ) -> Trial:
     """One run with one death of each of `kinds`, in that order. It is in `folder/runs`."""
     runs = folder / "runs"
     runs.mkdir()
     hidden, more = (runs, own(folder / "store")) if own_disks else (None, ())
-    generator, kills, nodes = random.Random(seed), list[Kill](), Nodes(hidden)
+    generator, kills, nodes = random.Random(seed), list[Kill](), Nodes(hidden, connected)
     victim = Victim(config, runs, (*SHORT, *more, *overrides, f"cluster.address={nodes.address}"))
     try:
         victim.wait_for(1)
@@ -167,12 +242,15 @@ def trial(
                 victim.driver.kill()
                 nodes.end()
                 victim.driver.wait()
-                nodes = Nodes(hidden)
+                nodes = Nodes(hidden, connected)
                 victim.resume(*(_lost(victim.run) if kind == DISK else ()))
             elif not nodes.strike(kind):
                 continue
-            recovered = victim.wait_for(before + 1)
-            kills.append(Kill(kind, time.monotonic() - start if recovered else None))
+            after = victim.updates() if CUT in kind else before
+            seconds = time.monotonic() - start if victim.wait_for(after + 1) else None
+            if CUT in kind:
+                seconds = longest_wait(lines.updates(victim.run), before, after + 1)
+            kills.append(Kill(kind, seconds))
         return victim.finish(kills)
     finally:
         victim.driver.kill()
@@ -191,8 +269,9 @@ def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
     """Make one trial; its line of the log, with a trial or a failure in it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            given = tuple(options.set)
-            made = trial(options.config, Path(folder), given, job.kinds, job.seed, options.own_disks)
+            with networks.made() if options.networks else contextlib.nullcontext() as connected:
+                given = options.config, Path(folder), tuple(options.set), job.kinds, job.seed, options.own_disks
+                made = trial(*given, connected=connected)
         except (RuntimeError, StreamppoError, OSError) as error:
             return {**job._asdict(), "failure": f"{type(error).__name__}: {error}"}
     return {**job._asdict(), "trial": {**made._asdict(), "kills": [kill._asdict() for kill in made.kills]}}
@@ -205,10 +284,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=list(HOLDS), help="in this order in each trial")
     parser.add_argument("--own-disks", action="store_true", help="nodes share no folder")
+    parser.add_argument("--networks", action="store_true", help="every node has a network of its own")
     parser.add_argument("--set", nargs="*", default=["updates=300", "model.tiny.max_steps=20"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    given = {"overrides": options.set, "own_disks": options.own_disks}
+    given = {"overrides": options.set, "own_disks": options.own_disks, "networks": options.networks}
     found = {"machine": machine(), **given, "trials": list[dict[str, Any]]()}
     for number in range(options.trials):
         line = attempt(options, Job(number, options.kinds, options.seed + number))

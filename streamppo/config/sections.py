@@ -196,7 +196,7 @@ class Watchdog(Section, frozen=True):
     heartbeat_s: Annotated[float, Meta(ge=10)] = 60.0
     """A rollout actor or rank without a sign of life for so long (one is due every 5 s) is replaced like a dead one."""
     max_restarts: Count = 10
-    """Stages that are started again within restarts_s; one more death ends the run."""
+    """Stages that are started again within restarts_s; one more death ends the run. Deaths within 30 s count as one."""
     restarts_s: Seconds = 600.0
     """The time over which restarts are counted."""
 

@@ -39,9 +39,9 @@ class Seat:
 class Crew:
     """The rollout actors, the oldest first, in `seats`.
 
-    `create` makes the actor of a name in the first free place; `note` writes a restart down. No name comes twice: the
-    queue ignores for ever an actor that has left. A driver that continues a run has another queue, of which the
-    actors of the queue before know nothing.
+    `create` makes the actor of a name in the first free place; `note` writes a restart down, and whose. No name comes
+    twice: the queue ignores for ever an actor that has left. A driver that continues a run has another queue, of which
+    the actors of the queue before know nothing.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Crew:
         create: "Callable[[str, int], ActorProxy[RolloutActor]]",
         queue: "ActorProxy[QueueActor]",
         calls: Calls,
-        note: Callable[[Stage, str], None],
+        note: Callable[[Stage, str, str], None],
         *,
         model_path: str,
     ) -> None:
@@ -89,7 +89,7 @@ class Crew:
             self._replace(seat, reason)
 
     def _replace(self, seat: Seat, reason: str) -> None:
-        self._note(Stage.ROLLOUT, f"{seat.name}: {reason}")
+        self._note(Stage.ROLLOUT, f"{seat.name}: {reason}", f"{Stage.ROLLOUT} {seat.place}")
         self._dismiss(seat)
         self._hire()
 

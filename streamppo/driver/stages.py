@@ -12,7 +12,6 @@ import itertools
 import logging
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +33,7 @@ from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.memory import MemoryKills
 from streamppo.driver.placement import Placement, refuse_impossible
 from streamppo.driver.reports import Reports
+from streamppo.driver.restarts import Restarts
 from streamppo.driver.silence import Silence
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
@@ -64,7 +64,7 @@ class Stages:
         self.folder = folder
         self._record = record
         self._interrupts = interrupts
-        self._restarts: deque[float] = deque()
+        self._restarts = Restarts(config.watchdog)
         self._memory = MemoryKills()
         self.calls = Calls(self._died, self._tick)
         self._told = remote.told(config, folder)
@@ -128,15 +128,12 @@ class Stages:
         self.crew.generate()
         return version
 
-    def note(self, stage: Stage, reason: str) -> None:
-        """Write a restart down. Raises `RunError` instead if there were too many of late."""
-        watchdog, present = self.config.watchdog, time.monotonic()
+    def note(self, stage: Stage, reason: str, who: str = "") -> None:
+        """Write down a restart of a stage, or of `who` in it. Raises `RunError` instead after too many of late."""
+        watchdog = self.config.watchdog
         if killed := self._memory.explain():
             reason = f"{reason}: {killed}"
-        self._restarts.append(present)
-        while present - self._restarts[0] > watchdog.restarts_s:
-            self._restarts.popleft()
-        if (many := len(self._restarts)) > watchdog.max_restarts:
+        if (many := self._restarts.add(who or stage, time.monotonic())) > watchdog.max_restarts:
             raise RunError(f"{many} restarts within {watchdog.restarts_s:g} s; the last reason: {reason}")
         self._record.restart(stage, reason)
         self.calls.progressed()
@@ -227,7 +224,7 @@ class Stages:
 
         def follow(another: str) -> None:
             if life:
-                self.note(Stage.QUEUE, f"shard {number} of the queue died and has its journal again")
+                self.note(Stage.QUEUE, f"shard {number} of the queue died and has its journal again", f"shard {number}")
             self._follow_shard(number, another)
 
         self.calls.watch(self._shards[number].another_life.remote(life), Stage.QUEUE, follow)

@@ -2,9 +2,10 @@
 
 import os
 import socket
-import sys
+from contextlib import suppress
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +19,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMIN
 LOAD = timedelta(hours=2)
 """Limit of a collective while models are read: rank 0 may read for all, and 70B longer than NCCL's 10 minutes."""
 LOOPBACK = ("127.0.0.1", "::1")
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Tell gloo and NCCL on which interface ranks talk; one that the user has set wins."""
 UPDATE = timedelta(minutes=10)
 """Limit of a collective in an update: a rank that is so late hangs, and the others end with an error."""
@@ -52,13 +53,16 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
 
     With `offload` both: shards of ranks on GPUs are in the memory of CPUs.
 
-    Its collectives may take as long as models are read, until `expect_updates`. Ranks that meet on loopback listen
-    there alone; left to themselves, gloo and NCCL take an address of the machine, which its network can reach.
+    Its collectives may take as long as models are read, until `expect_updates`. Gloo talks on the interface from which
+    a rank reaches rank 0: left to itself, it takes the address of the machine's name, which many machines have on
+    loopback, where no other node reaches it. NCCL looks at the interfaces itself, and takes loopback where ranks meet
+    there, so that they listen there alone.
     """
     host, port = address
-    if host in LOOPBACK:
-        for name in INTERFACES:
-            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+    if interface := interface_to(host, port):
+        os.environ.setdefault(GLOO, interface)
+        if host in LOOPBACK:
+            os.environ.setdefault(NCCL, interface)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         ("cpu:gloo,cuda:nccl" if offload else "nccl") if on_gpu else "gloo",
@@ -68,6 +72,19 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
         timeout=LOAD,
         device_id=device if on_gpu else None,
     )
+
+
+def interface_to(host: str, port: int) -> str:
+    """The interface from which this machine reaches an address of another or its own; "" where it has no name."""
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as asked, suppress(OSError):
+        # To connect UDP sends nothing: it chooses the way.
+        asked.connect(where)
+        own = asked.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in {one.address.partition("%")[0] for one in addresses}:
+                return name
+    return ""
 
 
 def mesh_of(device: str, config: Mesh) -> DeviceMesh:

@@ -1,5 +1,10 @@
-"""Buckets through Ray's object store, which has one copy on every node that asks, until the last reference is gone."""
+"""Buckets through Ray's object store, which has one copy on every node that asks, until the last reference is gone.
 
+Ray asks the rank that owns a bucket where it is. If that rank's node was cut off and is given up, Ray still waits for
+an answer until TCP gives up, which takes minutes: so nobody waits for long, and a bucket that is late is `Lost`.
+"""
+
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +16,10 @@ from streamppo.weights.transport import BucketRef, Lost
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
+
+FETCH_S, LONGER_S = 20.0, 10.0
+"""Seconds for a bucket, at first, and how much more after one that was late."""
 
 
 class Outlet:
@@ -27,9 +36,23 @@ class Outlet:
 class Inlet:
     """Implements `transport.Inlet`."""
 
+    def __init__(self) -> None:
+        self._limit_s = FETCH_S
+
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Inlet.fetch`. Without a copy where the node has the bucket already."""
+        """See `transport.Inlet.fetch`. Without a copy where the node has the bucket already.
+
+        After each bucket that is late the next may take `LONGER_S` longer, until one comes: the network may be slow.
+        """
+        limit_s = self._limit_s
         try:
-            return await cast("ObjectRef[Bytes]", ref)
+            async with asyncio.timeout(limit_s):
+                found = await cast("ObjectRef[Bytes]", ref)
         except ObjectLostError as error:
             raise Lost(f"the object store has lost a bucket: {error}") from error
+        except TimeoutError:
+            # Buckets that were asked for together are late together.
+            self._limit_s = limit_s + LONGER_S
+            raise Lost(f"a bucket has not come within {limit_s:g} s") from None
+        self._limit_s = FETCH_S
+        return found

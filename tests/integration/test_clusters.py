@@ -1,11 +1,14 @@
 """The recipes of examples/clusters: Slurm's script runs here by two Ray nodes of one machine, the others are read."""
 
+import importlib.util
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import yaml
 from conftest import MATH, REPOSITORY
 from test_run import MARK, family, gone, summary, wait_for_updates
 
-from benchmarks import node_deaths
+from benchmarks import networks, node_deaths
 from streamppo.config import file as configfile
 
 CLUSTERS = REPOSITORY / "examples" / "clusters"
@@ -70,6 +73,34 @@ def test_a_slurm_job_that_is_told_to_end_saves_a_checkpoint_and_the_next_one_goe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("aiohttp_cors") is None, reason="ray[default] has jobs")
+def test_a_run_that_is_submitted_as_a_job_of_ray_ends_with_the_job(tmp_path: Path) -> None:
+    ray, runs = str(Path(sys.executable).parent / "ray"), tmp_path / "runs"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "RAY_AUTH_MODE": "token", MARK: str(runs)}
+    ports = ["--port", "6392", "--dashboard-port", "8292", "--num-cpus", "2", "--disable-usage-stats"]
+    # Its sockets are in there, and their paths must be short.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
+        head = subprocess.Popen([ray, "start", "--head", "--block", *ports, "--temp-dir", short], env=environment)
+        try:
+            entry = ["streamppo", "run", str(MATH), "--runs", str(runs), "cluster.address=auto", "updates=4", *SHORT]
+            submitted = [ray, "job", "submit", "--address", "http://127.0.0.1:8292", "--", *entry]
+            for _ in range(30):
+                done = subprocess.run(submitted, env=environment, capture_output=True, text=True, check=False)
+                if "Failed to connect" not in done.stderr:
+                    break
+                time.sleep(2)
+            assert done.returncode == 0 and "succeeded" in done.stdout + done.stderr, done.stdout + done.stderr
+            assert summary(runs)["updates"] == 4
+        finally:
+            head.terminate()
+            head.wait(60)
+            for left in family(runs):
+                left.kill()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nodes_that_die_with_all_that_is_on_them_lose_nothing(tmp_path: Path) -> None:
     kinds = ["learner", "rollout", "head"]
@@ -77,6 +108,20 @@ def test_nodes_that_die_with_all_that_is_on_them_lose_nothing(tmp_path: Path) ->
     assert [kill.kind for kill in made.kills] == kinds
     assert (made.lost, made.twice) == (0, 0) and made.consumed == 300 * 64
     assert made.replayed and made.restarts["learner"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0 or bool(networks.refusal()), reason="networks for nodes need root and iproute2")
+def test_nodes_that_are_cut_off_from_each_other_for_a_while_lose_nothing(tmp_path: Path) -> None:
+    kinds = ["learner~6", "rollout~6", "head~6"]
+    given = ("updates=150", "model.tiny.max_steps=20")
+    with networks.made() as connected:
+        made = node_deaths.trial(MATH, tmp_path, given, kinds, seed=0, connected=connected)
+    assert [kill.kind for kill in made.kills] == kinds
+    assert all(kill.recovery_s is not None and kill.recovery_s > 3 for kill in made.kills), "updates stood still"
+    assert (made.lost, made.twice) == (0, 0) and made.consumed == 150 * 64
+    assert made.replayed and not any(made.restarts.values()), "Ray bears what is shorter than 51 s"
 
 
 def commands(text: str) -> list[list[str]]:

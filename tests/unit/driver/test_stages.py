@@ -130,6 +130,29 @@ def test_too_many_restarts_in_a_short_time_end_the_run(driver_case: Make) -> Non
     assert len(run.record.restarts) == 7
 
 
+def test_all_that_dies_with_a_node_or_a_network_is_one_restart(driver_case: Make) -> None:
+    run = driver_case(1, "watchdog.max_restarts=2", "watchdog.restarts_s=600")
+    run.scale(16)
+    for _ in range(2):
+        run.load_all()
+        for name in run.names():
+            run.die(name)
+        run.stages.note(Stage.LEARNER, "it died too")
+        run.ray.now += 60
+    assert len(run.names()) == 16 and len(run.record.restarts) == 2 * 17
+    with pytest.raises(RunError, match="3 restarts within 600 s"):
+        run.die(run.names()[0])
+
+
+def test_an_actor_that_dies_again_and_again_is_a_restart_each_time(driver_case: Make) -> None:
+    run = driver_case(2, "watchdog.max_restarts=3")
+    with pytest.raises(RunError, match=r"4 restarts within 600 s; the last reason: rollout-\d"):
+        for _ in range(9):
+            for name in run.names():
+                run.die(name)
+    assert len(run.record.restarts) == 2 * 3, "both of three waves, and the first of the fourth"
+
+
 def test_each_actor_gets_the_server_of_its_place(driver_case: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = driver_case(2)
     engine = "rollout.engine={kind='sglang', urls=['http://localhost:1', 'http://localhost:2']}"

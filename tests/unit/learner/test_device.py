@@ -2,15 +2,23 @@
 
 import os
 import socket
+import subprocess
 import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import REPOSITORY
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.learner import device
+
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks import networks
+
+REFUSAL = networks.refusal()
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -38,7 +46,7 @@ def address() -> tuple[str, int]:
 
 @pytest.mark.parametrize(
     ("host", "by_the_user", "expected"),
-    [("127.0.0.1", None, LOOPBACK), ("127.0.0.1", "eth1", "eth1"), ("10.0.0.1", None, None)],
+    [("127.0.0.1", None, LOOPBACK), ("127.0.0.1", "eth1", "eth1"), ("nowhere", None, None)],
     ids=["local", "local-set", "cluster"],
 )
 def test_the_ranks_of_a_local_run_talk_on_loopback_alone(
@@ -46,12 +54,66 @@ def test_the_ranks_of_a_local_run_talk_on_loopback_alone(
 ) -> None:
     seen: list[str | None] = []
     monkeypatch.setattr(device, "_store", lambda *_: None)
+    if host == "nowhere":
+        monkeypatch.setattr(device, "interface_to", lambda *_: "")
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.extend(map(os.environ.get, INTERFACES)))
     if by_the_user is not None:
         for name in INTERFACES:
             monkeypatch.setenv(name, by_the_user)
     device.join(torch.device("cpu"), (host, 1), 0, 1)
     assert seen == [expected, expected]
+
+
+def test_ranks_of_a_cluster_talk_by_gloo_where_they_reach_rank_0_and_nccl_chooses_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(device, "_store", lambda *_: None)
+    monkeypatch.setattr(device, "interface_to", lambda host, port: f"to {host}")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.extend(map(os.environ.get, INTERFACES)))
+    device.join(torch.device("cpu"), ("10.0.0.1", 1), 0, 1)
+    assert seen == ["to 10.0.0.1", None]
+
+
+def test_the_way_to_an_address_has_an_interface_and_one_that_nobody_reaches_has_none() -> None:
+    assert device.interface_to("127.0.0.1", 1) == device.interface_to("localhost", 1) == LOOPBACK
+    # A network that no machine may have a way to.
+    assert device.interface_to("255.255.255.255", 1) == ""
+
+
+TALK = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from streamppo.learner import device
+
+device.LOAD = timedelta(seconds=60)
+rank, host = int(sys.argv[1]), sys.argv[2]
+device.join(torch.device("cpu"), (host, 4567), rank, 2)
+number = torch.ones(1) * (rank + 1)
+dist.all_reduce(number)
+print(number.item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(REFUSAL), reason=f"no networks: {REFUSAL}")
+def test_ranks_on_two_nodes_meet_although_the_name_of_their_machine_is_loopback() -> None:
+    with networks.made() as made:
+        links = [made.join(), made.join()]
+        ranks = [
+            subprocess.Popen(
+                [*link.prefix, sys.executable, "-c", TALK, str(rank), links[0].address],
+                cwd=REPOSITORY,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, link in enumerate(links)
+        ]
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [text.split()[-1] for text in said] == ["3.0", "3.0"], said
 
 
 def test_collectives_have_long_limits_while_models_are_read_and_short_ones_after(address: tuple[str, int]) -> None:

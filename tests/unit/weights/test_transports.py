@@ -276,6 +276,56 @@ def test_lost_buckets_are_asked_for_again_and_the_version_that_is_there_stays(mo
     assert second.push.base_version == 0 and asked == [-1, 0, 0, 0, 0]
 
 
+def test_buckets_of_a_rank_that_never_answers_are_lost_and_a_slow_network_gets_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(object_store, "FETCH_S", 0.1)
+    monkeypatch.setattr(object_store, "LONGER_S", 0.2)
+
+    async def comes_after(seconds: float) -> np.ndarray:
+        await asyncio.sleep(seconds)
+        return SOMETHING
+
+    async def story() -> None:
+        inlet: Any = object_store.Inlet()
+        together = await asyncio.gather(*(inlet.fetch(comes_after(60)) for _ in range(9)), return_exceptions=True)
+        assert all(isinstance(one, transport.Lost) for one in together)
+        assert await inlet.fetch(comes_after(0.15)) is SOMETHING
+        with pytest.raises(transport.Lost, match=r"not come within 0\.1 s"):
+            await inlet.fetch(comes_after(0.15))
+
+    asyncio.run(story())
+
+
+def test_an_actor_that_asks_a_dead_rank_for_weights_gets_those_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "FETCH_S", 0.1)
+    monkeypatch.setattr(pulling, "RETRY_S", 0.0)
+    from streamppo.types import encode
+    from streamppo.weights import buckets
+
+    packed = buckets.packed(0, {"w": torch.ones(3)}, 1 << 20)
+    asked: list[int] = []
+
+    async def story() -> None:
+        async def after(name: str, version: int, have: int) -> Any:
+            asked.append(have)
+            # The first rank has died, and Ray does not say so.
+            return [(encode(packed.push), [answer(60 if len(asked) < 3 else 0)])]
+
+        async def answer(after_s: float) -> np.ndarray:
+            await asyncio.sleep(after_s)
+            return packed.arrays[0]
+
+        queue: Any = type("Queue", (), {"weights_after": Remote(after)})
+        puller = Puller("a", queue, object_store.Inlet())
+        async with asyncio.timeout(30):
+            await puller.newer(-1)
+        assert puller.replica.tensors["w"][2] == 1.0
+
+    asyncio.run(story())
+    assert asked == [-1, -1, -1]
+
+
 # --- folders -------------------------------------------------------------------------------------------------
 
 
