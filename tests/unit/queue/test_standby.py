@@ -218,6 +218,8 @@ def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
             known.append(rows(run))
             await deliver(actor, waits)
             known.append(rows(run))
+            # Its processes start again, and then it goes on elsewhere.
+            queue_in(run)
             restore(address, second)
             actor = queue_in(second)
             await actor.begin(1)
