@@ -114,9 +114,9 @@ def resume(
 ) -> int:
     """Continue a run as its configuration says, with overrides."""
     if copies:
-        from streamppo.queue import standby
+        from streamppo.queue.restore import restore
 
-        standby.restore(copies, folder)
+        restore(copies, folder)
     folder = configfile.existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
     process.log_to_stdout()

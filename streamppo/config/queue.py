@@ -72,7 +72,7 @@ class Queue(Section, frozen=True):
     shards: Positive = 1
     """Processes that hold the tokens; above 1 the queue has records of trajectories, for very many or wide tokens."""
     standby: bool = False
-    """Copy journal and archive to checkpoint.remote before anything is acknowledged: to outlive the queue's disk."""
+    """Copy journals and archive to checkpoint.remote before anything is acknowledged: to outlive the queue's disk."""
 
     @property
     def prefix(self) -> Literal["attached", "detached"]:

@@ -293,8 +293,6 @@ def _kept(config: Config) -> Iterator[str]:
         yield "cluster.own_disks needs checkpoint.remote: a node that comes has no file of those that have gone"
     if config.queue.standby and not config.cluster.own_disks:
         yield "queue.standby needs cluster.own_disks: a run whose queue's disk is lost has its model from elsewhere"
-    if config.queue.standby and config.queue.shards > 1:
-        yield "queue.standby goes with queue.shards = 1: journals of shards have no copy"
     yield from config.learner.transport.refuses_disks(own=config.cluster.own_disks)
 
 

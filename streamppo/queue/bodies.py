@@ -6,7 +6,7 @@ Nothing here is kept in memory, and nothing is decided: a row that nobody asks f
 write here, one of which was given up for dead.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -28,12 +28,16 @@ ONE = "prompt = ? and sample = ? and attempt = ? and segment = ?"
 
 
 class Bodies(Database):
-    """Raises `JournalError`, which names the file, if SQLite or the disk refuses. Threads may use it at a time."""
+    """The journal of shard `number` of the run in the folder `run`; threads may use it at a time.
 
-    def __init__(self, path: Path) -> None:
-        with durable.naming(path.parent, JournalError):
-            durable.folder(path.parent)
-        super().__init__(path, TABLES, FORMAT)
+    Raises `JournalError`, which names the file, if SQLite or the disk refuses.
+    """
+
+    def __init__(self, run: Path, number: int) -> None:
+        file = path(run, number)
+        with durable.naming(file.parent, JournalError):
+            durable.folder(file.parent)
+        super().__init__(file, TABLES, FORMAT)
         self._lock = Lock()
 
     @phase("journal")
@@ -54,6 +58,13 @@ class Bodies(Database):
             db.executemany(f"delete from bodies where {ONE}", [_key(identity) for identity in identities])
             db.execute("delete from bodies where prompt < ?", (first_prompt,))
 
+    def all(self, together: int) -> Iterator[dict[Identity, bytes]]:
+        """All encoded trajectories, `together` at a time. Raises `JournalError` if one is damaged."""
+        with self._errors_named():
+            found = self._db.execute("select row, checksum from bodies")
+            while rows := found.fetchmany(together):
+                yield {self._decoded("bodies", row, checksum, Trajectory).identity: row for row, checksum in rows}
+
     def count(self) -> int:
         """The trajectories that are here."""
         with self._lock, self._errors_named():
@@ -66,6 +77,11 @@ class Bodies(Database):
         if not found:
             raise JournalError(f"{self.path}: the queue has the record of {identity}, and its tokens are missing here")
         return found[0]
+
+
+def path(run: Path, number: int) -> Path:
+    """The journal of shard `number`."""
+    return run / "shards" / f"{number}.sqlite"
 
 
 def _key(identity: Identity) -> tuple[int, int, int, int]:

@@ -8,7 +8,7 @@ import msgspec
 from streamppo.config.change import kept, learning
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, JournalError
-from streamppo.queue import shard, shards
+from streamppo.queue import bodies, shards
 from streamppo.queue.journal import Journal
 
 
@@ -65,5 +65,5 @@ def refuse_without_journal(run: Path) -> None:
 def refuse_without_shards(run: Path, config: Config) -> None:
     """Raise `JournalError` if a run that has begun lacks the journal of one of its queue's shards."""
     for number in shards.numbers(config):
-        if not (path := shard.path(run, number)).is_file():
+        if not (path := bodies.path(run, number)).is_file():
             raise JournalError(f"{path}: missing: the tokens of trajectories that wait are there. Put it back to go on")

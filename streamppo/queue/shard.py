@@ -27,9 +27,8 @@ from ray import ObjectRef
 from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
-from streamppo.queue import archive, handout
+from streamppo.queue import archive, handout, standby
 from streamppo.queue.archive import Written
-from streamppo.queue.bodies import Bodies
 from streamppo.queue.defects import Limits, defects, limits_of
 from streamppo.queue.handout import BatchRef, Handout, Put
 from streamppo.queue.slot import record_of
@@ -59,7 +58,7 @@ class QueueShard:
         process.log_to_stdout(f"queue-shard-{number}")
         self._config, self._model_path = msgspec.msgpack.decode(config, type=Config), model_path
         self._archive = Path(run) / "archive"
-        self._bodies = Bodies(path(Path(run), number))
+        self._bodies = standby.bodies_of(Path(run), number, self._config)
         self._limits: Limits | None = None
         self._handout = Handout(put)
         self._life = uuid4().hex
@@ -152,8 +151,3 @@ class QueueShard:
         columns = {name: floats(column) for name, column in msgspec.structs.asdict(learned).items() if column}
         own = {name: b"".join(column[one].tobytes() for one in mine) for name, column in columns.items()}
         return archive.write(self._archive, self._batch(part), Learned(**own))
-
-
-def path(run: Path, number: int) -> Path:
-    """The journal of shard `number`."""
-    return run / "shards" / f"{number}.sqlite"

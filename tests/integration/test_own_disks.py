@@ -28,11 +28,12 @@ def test_nodes_that_do_not_see_the_runs_folder_die_and_the_run_goes_on_from_the_
 
 
 @pytest.mark.timeout(600)
-def test_a_run_whose_queue_and_its_disk_are_gone_goes_on_from_the_copies_of_its_journal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_run_whose_queue_and_its_disk_are_gone_goes_on_from_the_copies(shards: int, tmp_path: Path) -> None:
     runs, store, again = tmp_path / "runs", tmp_path / "store", tmp_path / "again" / "math"
     runs.mkdir()
     again.parent.mkdir()
-    given = (*SHORT, *node_deaths.own(store), "queue.standby=true", "updates=30", "evaluation.every=0")
+    given = (*SHORT, *node_deaths.own(store), f"queue.shards={shards}", "updates=30", "evaluation.every=0")
     with started(runs, *given) as process:
         wait_for_updates(runs, 13)
         for one in family(runs):

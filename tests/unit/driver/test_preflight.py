@@ -15,7 +15,6 @@ from streamppo.driver import preflight
 from streamppo.errors import CheckpointError, JournalError, StreamppoError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import Files, State
-from streamppo.queue import shard
 from streamppo.queue.archive import Archive
 from streamppo.queue.bodies import Bodies
 from streamppo.queue.journal import Journal
@@ -111,9 +110,9 @@ def test_a_journal_of_a_shard_that_was_deleted_is_named(math_config: Load, tmp_p
     config = math_config("queue.shards=2")
     run = trained(tmp_path, config, checkpoint=2)
     for number in range(2):
-        Bodies(shard.path(run, number)).close()
+        Bodies(run, number).close()
     preflight.verify(config, run)
-    shard.path(run, 1).unlink()
+    (run / "shards" / "1.sqlite").unlink()
     assert f"{run}/shards/1.sqlite: missing" in str(refusal(config, run))
     assert "a run keeps its queue.shards: it was 2" in str(refusal(math_config(), run))
 

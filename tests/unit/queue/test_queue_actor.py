@@ -29,11 +29,12 @@ from streamppo.types import Batch, Failure, Learned, Push, QueueReport, Tensor, 
 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
 
-
+COPIED = ("queue.standby=true", "cluster.own_disks=true", "checkpoint.remote=memory://copies")
 WAYS = {
     "alone": (),
     "with 3 shards": ("queue.shards=3",),
-    "with a copy": ("queue.standby=true", "cluster.own_disks=true", "checkpoint.remote=memory://copies"),
+    "with a copy": COPIED,
+    "with copies of 3 shards": ("queue.shards=3", *COPIED),
 }
 
 

@@ -20,9 +20,9 @@ from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue import archive, parts
 from streamppo.queue.actor import QueueActor
-from streamppo.queue.bodies import Bodies
+from streamppo.queue.bodies import Bodies, path
 from streamppo.queue.journal import Journal
-from streamppo.queue.shard import QueueShard, path
+from streamppo.queue.shard import QueueShard
 from streamppo.queue.slot import Record, Slot, Unit, all_younger, count_older, newest_version, record_of
 from streamppo.types import Batch, Identity, Learned, Outline, Tokens, Trajectory, decode, encode
 
@@ -43,7 +43,7 @@ def queue_of(config: bytes, run: Path) -> QueueActor:
 
 def bodies(run: Path) -> list[int]:
     """How many trajectories each shard has."""
-    return [Bodies(path(run, number)).count() for number in range(SHARDS)]
+    return [Bodies(run, number).count() for number in range(SHARDS)]
 
 
 def told(*, rows: int) -> tuple[list[Trajectory], Learned]:
@@ -141,7 +141,7 @@ def test_a_trajectory_that_cannot_be_trained_on_goes_to_the_queue_whole_and_beco
 def test_missing_and_damaged_trajectories_are_errors_that_name_the_file(config: bytes, tmp_path: Path) -> None:
     made, _ = told(rows=2)
     file = path(tmp_path, 0)
-    held = Bodies(file)
+    held = Bodies(tmp_path, 0)
     held.write({one.identity: encode(one) for one in made})
     with pytest.raises(JournalError, match=r"0\.sqlite: the queue has the record of .* tokens are missing here"):
         held.read([Identity(task="test", prompt=77, sample=0)])
@@ -149,14 +149,14 @@ def test_missing_and_damaged_trajectories_are_errors_that_name_the_file(config: 
     with sqlite3.connect(file) as db:
         db.execute("update bodies set row = zeroblob(length(row)) where prompt = 1")
     db.close()
-    another = Bodies(file)
+    another = Bodies(tmp_path, 0)
     assert another.read([made[0].identity]) == made[:1]
     with pytest.raises(JournalError, match=r"0\.sqlite: damaged: a row of 'bodies'"):
         another.read([made[1].identity])
     another.close()
     file.write_bytes(file.read_bytes()[:4096])
     with pytest.raises(JournalError, match=r"0\.sqlite"):
-        Bodies(file).read([made[0].identity])
+        Bodies(tmp_path, 0).read([made[0].identity])
 
 
 def test_records_come_back_in_the_order_of_their_trajectories(config: bytes, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The copy of journal and archive at an address: what was acknowledged is there, and makes the run's folder again."""
+"""The copy of journal, shards and archive: what was acknowledged is there, and makes the run's folder again."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,19 +10,22 @@ from uuid import uuid4
 
 import fsspec
 import msgspec
-import numpy as np
 import pytest
-from test_queue_actor import SMALL, deliver, push, sample
+import shard_case
+from test_queue_actor import COPIED, SMALL, as_it_is, deliver, push, sample
 
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, ConfigError, JournalError
-from streamppo.queue import archive, standby
+from streamppo.queue import archive, copies, standby
 from streamppo.queue.actor import QueueActor
+from streamppo.queue.bodies import Bodies, path
 from streamppo.queue.journal import Journal
-from streamppo.types import Batch, Failure, encode
+from streamppo.queue.restore import restore
+from streamppo.types import Batch, Failure, Trajectory, decode, encode
 from streamppo.weights.store import Store
 
-COPIED = ("queue.standby=true", "cluster.own_disks=true", "checkpoint.remote=memory://copies")
+OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
+"""Tokens that nobody else samples."""
 ROWS = ("counters", "slots", "leases", "versions", "configs", "ended", "dead_letters")
 
 
@@ -32,27 +35,60 @@ def address() -> str:
     return f"memory://copies/{uuid4().hex}"
 
 
+@pytest.fixture(params=[1, 2])
+def shards(request: pytest.FixtureRequest) -> int:
+    """The shards of the queue; one is none."""
+    return request.param
+
+
 @pytest.fixture
-def queue_in(math_config: Callable[..., Config], address: str) -> Callable[..., QueueActor]:
-    """Starts a queue of the run in a folder, with a copy at the address."""
+def queue_in(math_config: Callable[..., Config], address: str, shards: int) -> Callable[..., QueueActor]:
+    """Starts a queue of the run in a folder, and its shards, with a copy at the address."""
 
     def make(run: Path, *overrides: str) -> QueueActor:
         run.mkdir(exist_ok=True)
         (run / "config.json").write_text('{"vocab_size": 17}')
         (run / "config.toml").write_text("# a run")
         (run / "remote.address").write_text(address)
-        config = msgspec.msgpack.encode(math_config(*SMALL, *COPIED, *overrides))
-        return QueueActor(config, str(run), str(run), put=np.ndarray.tobytes)
+        config = msgspec.msgpack.encode(math_config(*SMALL, *COPIED, f"queue.shards={shards}", *overrides))
+        actors = shard_case.shards(config, run, as_it_is)
+        return QueueActor(config, str(run), str(run), put=as_it_is, shards=lambda _: actors)
 
     return make
 
 
 def rows(run: Path) -> dict[str, Any]:
-    """All that the journal of a run says."""
+    """All that the journal of a run says, and the trajectories of which it has records alone."""
     journal = Journal.of(run)
     found = {name: getattr(journal, name)() for name in ROWS}
     journal.close()
+    held = [slot.identity for slot in found["slots"] if slot.record]
+    found["trajectories"] = [one for number in range(2) for one in trajectories(run, number) if one.identity in held]
+    assert len(found["trajectories"]) == len(held)
     return found
+
+
+def trajectories(run: Path, number: int) -> list[Trajectory]:
+    """All that the journal of a shard has; nothing if there is none."""
+    if not path(run, number).is_file():
+        return []
+    shard = Bodies(run, number)
+    found = [decode(row, Trajectory) for some in shard.all(9) for row in some.values()]
+    shard.close()
+    return found
+
+
+async def until(comes: Callable[[], bool]) -> None:
+    """Wait for what nobody says: the queue does not wait for its shards to drop anything."""
+    async with asyncio.timeout(20):
+        while not comes():
+            await asyncio.sleep(0.01)
+
+
+def shard_files(address: str, life: int = 0) -> list[str]:
+    """The copies that shards have."""
+    found = Store(address)
+    return [f"{number}/{name}" for number in range(2) for name in found.names(f"shards/{life:04d}/{number}")]
 
 
 def batches(run: Path) -> list[Batch]:
@@ -69,7 +105,7 @@ async def train(actor: QueueActor, versions: range, after: Callable[[], None] = 
         failed, made = made[0], made[1:]
         after()
         failure = Failure(identity=failed.identity, actor="a", stage="reward", reason="no", tokens=2)
-        await actor.deliver("a", version, encode(tuple(made)), encode((failure,)))
+        await actor.deliver("a", version, await shard_case.given(actor, made), encode((failure,)))
         after()
         rest = await sample(actor, next(calls), 1, version)
         after()
@@ -95,7 +131,7 @@ def test_a_run_is_restored_as_it_was_acknowledged_at_every_moment(
 
     def compare() -> None:
         again = tmp_path / f"again-{next(number)}"
-        standby.restore(address, again)
+        restore(address, again)
         assert rows(again) == rows(run)
         assert batches(again) == batches(run)
         assert (again / "config.toml").read_text() == "# a run"
@@ -119,24 +155,28 @@ def test_a_run_is_restored_as_it_was_acknowledged_at_every_moment(
 def test_the_restored_run_goes_on_and_the_first_one_makes_no_version_any_more(
     queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
 ) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
 
     async def main() -> None:
         lost = await begun(queue_in(first))
         await train(lost, range(2))
         waits = await sample(lost, 1900, 2, 2)
-        standby.restore(address, second)
+        restore(address, second)
         actor = queue_in(second)
         await actor.begin(2)
         assert await sample(actor, 1901, 2, 2) != waits, "nobody samples for it any more"
         await actor.publish(push(2), [], b"", 0)
         await train(actor, range(2, 3))
-        await deliver(lost, [*waits, *await sample(lost, 1902, 2, 2)])
+        late = [*waits, *await sample(lost, 1902, 2, 2)]
+        await deliver(lost, [msgspec.structs.replace(one, tokens=OTHERS) for one in late])
         await lost.take(2)
         with pytest.raises(JournalError, match=r"restored from .*, where it goes on"):
             await lost.publish(push(3), [], b"", 0)
         with pytest.raises(JournalError, match="where it goes on"):
             queue_in(first)
+        restore(address, third)
+        assert rows(third) == rows(second)
+        assert OTHERS not in [one.tokens for number in range(2) for one in trajectories(third, number)]
 
     asyncio.run(main())
 
@@ -163,16 +203,29 @@ def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
     dies_at, deaths = 0, 0
     while True:
         left, run, again = count(), tmp_path / f"run-{dies_at}", tmp_path / f"again-{dies_at}"
+        second = tmp_path / f"second-{dies_at}"
         fsspec.filesystem("memory").store.clear()
         known: list[dict[str, Any]] = []
 
-        async def main(run: Path = run, known: list[dict[str, Any]] = known) -> None:
+        async def main(run: Path = run, second: Path = second, known: list[dict[str, Any]] = known) -> None:
             actor = queue_in(run)
             await actor.begin(0)
             known.append(rows(run))
             await actor.publish(push(0), [], b"", 0)
             known.append(rows(run))
-            await train(actor, range(2), lambda: known.append(rows(run)))
+            await train(actor, range(1), lambda: known.append(rows(run)))
+            waits = await sample(actor, 900, 3, 1)
+            known.append(rows(run))
+            await deliver(actor, waits)
+            known.append(rows(run))
+            # Its processes start again, and then it goes on elsewhere.
+            queue_in(run)
+            restore(address, second)
+            actor = queue_in(second)
+            await actor.begin(1)
+            known.append(rows(second))
+            await actor.publish(push(1), [], b"", 0)
+            await train(actor, range(1, 2), lambda: known.append(rows(second)))
 
         try:
             asyncio.run(main())
@@ -180,11 +233,13 @@ def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
         except Dead:
             deaths += 1
         if known:
-            standby.restore(address, again)
+            monkeypatch.setattr(Store, "put", put)
+            restore(address, again)
+            monkeypatch.setattr(Store, "put", dying)
             assert rows(again) == known[-1]
             assert len(batches(again)) == max(known[-1]["versions"], default=0)
         dies_at += 1
-    assert deaths > 12
+    assert deaths > 24
 
 
 def test_a_copy_that_is_damaged_or_has_a_gap_is_named_and_a_torn_base_is_left_for_the_one_before(
@@ -194,17 +249,17 @@ def test_a_copy_that_is_damaged_or_has_a_gap_is_named_and_a_torn_base_is_left_fo
     found, folder = Store(address), "journal/0000"
     files = fsspec.filesystem("memory")
     names = found.names(folder)
-    standby.restore(address, tmp_path / "whole")
+    restore(address, tmp_path / "whole")
     files.pipe(f"{address}/{folder}/{int(names[-1]) + 1:012d}-00000000.base", b"torn")
-    standby.restore(address, tmp_path / "again")
+    restore(address, tmp_path / "again")
     assert rows(tmp_path / "again") == rows(tmp_path / "whole")
     content = found.read(folder, names[-2])
     files.pipe(f"{address}/{folder}/{names[-2]}", content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(JournalError, match=f"{names[-2]}: damaged, and transactions follow"):
-        standby.restore(address, tmp_path / "damaged")
+        restore(address, tmp_path / "damaged")
     found.delete(f"{folder}/{names[-2]}")
     with pytest.raises(JournalError, match=f"transaction {int(names[-2])} is missing"):
-        standby.restore(address, tmp_path / "gap")
+        restore(address, tmp_path / "gap")
     assert not (tmp_path / "damaged").exists() and not (tmp_path / "gap").exists()
 
 
@@ -219,7 +274,7 @@ def test_now_and_then_a_whole_journal_takes_the_place_of_transactions(
     asyncio.run(_two_versions(queue_in(tmp_path / "run")))
     names = Store(address).names("journal/0000")
     assert len(names) <= 3 and names[0].endswith(".base")
-    standby.restore(address, tmp_path / "again")
+    restore(address, tmp_path / "again")
     assert rows(tmp_path / "again") == rows(tmp_path / "run")
 
 
@@ -238,14 +293,14 @@ def test_a_needless_copy_that_cannot_be_deleted_keeps_nobody_waiting(
         await actor.forget(1)
 
     asyncio.run(main())
-    standby.restore(address, tmp_path / "again")
+    restore(address, tmp_path / "again")
     assert rows(tmp_path / "again") == rows(tmp_path / "run")
 
 
 def test_a_store_that_is_away_is_waited_for_and_nothing_is_acknowledged_meanwhile(
     queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby, "RETRY_S", 0.01)
+    monkeypatch.setattr(copies, "RETRY_S", 0.01)
     put, is_away = Store.put, False
 
     def away(store: Store, folder: str, files: dict[str, BinaryIO]) -> None:
@@ -256,14 +311,16 @@ def test_a_store_that_is_away_is_waited_for_and_nothing_is_acknowledged_meanwhil
     async def main() -> None:
         nonlocal is_away
         actor = await begun(queue_in(tmp_path / "run"))
+        made = await sample(actor, 0, 1)
         monkeypatch.setattr(Store, "put", away)
         is_away = True
-        waits = asyncio.create_task(actor.issue("a", 0, 2, 0))
-        await asyncio.wait([waits], timeout=0.3)
-        assert not waits.done()
+        waits = asyncio.create_task(actor.issue("a", 0, 2, 1))
+        stored = [asyncio.create_task(actor._shards.store(made))] if actor._shards else []
+        await asyncio.wait([waits, *stored], timeout=0.3)
+        assert not any(one.done() for one in (waits, *stored))
         is_away = False
-        assert len(await waits) > 10
-        standby.restore(address, tmp_path / "again")
+        assert len(await waits) > 10 and [len(await one) for one in stored] in ([], [1])
+        restore(address, tmp_path / "again")
         assert rows(tmp_path / "again") == rows(tmp_path / "run")
 
     asyncio.run(main())
@@ -271,20 +328,115 @@ def test_a_store_that_is_away_is_waited_for_and_nothing_is_acknowledged_meanwhil
 
 def test_an_address_without_a_copy_and_a_folder_that_is_there_are_refused(address: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no copy of a journal is there: only a run with queue\.standby"):
-        standby.restore(address, tmp_path / "new")
+        restore(address, tmp_path / "new")
     with pytest.raises(CheckpointError, match="exists; name a folder that does not"):
-        standby.restore(address, tmp_path)
+        restore(address, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "refusal"),
-    [
-        (("queue.standby=true",), "queue.standby needs cluster.own_disks"),
-        ((*COPIED, "queue.shards=2"), "queue.standby goes with queue.shards = 1"),
-    ],
-)
-def test_a_copy_wants_disks_of_their_own_and_one_queue(
-    overrides: tuple[str, ...], refusal: str, math_config: Callable[..., Config]
+def test_a_copy_wants_disks_of_their_own(math_config: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"queue\.standby needs cluster\.own_disks"):
+        math_config("queue.standby=true")
+
+
+# --- shards ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [2])
+def test_the_copy_of_a_transaction_of_a_shard_goes_with_its_last_trajectory(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=refusal):
-        math_config(*overrides)
+    run, delete, refused = tmp_path / "run", Store.delete, list[str]()
+
+    def refuses(store: Store, folder: str) -> None:
+        refused.append(folder)
+        raise CheckpointError("away")
+
+    async def main() -> None:
+        actor = await begun(queue_in(run))
+        made = await sample(actor, 0, 5)
+        # One transaction of each shard.
+        await deliver(actor, made)
+        first, _ = before = shard_files(address)
+        await actor.take(0)
+        monkeypatch.setattr(Store, "delete", refuses)
+        await actor.publish(push(1), [], b"", 0)
+        await until(lambda: bool(refused))
+        assert len(refused) == 1, "one of the two has nothing that is needed"
+        assert shard_files(address) == before
+        monkeypatch.setattr(Store, "delete", delete)
+        # It is tried again with the next one, and the other one goes with its last trajectory.
+        await deliver(actor, await sample(actor, 1, 3, 1))
+        restore(address, tmp_path / "again")
+        assert rows(tmp_path / "again") == rows(run)
+        assert first in shard_files(address)
+        await actor.take(1)
+        await actor.publish(push(2), [], b"", 0)
+        await until(lambda: shard_files(address) == [])
+        await train(actor, range(2, 6))
+        await until(lambda: len(shard_files(address)) <= 2)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("shards", [2])
+def test_a_shard_that_starts_again_copies_all_that_it_has_in_the_place_of_what_was_there(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "TOGETHER", 2)
+    run = tmp_path / "run"
+
+    async def main() -> None:
+        actor = await begun(queue_in(run))
+        for one in await sample(actor, 0, 7):
+            await deliver(actor, [one])
+        before = shard_files(address)
+        assert len(before) == 7
+        queue_in(run)
+        after = shard_files(address)
+        assert len(after) == 4 and not set(before) & set(after)
+
+    asyncio.run(main())
+    restore(address, tmp_path / "again")
+    assert rows(tmp_path / "again") == rows(run)
+
+
+@pytest.mark.parametrize("shards", [2])
+def test_a_record_without_its_trajectory_is_no_copy_of_a_run(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        actor = await begun(queue_in(tmp_path / "run"))
+        await deliver(actor, await sample(actor, 0, 2))
+
+    asyncio.run(main())
+    (_, second) = shard_files(address)
+    fsspec.filesystem("memory").pipe(f"{address}/shards/0000/{second}", b"torn")
+    with pytest.raises(JournalError, match=r"shards/1\.sqlite: the queue has the record of .* tokens are missing"):
+        restore(address, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("shards", [2])
+def test_a_copy_that_goes_while_a_run_is_restored_was_needless_and_one_that_cannot_be_read_is_an_error(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(_two_versions(queue_in(tmp_path / "run")))
+    Store(address).put("shards/0000/1", {"needless": BytesIO(b"")})
+    read = Store.read
+
+    def goes(store: Store, folder: str, name: str) -> bytes:
+        if name == "needless":
+            store.delete(f"{folder}/{name}")
+        return read(store, folder, name)
+
+    def refuses(store: Store, folder: str, name: str) -> bytes:
+        if folder.startswith("shards"):
+            raise CheckpointError("not yours")
+        return read(store, folder, name)
+
+    monkeypatch.setattr(Store, "read", refuses)
+    with pytest.raises(CheckpointError, match="not yours"):
+        restore(address, tmp_path / "refused")
+    monkeypatch.setattr(Store, "read", goes)
+    restore(address, tmp_path / "again")
+    assert rows(tmp_path / "again") == rows(tmp_path / "run")
