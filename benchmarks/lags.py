@@ -7,7 +7,8 @@ run with that `max_lag` has younger tokens too: this is the hardest case of it, 
 number up to 19 and one of two digits, 128 completions an update; all runs of a seed begin with the same model.
 
     fixed       corrections, V-trace and the ratio to the behavior policy, with gae and with grpo, at each lag
-    steered     eight policy losses, four minibatches, at fixed lags, and with the lag steered up to 64:
+    steered     eight policy losses, four minibatches, at fixed lags, and with the lag steered up to 64 (`adaptive`
+                also up to 4 and 16):
                 `adaptive` is `max_lag = adaptive`, ESS steers the lag, and the learning rate with it
                 `alone` is that without the learning rate (`lr_by_ess = off`)
                 `rate` is the learning rate without the lag (VCPO, https://arxiv.org/abs/2602.17616, but its baseline)
@@ -139,6 +140,7 @@ def _of_part(part: str) -> Iterator[Case]:
             for loss in LOSSES:
                 yield from (Case(part, loss, "gae", "fixed", lag, 0) for lag in STEERED_LAGS)
                 yield from (Case(part, loss, "gae", pace, AT_MOST, 0) for pace in ("adaptive", "alone", "cosine"))
+                yield from (Case(part, loss, "gae", "adaptive", lag, 0) for lag in STEERED_LAGS[1:-1])
                 yield from (Case(part, loss, "gae", "rate", lag, 0) for lag in STEERED_LAGS[1:])
         case _:
             yield from (Case(part, "truncate", "gae", "fixed", lag, 0) for lag in (0, 16))
@@ -272,12 +274,13 @@ def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     late = [row for row in rows if row["part"] == "default" and row["lag"] > 0]
     gentle = [row for row in late if row["treatment"] == "gentle" and row["pace"] == "rate"]
-    adaptive = [row for row in rows if row["pace"] == "adaptive"]
+    steered = [row for row in rows if row["pace"] == "adaptive"]
+    adaptive = [row for row in steered if row["lag"] == AT_MOST]
     measured = {
         "default": over_synchronous([row for row in late if row["pace"] == "fixed"]),
         "masked": over_synchronous([row for row in late if row["treatment"] == "mask"]),
         "gentle": over_synchronous(gentle),
-        "collapses": [sum(map(collapsed, adaptive))] if adaptive else [],
+        "collapses": [sum(map(collapsed, steered))] if steered else [],
         "accuracy": over_synchronous(adaptive),
         "lag": [row["lag_mean"] for row in adaptive],
     }

@@ -36,6 +36,8 @@ from streamppo.types import Batch, Crossing, Identity, Learned, Trajectory, deco
 
 LearnedRef: TypeAlias = "ObjectRef[bytes]"
 """An encoded `Learned` of a whole batch, in the object store."""
+LEARNED_S = 60.0
+"""Seconds for it to come: ranks of which one is out of reach start anew, and publish with another reference."""
 
 
 class Part(Crossing, frozen=True):
@@ -110,9 +112,11 @@ class QueueShard:
     async def archive(self, part: bytes, learned: "list[LearnedRef]") -> bytes:
         """Write them to a file of the archive that has no name yet, with the learner's numbers of their tokens.
 
-        `learned` is a reference of those of the whole batch, if there is one. Returns a `Written`.
+        `learned` is a reference of those of the whole batch, if there is one. Returns a `Written`. Raises
+        `TimeoutError` for a reference of a rank that cannot be reached: Ray alone waits for minutes.
         """
-        numbers = decode(await learned[0], Learned) if learned else Learned()
+        async with asyncio.timeout(LEARNED_S):
+            numbers = decode(await learned[0], Learned) if learned else Learned()
         return encode(await asyncio.to_thread(self._write_part, decode(part, Part), numbers))
 
     @ray.method

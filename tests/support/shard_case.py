@@ -36,6 +36,13 @@ class Ref:
         return self._value
 
 
+class Never:
+    """Stands for a reference of a node that cannot be reached."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.Event().wait().__await__()
+
+
 def shards(config: bytes, run: Path, put: Put) -> Shards:
     """The shards of the run in the folder `run`, which has the model's config.json."""
     made = numbers(msgspec.msgpack.decode(config, type=Config))

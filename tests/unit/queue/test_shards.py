@@ -18,7 +18,7 @@ from test_queue_actor import as_it_is, deliver, made_version_0, push, sample, wh
 
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
-from streamppo.queue import archive, parts
+from streamppo.queue import archive, parts, shard
 from streamppo.queue.actor import QueueActor
 from streamppo.queue.bodies import Bodies, path
 from streamppo.queue.journal import Journal
@@ -319,6 +319,30 @@ def test_an_archive_in_parts_has_the_batch_and_the_learners_numbers_in_their_ord
     found = archive.open(tmp_path)
     found.drop(1)
     assert list((tmp_path / "archive").iterdir()) == []
+
+
+def test_numbers_of_a_rank_that_cannot_be_reached_are_not_waited_for_and_those_of_the_next_ranks_are_taken(
+    config: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard, "LEARNED_S", 0.1)
+    made, learned = told(rows=8)
+
+    async def main() -> None:
+        actor = queue_of(config, tmp_path)
+        await made_version_0(actor)
+        given = [
+            msgspec.structs.replace(one, identity=ticket.identity, actor="a")
+            for one, ticket in zip(made, await sample(actor, 0, 8), strict=True)
+        ]
+        await deliver(actor, given)
+        await actor.take(0)
+        never: Any = [shard_case.Never()]
+        with pytest.raises(TimeoutError):
+            await actor.publish(push(1), [], never, 0)
+        await actor.publish(push(1), [], shard_case.told(actor, learned), 0)
+        _expect(tmp_path, given, learned)
+
+    asyncio.run(asyncio.wait_for(main(), 40))
 
 
 def _expect(run: Path, given: Sequence[Trajectory], learned: Learned) -> None:
