@@ -11,8 +11,9 @@ very functions that rank, pusher, follower and embedded engine call: CPU seconds
     describe    the hash of every shard; deltas              unpack       the replica: nothing, or deltas applied
     copy        into the engine's spare memory; its hash     swap         the part in which the engine stands still
 
-The first push asks the kernel for memory and is shown apart; the later ones use it again. `memcpy` copies the same
-bytes from warm to warm memory, `torch.save` writes them to a folder. With `--no-store` Ray is not started. One rank.
+The first pushes ask the kernel for memory, the very first is shown apart; those that count use it again. `memcpy`
+copies the same bytes from warm to warm memory, `torch.save` writes them to a folder. With `--no-store` Ray is not
+started. One rank.
 
 With `--layouts`, models of these sizes one after another; `7B/64` is what one of 64 ranks has of a model like
 Qwen2.5-7B, without an engine. Beside the steps: the memory that two sets of buckets take, over the rank's share, and
@@ -68,6 +69,8 @@ LLAMAS: dict[str, dict[str, int]] = {
 """Settings of the models of `--layouts`, by their rounded numbers of parameters."""
 SHARE_OF_7B, RANKS_OF_7B = "7B/64", 64
 TOKENS = 1024
+WARM = 6
+"""Pushes behind the first one that still ask the kernel for memory."""
 T = TypeVar("T")
 
 
@@ -198,9 +201,10 @@ def _resident() -> int:
 
 def ways(way: Way, options: argparse.Namespace) -> Iterator[tuple[str, list[Steps], Steps | None]]:
     """The pushes of each way; the first of all comes apart."""
-    # The second push is the first one of the second set of buckets, and of the engine's spare memory.
-    first, _, *later = [way.push(delta=False) for _ in range(2 + options.repeat)]
-    yield WHOLE, later, first
+    # The second push is the first one of the second set of buckets, and of the engine's spare memory; the object store
+    # takes memory that it has used before once it has had some versions.
+    first, *later = [way.push(delta=False) for _ in range(1 + WARM + options.repeat)]
+    yield WHOLE, later[WARM:], first
     for lr in options.lr:
         found: list[Steps] = []
         way.push(delta=False)
