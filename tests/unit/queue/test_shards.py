@@ -289,6 +289,19 @@ def test_nothing_is_dropped_for_a_version_that_is_not_in_the_journal_yet(
         gate.set()
 
 
+async def taken(actor: QueueActor, made: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories of batch 0, which has those that were `made`."""
+    await made_version_0(actor)
+    tickets = await sample(actor, 0, len(made))
+    given = [
+        msgspec.structs.replace(one, identity=ticket.identity, actor="a")
+        for one, ticket in zip(made, tickets, strict=True)
+    ]
+    await deliver(actor, given)
+    await actor.take(0)
+    return given
+
+
 def test_an_archive_in_parts_has_the_batch_and_the_learners_numbers_in_their_order(
     config: bytes, tmp_path: Path
 ) -> None:
@@ -296,13 +309,7 @@ def test_an_archive_in_parts_has_the_batch_and_the_learners_numbers_in_their_ord
 
     async def main() -> None:
         actor = queue_of(config, tmp_path)
-        await made_version_0(actor)
-        given = [
-            msgspec.structs.replace(one, identity=ticket.identity, actor="a")
-            for one, ticket in zip(made, await sample(actor, 0, 8), strict=True)
-        ]
-        await deliver(actor, given)
-        await actor.take(0)
+        given = await taken(actor, made)
         await actor.publish(push(1), [], shard_case.told(actor, learned), 0)
         _expect(tmp_path, given, learned)
 
@@ -329,13 +336,7 @@ def test_numbers_of_a_rank_that_cannot_be_reached_are_not_waited_for_and_those_o
 
     async def main() -> None:
         actor = queue_of(config, tmp_path)
-        await made_version_0(actor)
-        given = [
-            msgspec.structs.replace(one, identity=ticket.identity, actor="a")
-            for one, ticket in zip(made, await sample(actor, 0, 8), strict=True)
-        ]
-        await deliver(actor, given)
-        await actor.take(0)
+        given = await taken(actor, made)
         never: Any = [shard_case.Never()]
         with pytest.raises(TimeoutError):
             await actor.publish(push(1), [], never, 0)
