@@ -1,6 +1,7 @@
 """Checks that a prompt, or a push of weights, fits the model before an engine takes it."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,10 +76,11 @@ def _shapes_on_hub(model: str) -> dict[str, tuple[int, ...]]:
     except NotASafetensorsRepoError as error:
         raise ModelError(f"{model} has no safetensors files, by whose names SGLang goes: {error}") from error
     except (httpx.TransportError, HfHubHTTPError, OfflineModeIsEnabled) as error:
-        try:
-            return _shapes_in_files(Path(snapshot_download(model, local_files_only=True)))
-        except OSError:
-            raise ModelError(f"{model} is neither on the hub nor in its cache here: {error}") from error
+        with suppress(OSError):
+            # A cache may have a model's configuration alone.
+            if cached := _shapes_in_files(Path(snapshot_download(model, local_files_only=True))):
+                return cached
+        raise ModelError(f"{model}: its files are neither on the hub nor in its cache here: {error}") from error
     return {name: tuple(tensor.shape) for file in files for name, tensor in file.tensors.items()}
 
 

@@ -145,12 +145,16 @@ def test_a_hub_that_is_out_of_reach_leaves_its_cache(
 ) -> None:
     made = MODELS["llama"]()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="org/model is neither on the hub nor in its cache here"):
+    neither = "org/model: its files are neither on the hub nor in its cache here"
+    with pytest.raises(ModelError, match=neither):
         Architecture(made.config).check_names("org/model")
     cached = tmp_path / "cache" / "models--org--model"
-    made.save_pretrained(cached / "snapshots" / "1234")
+    made.config.save_pretrained(cached / "snapshots" / "1234")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("1234")
+    with pytest.raises(ModelError, match=neither):
+        Architecture(made.config).check_names("org/model")
+    made.save_pretrained(cached / "snapshots" / "1234")
     Architecture(made.config).check_names("org/model")
 
 
