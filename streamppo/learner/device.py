@@ -8,6 +8,7 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamppo.config.mesh import Mesh
@@ -102,6 +103,17 @@ def everybody() -> dist.ProcessGroup:
     """The group of all ranks."""
     assert dist.group.WORLD is not None, "join comes first"
     return dist.group.WORLD
+
+
+def add_up(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Put the sum over all ranks in the place of `tensor`, or what `op` says. A collective of several ranks.
+
+    A rank that is alone has it: gloo would wake a thread of its own for each, half a millisecond on a busy machine.
+    """
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op, group)
 
 
 def expect_updates(mesh: DeviceMesh, *groups: dist.ProcessGroup) -> None:

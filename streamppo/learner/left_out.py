@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamppo.learner.device import add_up
 from streamppo.learner.metrics import Minibatch
 
 
@@ -29,7 +30,7 @@ def left_out_shares(
         for place, name in enumerate(names_N, start=1):
             left_out_bT = one.left_out[name]
             counts_NC[place] += torch.stack([left_out_bT.sum(), left_out_bT.any(-1).sum()])
-    dist.all_reduce(counts_NC, group=group)
+    add_up(counts_NC, group)
     all_C, *left_out = counts_NC.tolist()
     shares: dict[str, float] = {}
     for name, left_C in zip(names_N, left_out, strict=True):

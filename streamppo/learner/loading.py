@@ -14,7 +14,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
-from streamppo.learner import adapters, attention, head, layers, parallel, pretrained, shared, ulysses, weight_files
+from streamppo.learner import (
+    adapters,
+    attention,
+    head,
+    layers,
+    parallel,
+    pretrained,
+    shared,
+    short_rows,
+    ulysses,
+    weight_files,
+)
 from streamppo.learner.policy import Policy, local
 from streamppo.learner.pretrained import CriticStart
 from streamppo.learner.routing import Routers
@@ -108,6 +119,8 @@ def sharded(
         layers.checkpoint_activations(transformer, config.gradient_checkpointing)
         if config.compile:
             layers.compile_layers(transformer)
+        elif config.attention == "auto" and mesh.device_type == "cpu" and slices.ranks == 1:
+            short_rows.prepare(transformer)
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )

@@ -17,6 +17,7 @@ from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, policy_weights
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.device import add_up
 from streamppo.learner.policy import Part, Scored
 
 
@@ -96,7 +97,7 @@ def first_logprobs(
             new_b = ~passed_B[rows.to(passed_B.device)]
             first_BT[rows.to(passed_B.device)[new_b], : logprobs_bT.shape[1]] = logprobs_bT[new_b]
         passed_B[minibatch.rows.to(passed_B.device)] = True
-    dist.all_reduce(first_BT, group=group)
+    add_up(first_BT, group)
     return first_BT, passed_B
 
 
@@ -106,7 +107,7 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
     for minibatch in minibatches:
         total = total.plus(minibatch.sums)
     for column in total:
-        dist.all_reduce(column, group=group)
+        add_up(column, group)
     policy_loss, value_loss = total.losses_2.tolist()
     trained, clipped = total.values_2.tolist()
     statistics = update_statistics_of(total.tokens_6)
@@ -145,7 +146,7 @@ def _last_ratios(
         passed_B[everyones], ratio_BT[everyones] = True, 0.0
         for rows, _, ratio_bT, *_ in minibatch.passes:
             ratio_BT[rows.to(passed_B.device), : ratio_bT.shape[1]] = ratio_bT
-    dist.all_reduce(ratio_BT, group=group)
+    add_up(ratio_BT, group)
     return ratio_BT, trained_BT & passed_B[:, None]
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from streamppo.config.learner import Learner
 from streamppo.config.sections import Config
+from streamppo.learner.device import add_up
 from streamppo.learner.parallel import copies
 from streamppo.learner.policy import Policy, local
 
@@ -90,7 +91,7 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
     shards = [local(one) for one in gradients]
     if norm == "2-norm":
         squares = torch.nn.utils.get_total_norm(shards).double().square()
-        dist.all_reduce(squares)
+        add_up(squares)
         several = [copies(one.device_mesh) for one in gradients[:1] if isinstance(one, DTensor)]
         total = (squares / max([1, *several])).sqrt().float()
         torch._foreach_mul_(shards, (bound / (total + 1e-6)).clamp(max=1.0))
@@ -99,7 +100,7 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
     largest = torch.stack(sizes).max() if sizes else shards[0].new_zeros(())
     # A maximum over ranks may lose a NaN, and never an infinity.
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    add_up(largest, op=dist.ReduceOp.MAX)
     if largest > bound:
         for shard in shards:
             shard.mul_(bound / largest)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from streamppo.errors import ModelError
 from streamppo.learner.attention import Reading
+from streamppo.learner.device import add_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,7 +72,7 @@ class Routers:
         if not self._routers:
             return {}
         counts = torch.stack([router.take().to(device) for router in self._routers])
-        dist.all_reduce(counts)
+        add_up(counts)
         counts_LX, kept_L2 = counts[:, :-2], counts[:, -2:]
         share_LX = counts_LX / counts_LX.sum(-1, keepdim=True).clamp(min=1)
         kept, given = kept_L2.sum(0).tolist()

@@ -24,6 +24,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import attention, steering
 from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.device import add_up
 from streamppo.learner.division import STAND_IN, Division
 from streamppo.learner.left_out import left_out_shares
 from streamppo.learner.loss import Loss, Share
@@ -96,8 +97,7 @@ class Updater:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         width, is_padded = policy.lm.config.get_text_config().hidden_size, policy.layout is attention.padded
         self.division = Division(config, self.rank, self.ranks, width, is_padded)
-        self.bad_steps = 0
-        self.critic_bad_steps = 0
+        self.bad_steps = self.critic_bad_steps = 0
 
     def remember(
         self, beta: float, in_a_row: tuple[int, int], bonus: Bonus | None, *, reference_moved: bool = False
@@ -251,7 +251,7 @@ class Updater:
                 where = (rows, slice(part.shape[1])) if part.dim() == 2 else (rows,)
                 into[where] = part[: len(rows)].detach().to(into.dtype)
         for column in whole:
-            dist.all_reduce(column, group=self.group)
+            add_up(column, self.group)
         return whole
 
     # --- passes and steps ------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Updater:
     def _has_tokens(self, sums: Sums, passes: Sequence[PolicyPass]) -> bool:
         """True if a token of a minibatch has a weight in the policy's loss, or is for the critic's. A collective."""
         tokens = sums.values_2[:1] + sum(one.kept for one in passes)
-        dist.all_reduce(tokens, group=self.group)
+        add_up(tokens, self.group)
         return bool(tokens.item())
 
     def _tell_of_empty_steps(self, version: int, minibatches: Sequence[Minibatch]) -> None:
@@ -312,7 +312,7 @@ class Updater:
     def _moved(self, sums: Sums) -> float:
         """KL(proximal || current) of a minibatch, k3 per trained token over all ranks. A collective."""
         tokens_6 = sums.tokens_6.clone()
-        dist.all_reduce(tokens_6, group=self.group)
+        add_up(tokens_6, self.group)
         return update_statistics_of(tokens_6).k3
 
     @phase("optimizer")

@@ -127,3 +127,12 @@ def test_collectives_have_long_limits_while_models_are_read_and_short_ones_after
         assert device.UPDATE <= timedelta(minutes=10) < timedelta(hours=1) <= device.LOAD
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_are_asked_for_where_there_are_other_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda _: ranks)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_: tensor.mul_(2))
+    tensor = torch.ones(3)
+    device.add_up(tensor)
+    assert tensor.tolist() == [float(ranks)] * 3
