@@ -264,8 +264,12 @@ def summed(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the verdict on every goal; accuracies are compared within a seed and a loss."""
-    synchronous = {_world_of(row): row for row in rows if row["pace"] == "fixed" and row["lag"] == 0}
+    """Return the verdict on every goal; accuracies are compared within a seed and a loss.
+
+    A synchronous run that has collapsed is nothing to compare with.
+    """
+    fresh = [row for row in rows if row["pace"] == "fixed" and row["lag"] == 0]
+    synchronous = {_world_of(row): row for row in fresh if not collapsed(row)}
 
     def over_synchronous(some: Sequence[Row]) -> list[float]:
         return [
