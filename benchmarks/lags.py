@@ -103,8 +103,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         world.alone(Path(folder))
         for case in cases(options.part, options.seeds, options.only, options.lags, options.paces):
-            key = {**case._asdict(), "updates": options.updates}
-            rows.append(campaign.row(key, partial(_measured, case, options.updates, Path(folder))))
+            key = {**case._asdict(), "updates": options.updates, **({"least_ess": options.ess} if options.ess else {})}
+            chosen = overrides(case, options.updates, options.ess)
+            rows.append(campaign.row(key, partial(_measured, case, chosen, Path(folder))))
             print(_line(rows[-1]), flush=True)
         torch.distributed.destroy_process_group()
     lines, verdicts = summed(rows), judge(rows)
@@ -148,10 +149,10 @@ def _of_part(part: str) -> Iterator[Case]:
             yield Case(part, "gentle", "gae", "adaptive", AT_MOST, 0)
 
 
-def overrides(case: Case, updates: int) -> list[str]:
-    """Return all that differs from configs/math.toml in one case; `updates` of 0 are as many as the part has."""
-    ess = CAREFUL if case.part == "default" else 0.5
-    lag = f"{{kind='adaptive',at_most={case.lag},ess={ess}}}" if case.pace in ("adaptive", "alone") else case.lag
+def overrides(case: Case, updates: int = 0, ess: float = 0.0) -> list[str]:
+    """Return all that differs from configs/math.toml in one case; 0 is what the part has."""
+    least = ess or (CAREFUL if case.part == "default" else 0.5)
+    lag = f"{{kind='adaptive',at_most={case.lag},ess={least}}}" if case.pace in ("adaptive", "alone") else case.lag
     chosen = [f"seed={case.seed}", f"queue.max_lag={lag}", *(() if case.part == "default" else SMALL)]
     chosen.append(f"learner.lr_by_ess={'on' if case.pace in ('rate', 'adaptive') else 'off'}")
     if updates:
@@ -166,8 +167,8 @@ def overrides(case: Case, updates: int) -> list[str]:
 # --- a run -----------------------------------------------------------------------------------------------------
 
 
-def _measured(case: Case, updates: int, folder: Path) -> Mapping[str, Any]:
-    config = configfile.load(CONFIG, overrides(case, updates))
+def _measured(case: Case, chosen: Sequence[str], folder: Path) -> Mapping[str, Any]:
+    config = configfile.load(CONFIG, chosen)
     model = folder / f"{'default' if case.part == 'default' else 'small'}-{case.seed}"
     if not model.is_dir():
         tiny.make(config, model)
@@ -332,6 +333,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lags", type=int, nargs="+", help="of those that are fixed")
     parser.add_argument("--paces", nargs="+", choices=PACES)
     parser.add_argument("--updates", type=int, default=0, help="of each run; 0 are as many as the part has")
+    parser.add_argument("--ess", type=float, default=0.0, help="max_lag.ess where the lag is steered; 0 is the part's")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()
