@@ -29,6 +29,7 @@ so that a prompt is found without opening all of them.
 # zarr and pyarrow leave parts of their signatures untyped.
 # pyright: standard
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -242,9 +243,10 @@ def write(folder: Path, batch: Batch, learned: Learned) -> Written:
     with durable.naming(path, JournalError):
         durable.folder(folder)
         columns, attributes = _columns(batch, learned)
-        zarr_zip.write(aside, columns, msgspec.to_builtins(attributes))
+        content = zarr_zip.packed(columns, msgspec.to_builtins(attributes))
+        aside.write_bytes(content)
         durable.flush(aside)
-        sha256 = durable.sha256(aside)
+    sha256 = hashlib.sha256(content).hexdigest()
     prompts = [trajectory.identity.prompt for trajectory in batch.trajectories]
     return Written(path=str(aside), sha256=sha256, first_prompt=min(prompts), last_prompt=max(prompts))
 

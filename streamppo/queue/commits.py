@@ -2,8 +2,9 @@
 
     changed -> commit -> drained -> written -> acknowledged
 
-Pure: no Ray. A caller's change is in the journal when its `commit` returns. Changes that were drained and not written
-are lost: from then on every commit raises, and nothing is acknowledged any more.
+Pure: no Ray. A caller's change is in the journal when its `commit` returns. A transaction that would say nothing,
+because one before has said all of it, is not written. Changes that were drained and not written are lost: from then on
+every commit raises, and nothing is acknowledged any more.
 """
 
 import asyncio
@@ -47,6 +48,8 @@ class Commits:
         self.alone = asyncio.Lock()
         """Held while the journal is written."""
         self._broken: JournalError | None = None
+        self._nothing: Changes | None = None
+        """What is drained where nothing has changed since the last transaction: its counters alone."""
 
     def publish(self, made: Made, consumed: Sequence[Identity]) -> None:
         """Have the next transaction say that a version was made of what was `consumed`."""
@@ -63,12 +66,15 @@ class Commits:
             if self._written >= mine:
                 return
             upto, transaction = self._asked, self._drained()
+            if transaction.changes == self._nothing and not transaction.made:
+                self._written = upto
+                return
             try:
                 await asyncio.to_thread(self._write, transaction)
             except JournalError as error:
                 self._broken = error
                 raise
-            self._written = upto
+            self._written, self._nothing = upto, Changes(transaction.changes.counters)
         self._then(transaction)
 
     def _drained(self) -> Transaction:

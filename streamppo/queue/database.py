@@ -16,11 +16,13 @@ from zlib import crc32
 import msgspec
 
 from streamppo.errors import JournalError
-from streamppo.types import decode, encode
+from streamppo.types import decode
 
 LOCKED_S = 120.0
 """How long a writer waits for another process, such as a backup or an `sqlite3` shell, that has the write lock."""
 T = TypeVar("T")
+ENCODER = msgspec.msgpack.Encoder()
+"""Begins with room for a row; `msgspec.msgpack.encode` begins with less, and makes it larger again and again."""
 log = logging.getLogger(__name__)
 
 
@@ -134,7 +136,7 @@ class Database:
 
 def checked(value: object) -> tuple[bytes, int]:
     """A row, and its checksum."""
-    return checked_row(encode(value))
+    return checked_row(ENCODER.encode(value))
 
 
 def checked_row(row: bytes) -> tuple[bytes, int]:

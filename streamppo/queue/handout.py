@@ -8,8 +8,7 @@ which is put once, and each for the tokens of the rows that it reads (parts.py).
 # pyright: reportUnknownMemberType=false
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -18,7 +17,7 @@ import ray
 from numpy.typing import NDArray
 
 from streamppo.queue import parts
-from streamppo.types import Batch, Outline, Tokens, encode, ints
+from streamppo.types import Batch, Crossing, Outline, Tokens, encode, ints
 
 BatchRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
 """An encoded `Batch`, or a part of it, in the object store."""
@@ -35,34 +34,35 @@ def put(encoded: NDArray[np.uint8]) -> BatchRef:
 
 def encoded(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uint8]:
     """`encode(value)`, one trajectory after another: the event loop beside this thread waits for one at most."""
+    whole = bytearray()
     match value:
         case Batch():
-            pieces = _of_batch(value)
+            _add_batch(whole, value)
         case Outline():
-            head, middle = b"\x82" + encode("batch"), encode("prompt_lengths")
-            pieces = chain([head], _of_batch(value.batch), [middle, encode(value.prompt_lengths)])
+            whole += b"\x82" + encode("batch")
+            _add_batch(whole, value.batch)
+            whole += encode("prompt_lengths") + encode(value.prompt_lengths)
         case tokens:
-            pieces = chain([_head(len(tokens))], map(encode, tokens))
-    return _joined(list(pieces))
+            whole += _head(len(tokens))
+            _add(whole, tokens)
+    return np.frombuffer(whole, dtype=np.uint8)
 
 
-def _of_batch(batch: Batch) -> Iterator[bytes]:
+def _add_batch(whole: bytearray, batch: Batch) -> None:
     # An empty array is one byte.
-    yield encode(msgspec.structs.replace(batch, trajectories=()))[:-1] + _head(len(batch.trajectories))
-    yield from map(encode, batch.trajectories)
+    whole += encode(msgspec.structs.replace(batch, trajectories=()))[:-1] + _head(len(batch.trajectories))
+    _add(whole, batch.trajectories)
+
+
+def _add(whole: bytearray, members: Sequence[Crossing]) -> None:
+    encoder = msgspec.msgpack.Encoder()
+    for one in members:
+        encoder.encode_into(one, whole, -1)
 
 
 def _head(count: int) -> bytes:
     """The head of an array of `count`: what is left without its members, of which each None is one byte."""
     return encode((None,) * count)[: -count or None]
-
-
-def _joined(pieces: Sequence[bytes]) -> NDArray[np.uint8]:
-    joined, at = np.empty(sum(map(len, pieces)), dtype=np.uint8), 0
-    for piece in pieces:
-        joined[at : at + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
-        at += len(piece)
-    return joined
 
 
 class Handout:

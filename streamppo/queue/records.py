@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from streamppo.queue.slot import Record, SlotState
+from streamppo.queue.slot import ISSUED, OPEN, READY, Record, SlotState
 from streamppo.types import Crossing, Identity, Trajectory
 
 Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "resampled"]
@@ -34,7 +34,7 @@ class SavedSlot(Crossing, frozen=True):
     @property
     def state(self) -> SlotState:
         """Open, issued or ready; a ready one is leased if a `Lease` names it."""
-        return SlotState.READY if self.stored else SlotState.ISSUED if self.actor else SlotState.OPEN
+        return READY if self.stored else ISSUED if self.actor else OPEN
 
 
 class Shape(NamedTuple):

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from streamppo.queue.records import GIVEN_UP, Ending
-from streamppo.queue.slot import SlotState
+from streamppo.queue.slot import ISSUED, OPEN, READY
 from streamppo.queue.state import QueueState, Settings
 from streamppo.types import QueueReport
 
@@ -19,8 +19,8 @@ def report(state: QueueState) -> QueueReport:
     waiting = Counter(slot.state for slot in state.waiting())
     return QueueReport(
         version=state.version,
-        ready=waiting[SlotState.READY],
-        in_flight=waiting[SlotState.ISSUED],
+        ready=waiting[READY],
+        in_flight=waiting[ISSUED],
         issued=state.opened,
         stored=counts["stored"],
         consumed=counts["consumed"],
@@ -52,7 +52,7 @@ def waiting_for(settings: Settings, state: QueueState) -> str:
     """Say in one sentence what the next batch waits for."""
     actors = Counter(slot.actor for slot in state.slots.values() if slot.actor is not None)
     in_flight = ", ".join(f"{count} at {actor}" for actor, count in sorted(actors.items())) or "none"
-    to_be_sampled = sum(slot.state is SlotState.OPEN for slot in state.slots.values())
+    to_be_sampled = sum(slot.state is OPEN for slot in state.slots.values())
     leased = ", ".join(map(str, sorted(state.leases))) or "none"
     return (
         f"is at version {state.version} with {state.ready_units * settings.unit_size} of {settings.batch_size} "

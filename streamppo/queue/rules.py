@@ -34,8 +34,19 @@ from streamppo.queue import segments
 from streamppo.queue.defects import Limits, defect, defects
 from streamppo.queue.failures import FailureWindow
 from streamppo.queue.records import DeadLetter, Ended, Ending
-from streamppo.queue.slot import Record, Slot, SlotState, Unit, all_younger, count_older, newest_version
-from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings
+from streamppo.queue.slot import (
+    ABANDONED,
+    ISSUED,
+    OPEN,
+    READY,
+    Record,
+    Slot,
+    Unit,
+    all_younger,
+    count_older,
+    newest_version,
+)
+from streamppo.queue.state import NEVER, QueueState, Request, Settings
 from streamppo.queue.window import in_window
 from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory
 
@@ -64,15 +75,16 @@ class QueueRules:
             return ()
         if call > last:
             slots = list[Slot]()
-            while len(slots) < limit and (slot := self._next_open(engine_version)):
+            while len(slots) < limit and self.has_ticket(engine_version):
+                slot = self._next_open()
                 slot.issue(actor, call)
                 self.state.issues(slot)
                 self._touch(slot)
                 slots.append(slot)
             if slots:
                 self.state.calls[actor] = Request(call, slots)
-        mine = [slot for slot in slots if (slot.actor, slot.call) == (actor, call)]
-        return tuple(Ticket(identity=slot.identity, slot=slot.number) for slot in mine)
+        mine = [slot for slot in slots if slot.actor == actor and slot.call == call]
+        return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in mine])
 
     def has_ticket(self, engine_version: int) -> bool:
         """Say if `issue` has a ticket for an engine of that version: a slot to be sampled again, or room for a new one.
@@ -80,7 +92,7 @@ class QueueRules:
         All versions above one that has a ticket have one too.
         """
         state, settings = self.state, self.settings
-        while state.open and state.open[0].state is not SlotState.OPEN:
+        while state.open and state.open[0].state is not OPEN:
             heapq.heappop(state.open)
         if settings.segments and (cut := segments.last_cut(state)) is not None:
             engine_version = min(engine_version, cut)
@@ -88,30 +100,37 @@ class QueueRules:
             engine_version = state.version
         lag = settings.admitted_lag(state.admitted_lag)
         bound = (engine_version + lag + 1 - state.version) * settings.batch_size
+        held = state.held + segments.to_come(settings, state)
+        if held < bound or not state.open:
+            return held < bound
         # The tokens of an engine that is behind would be older than those that the slot was opened for.
         is_strict = settings.segments is not None or settings.window is not None
-        held = state.held + segments.to_come(settings, state)
-        again = state.open and not (is_strict and engine_version < state.version and held > bound)
-        return bool(again) or held < bound
+        return not (is_strict and engine_version < state.version and held > bound)
 
     @phase("store")
     def put_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Store finished trajectories, each as `put` does."""
-        for trajectory, reason in zip(trajectories, defects(trajectories, self.limits), strict=True):
-            self._put(trajectory, reason)
+        """Store finished trajectories, each as `put` does; those of a delivery are looked at all at once."""
+        self._put_all(trajectories, defects(trajectories, self.limits))
 
     def put_records(self, records: Sequence[Record]) -> None:
         """Store the records of finished trajectories, which a shard has looked at."""
-        for record in records:
-            self._put(record, record.defect or None)
+        self._put_all(records, [record.defect or None for record in records])
 
     def put(self, trajectory: Trajectory) -> bool:
         """Store a finished trajectory. False if nobody waits for it: delivered twice, or by one given up for dead.
 
         A trajectory that cannot be trained on is a dead letter, and a failure of its slot.
-        Raises `QueueError` for tokens of a version that was never published.
+        Raises `QueueError` for tokens of a version that was never published: then none of a delivery is stored.
         """
-        return self._put(trajectory, defect(trajectory, self.limits))
+        return self._put_all([trajectory], [defect(trajectory, self.limits)]) == 1
+
+    def _put_all(self, trajectories: Sequence[Trajectory], reasons: Sequence[str | None]) -> int:
+        """Store what has no reason against it. Returns how many trajectories that is."""
+        judged = list(zip(trajectories, reasons, strict=True))
+        sound = [trajectory for trajectory, reason in judged if not reason]
+        if sound and (newest := newest_version(sound)) > self.state.version:
+            raise QueueError(f"{sound[0].actor} sampled with version {newest}, which the ledger does not know")
+        return sum([self._put(trajectory, reason) for trajectory, reason in judged])
 
     def _put(self, trajectory: Trajectory, reason: str | None) -> bool:
         slot = self._issued(trajectory.identity)
@@ -124,8 +143,6 @@ class QueueRules:
             self.state.counts["dead_letters"] += 1
             self._fail(slot, "dead_letter", "engine", reason)
             return False
-        if (newest := newest_version(trajectory)) > self.state.version:
-            raise QueueError(f"{trajectory.actor} sampled with version {newest}, which the ledger does not know")
         self._count_delivered(trajectory.num_sampled)
         if trajectory.finish == "cut":
             self._open_next_part(slot)
@@ -188,7 +205,7 @@ class QueueRules:
         if chosen is None:
             return None
         units, masked_tokens = chosen
-        leased = lease(state, version, min_version, units)
+        leased = state.lease(version, min_version, units)
         state.ready_units -= len(units)
         state.unwritten.leases.append(version)
         state.counts["masked_tokens"] += masked_tokens
@@ -213,18 +230,13 @@ class QueueRules:
         batch = self.leased(state.version)
         state.counts["consumed"] += len(batch.trajectories)
         state.tokens["consumed"] += _sampled(batch.trajectories)
-        for unit in state.leases.pop(state.version).units:
-            for slot in unit.slots:
-                slot.move(SlotState.CONSUMED)
-                state.unwritten.gone.append(slot.place)
-            unit.end()
+        state.consume(state.version)
         state.version, state.admitted_lag = version, admitted_lag
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
-    def _next_open(self, engine_version: int) -> Slot | None:
-        if not self.has_ticket(engine_version):
-            return None
+    def _next_open(self) -> Slot:
+        """The slot of a ticket that there is."""
         if not self.state.open:
             self._open_unit()
         return heapq.heappop(self.state.open)
@@ -254,7 +266,7 @@ class QueueRules:
     def _issued(self, identity: Identity) -> Slot | None:
         """The slot that waits for the trajectory of `identity`, or else None and a duplicate more."""
         slot = self.state.slots.get((identity.prompt, identity.sample))
-        if slot is None or slot.state is not SlotState.ISSUED or slot.identity != identity:
+        if slot is None or slot.state is not ISSUED or slot.identity != identity:
             self.state.counts["duplicates"] += 1
             return None
         return slot
@@ -273,7 +285,7 @@ class QueueRules:
     def _reopen(self, slot: Slot, ending: Ending, reason: str) -> None:
         """End the attempt; another one is to be made."""
         self._end(slot, ending, reason)
-        if slot.state is SlotState.READY:
+        if slot.state is READY:
             slot.unit.missing += 1
         self.state.returns(slot)
         slot.reopen()
@@ -294,7 +306,7 @@ class QueueRules:
         self.state.forget(unit)
         for slot in unit.slots:
             self.state.returns(slot)
-            slot.move(SlotState.ABANDONED)
+            slot.move(ABANDONED)
             self._end(slot, ending, reason)
             self.state.unwritten.slots.pop(slot.place, None)
             self.state.unwritten.gone.append(slot.place)
@@ -386,15 +398,3 @@ def _teaches_nothing(group: Sequence[Trajectory], resample: Resample) -> str | N
     if resample.mean and not resample.mean[0] <= mean <= resample.mean[1]:
         return f"the mean of the {what}, {mean:g}, is outside of {resample.mean[0]:g} to {resample.mean[1]:g}"
     return None
-
-
-def lease(state: QueueState, version: int, min_version: int, units: list[Unit]) -> Batch:
-    """Make the batch of `version` of these whole units, which wait no longer."""
-    for unit in units:
-        state.forget(unit)
-        for slot in unit.slots:
-            slot.move(SlotState.LEASED)
-    chosen = tuple(trajectory for unit in units for trajectory in unit.trajectories)
-    batch = Batch(version=version, min_version=min_version, trajectories=chosen)
-    state.leases[version] = LeasedBatch(batch, units)
-    return batch

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from streamppo.errors import JournalError
 from streamppo.queue.records import Changes, Counters, Lease, Saved, SavedSlot
-from streamppo.queue.rules import lease
-from streamppo.queue.slot import NO_CALL, Record, Slot, SlotState, Unit
+from streamppo.queue.slot import NO_CALL, OPEN, READY, Record, Slot, Unit
 from streamppo.queue.state import NEVER, LeasedBatch, QueueState, Request, Settings, nothing_unwritten
 
 
@@ -59,7 +58,7 @@ def rebuild(settings: Settings, saved: Saved, path: Path) -> QueueState:
         _add(state, one, settings.unit_size)
     for one in saved.leases:
         firsts = dict.fromkeys((number - number % settings.unit_size, part) for number, part in one.slots)
-        lease(state, one.version, one.min_version, [state.units[first] for first in firsts])
+        state.lease(one.version, one.min_version, [state.units[first] for first in firsts])
     state.ready_units = sum(unit.missing == 0 for unit in state.units.values())
     return state
 
@@ -88,9 +87,9 @@ def _add(state: QueueState, saved: SavedSlot, unit_size: int) -> None:
     )
     unit.slots.append(slot)
     state.slots[saved.identity.prompt, saved.identity.sample] = slot
-    if slot.state is SlotState.OPEN:
+    if slot.state is OPEN:
         heapq.heappush(state.open, slot)
-    elif slot.state is SlotState.READY:
+    elif slot.state is READY:
         unit.missing -= 1
     elif slot.actor is not None:
         state.issues(slot)

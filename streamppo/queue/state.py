@@ -12,8 +12,8 @@ from streamppo.config.correction import Resample
 from streamppo.config.queue import Segments
 from streamppo.config.sections import Config
 from streamppo.queue.records import DeadLetter, Ended, Shape
-from streamppo.queue.slot import NO_CALL, Slot, SlotState, Unit
-from streamppo.types import Batch
+from streamppo.queue.slot import CONSUMED, ISSUED, LEASED, NO_CALL, Slot, Unit
+from streamppo.types import Batch, Trajectory
 
 
 class Settings(NamedTuple):
@@ -191,7 +191,7 @@ class QueueState:
 
     def returns(self, slot: Slot) -> None:
         """Count `slot` no more: if its actor has the ticket, it is about to lose it."""
-        if slot.state is SlotState.ISSUED and slot.actor is not None:
+        if slot.state is ISSUED and slot.actor is not None:
             self.issued[slot.actor] -= 1
             if not self.issued[slot.actor]:
                 del self.issued[slot.actor]
@@ -204,6 +204,26 @@ class QueueState:
             if self.slots.get(key) is slot:
                 del self.slots[key]
         del self.units[unit.slots[0].place]
+
+    def lease(self, version: int, min_version: int, units: list[Unit]) -> Batch:
+        """Make the batch of `version` of these whole units, which wait no longer."""
+        chosen: list[Trajectory] = []
+        for unit in units:
+            self.forget(unit)
+            for slot in unit.slots:
+                slot.move(LEASED)
+            chosen += unit.trajectories
+        batch = Batch(version=version, min_version=min_version, trajectories=tuple(chosen))
+        self.leases[version] = LeasedBatch(batch, units)
+        return batch
+
+    def consume(self, version: int) -> None:
+        """End the lease of `version`, and with it its slots."""
+        for unit in self.leases.pop(version).units:
+            for slot in unit.slots:
+                slot.move(CONSUMED)
+                self.unwritten.gone.append(slot.place)
+            unit.end()
 
     def waiting(self) -> Iterator[Slot]:
         """Every part that is neither leased nor gone."""

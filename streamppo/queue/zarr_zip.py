@@ -7,11 +7,11 @@ batch has some fifteen arrays. Files are read by zarr alone.
 # numcodecs has no types.
 # pyright: standard
 
-import json
+import io
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 
+import msgspec
 import numpy as np
 from numcodecs.registry import get_codec
 from numpy.typing import NDArray
@@ -21,16 +21,18 @@ LEVEL = 1
 ZSTD = get_codec({"id": "zstd", "level": LEVEL})
 
 
-def write(path: Path, columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> None:
-    """Write `columns`, each as one chunk, and `attributes` to a new file at `path`."""
-    with zipfile.ZipFile(path, mode="w") as file:
+def packed(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
+    """The content of a file with `columns`, each as one chunk, and `attributes`."""
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, mode="w") as file:
         _entry(file, "zarr.json", {"attributes": attributes, "zarr_format": 3, "node_type": "group"})
         for name, column in columns.items():
             _entry(file, f"{name}/zarr.json", _described(column))
             chunk = "/".join("0" for _ in column.shape)
-            packed = ZSTD.encode(np.ascontiguousarray(column))
-            assert isinstance(packed, bytes)
-            file.writestr(f"{name}/c/{chunk}", packed)
+            content = ZSTD.encode(np.ascontiguousarray(column))
+            assert isinstance(content, bytes)
+            file.writestr(f"{name}/c/{chunk}", content)
+    return whole.getbuffer()
 
 
 def _described(column: NDArray[np.generic]) -> dict[str, object]:
@@ -55,4 +57,4 @@ def _described(column: NDArray[np.generic]) -> dict[str, object]:
 
 
 def _entry(file: zipfile.ZipFile, name: str, content: Mapping[str, object]) -> None:
-    file.writestr(name, json.dumps(content, indent=2))
+    file.writestr(name, msgspec.json.encode(content))

@@ -20,16 +20,16 @@ from streamppo.queue.archive import Archive
 
 
 @pytest.mark.parametrize("error", ["crash", "full"])
-@pytest.mark.parametrize("what", ["archive", "checkpoint"])
+@pytest.mark.parametrize(("what", "fewest"), [("archive", 5), ("checkpoint", 20)])
 def test_a_crash_or_a_full_disk_at_any_file_system_call_leaves_the_last_good_state(
-    tmp_path: Path, what: str, error: str
+    tmp_path: Path, what: str, fewest: int, error: str
 ) -> None:
     script = SUPPORT / "crashes.py"
     done = subprocess.run(
         [sys.executable, str(script), what, error, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[-1]) >= 20, "the shim saw too few calls"
+    assert int(done.stdout.split()[-1]) >= fewest, "the shim saw too few calls"
 
 
 @pytest.fixture

@@ -151,6 +151,16 @@ def test_tokens_of_an_unknown_version_are_refused() -> None:
         rules.put(done(rules.issue("a", 0, 1, next(CALLS))[0], (0, 1)))
 
 
+def test_a_delivery_with_tokens_of_an_unknown_version_is_refused_as_a_whole() -> None:
+    rules = queue()
+    tickets = rules.issue("a", 0, 2, next(CALLS))
+    with pytest.raises(QueueError, match="version 3, which the ledger does not know"):
+        rules.put_all([done(tickets[0]), done(tickets[1], (0, 3))])
+    assert (counted(rules).stored, counted(rules).tokens["delivered"]) == (0, 0)
+    rules.put_all([done(ticket) for ticket in tickets])
+    assert counted(rules).stored == 2
+
+
 @pytest.mark.parametrize(
     "columns",
     [

@@ -79,7 +79,7 @@ def test_a_record_says_of_ages_what_its_trajectory_says_and_has_none_of_its_colu
             sampled = trajectory([1], versions=[one.oldest_version])
             assert all_younger([unit_of(record)], version) == all_younger([unit_of(sampled)], version)
         assert (record.num_tokens, record.num_sampled) == (one.num_tokens, one.num_sampled)
-        assert (record.oldest_version, newest_version(record)) == (one.oldest_version, newest_version(one))
+        assert (record.oldest_version, newest_version([record])) == (one.oldest_version, newest_version([one]))
         assert (record.identity, record.reward, record.finish) == (one.identity, one.reward, one.finish)
         assert not any(value for value in msgspec.structs.asdict(record).values() if isinstance(value, bytes))
         assert decode(encode(record), Record) == record

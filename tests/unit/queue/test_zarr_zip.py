@@ -28,7 +28,7 @@ def normal(content: bytes) -> str:
 
 def test_every_entry_is_the_one_that_zarr_writes(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.zip", tmp_path / "theirs.zip"
-    zarr_zip.write(ours, COLUMNS, ATTRIBUTES)
+    ours.write_bytes(zarr_zip.packed(COLUMNS, ATTRIBUTES))
     with ZipStore(theirs, mode="w") as store:
         group = zarr.create_group(store, attributes=ATTRIBUTES)
         for name, column in COLUMNS.items():
@@ -48,7 +48,7 @@ def test_zarr_reads_what_was_written_also_columns_of_zeros_alone(tmp_path: Path)
         "none": np.zeros(2, np.bool_),
         "empty": np.zeros(0, "<i4"),
     }
-    zarr_zip.write(tmp_path / "a.zip", columns, ATTRIBUTES)
+    (tmp_path / "a.zip").write_bytes(zarr_zip.packed(columns, ATTRIBUTES))
     with ZipStore(tmp_path / "a.zip", mode="r") as store:
         group = zarr.open_group(store, mode="r")
         assert dict(group.attrs) == ATTRIBUTES
