@@ -32,6 +32,7 @@ from streamppo.types import (
     Routes,
     ScoredText,
     Trajectory,
+    flags,
     utf8_safe,
 )
 
@@ -155,6 +156,12 @@ class Player:
     def stalls(self) -> dict[str, int]:
         """Count the steps of environments that held the event loop, by file and line."""
         return dict(self._stalls.counts) if self._stalls else {}
+
+    def prepare(self, prompt: Prompt) -> None:
+        """Find the tokens of `prompt` before its samples are played. Raises `TaskError`, as `play` will."""
+        # An environment words its prompts itself.
+        if self._environment is None:
+            self.tokenizer.encode(prompt)
 
     async def play(self, prompt: Prompt, sampling: Sampling, cutter: Cutter | None = None) -> Episode:
         """Play one episode, whose segments `cutter` hands over. Raises one of `FAILURES`."""
@@ -293,7 +300,7 @@ def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
         completion.tokens,
         completion.logprobs,
         completion.versions,
-        np.ones(count, dtype=np.bool_),
+        flags(b"\x01" * count),
         completion.finish,
         (count - 1,),
         completion.versions_known,

@@ -13,7 +13,8 @@ A teacher that is a server is asked beside the rewards.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -206,12 +207,15 @@ class Worker:
     def _aim(self) -> int:
         return self._config.queue.aim(self._follower.admitted_lag)
 
-    @phase("admit")
     def _admit(self, answer: bytes, group: asyncio.TaskGroup) -> int:
         """Begin the trajectories of the tickets in `answer`. Returns how many there are."""
-        tickets = decode(answer, tuple[Ticket, ...])
-        for ticket in tickets:
-            group.create_task(self._sample(ticket))
+        with phase("admit"):
+            tickets = decode(answer, tuple[Ticket, ...])
+            for ticket in tickets:
+                group.create_task(self._sample(ticket))
+        with phase("tokenize"):
+            # At once: to look at the clock for each prompt would cost as much as its tokens.
+            self._prepare({ticket.identity.prompt for ticket in tickets})
         if tickets and self._config.queue.segments:
             # The queue asks of an actor that has some up to which version it has cut.
             self._delivery_due.set()
@@ -219,6 +223,12 @@ class Worker:
         # A call that gave tickets is over. The same call again gives the same tickets, if they did not arrive.
         self._call += bool(tickets)
         return len(tickets)
+
+    def _prepare(self, prompts: Iterable[int]) -> None:
+        for number in prompts:
+            # It is raised again where it costs a trajectory.
+            with suppress(*FAILURES):
+                self._player.prepare(self._task.prompt(number))
 
     async def _sample(self, ticket: Ticket) -> None:
         """Take one trajectory from its ticket to the next delivery."""

@@ -11,7 +11,6 @@ import numpy as np
 from jinja2 import TemplateError
 
 from streamppo.errors import TaskError
-from streamppo.process import phase
 from streamppo.types import Ints, Message, Prompt
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ PADDING, END = 0, 1
 SPECIALS = 3
 """Token ids before those of its characters: these two and that of an unknown one."""
 
-KEPT = 64
-"""Prompts whose tokens are kept: the samples of a prompt are played one soon after another."""
+KEPT = 1024
+"""Prompts whose tokens are kept: as many as begin together, and their samples are played one soon after another."""
 
 
 class Tokenizer:
@@ -86,7 +85,6 @@ class Tokenizer:
         """Return the token ids [P] of a prompt, cut to its `max_tokens`; read-only, for its samples share them."""
         return self._encoded(prompt.text, prompt.messages, prompt.max_tokens)
 
-    @phase("tokenize")
     def _encode(self, text: str, messages: tuple[Message, ...], max_tokens: int | None) -> Ints:
         ids = self.ids(Prompt(text=text, columns={}, messages=messages))
         made = np.asarray(ids if max_tokens is None else ids[-max_tokens:], dtype=np.int32)

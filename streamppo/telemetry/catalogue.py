@@ -27,7 +27,7 @@ BESIDE = {
 PHASES = {
     "process": "the whole process, all of its threads; the rest beside its phases is overhead, and Ray",
     "admit": "rollout: tickets that came become trajectories in flight",
-    "tokenize": "rollout: a prompt into tokens, where no sample of it was seen before",
+    "tokenize": "rollout: the prompts of new tickets into tokens, where no sample of them was seen before",
     "prefill": "rollout, embedded engine: prompts into its cache, and their first tokens",
     "decode": "rollout, embedded engine: a token for every running row",
     "swap": "rollout, embedded engine: new weights into its own form",

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
+class _Filling(NamedTuple):
+    """The rows that a prefill fills, from the `first` on; `prompts_N` says with which of its prompts each of them."""
+
+    first: int
+    prompts_N: Tensor
+
+
 class _Decoding(NamedTuple):
     """A step's places, and the spans of rows in which attention is computed, each with its mask [b, 1, 1, T]."""
 
@@ -102,11 +109,14 @@ class Decoder:
         self._spare, self.parameters = self.parameters, fused
 
     @torch.inference_mode()
-    def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, rows_B: Tensor) -> Tensor:
-        """Fill the cache of `rows_B` with prompts. Returns the logits [B, V] after each one's last token, float32."""
-        hidden_BPC = self._layers(tokens_BP, rows_B, None)
-        last_BC = hidden_BPC[torch.arange(len(rows_B), device=self.device), lengths_B - 1]
-        return self._logits(last_BC)
+    def prefill(self, tokens_BP: Tensor, lengths_B: Tensor, first: int, prompts_N: Tensor) -> Tensor:
+        """Fill the cache of rows `first` .. `first` + N - 1, each with one of B prompts.
+
+        Returns the logits [N, V] after the last token of each row's prompt, float32.
+        """
+        hidden_BPC = self._layers(tokens_BP, _Filling(first, prompts_N))
+        last_BC = hidden_BPC[torch.arange(len(lengths_B), device=self.device), lengths_B - 1]
+        return self._logits(last_BC).index_select(0, prompts_N)
 
     @torch.inference_mode()
     def step(self, tokens_B: Tensor, at_B: Tensor, spans: Sequence[Span]) -> Tensor:
@@ -114,12 +124,15 @@ class Decoder:
 
         Returns the logits [B, V], float32.
         """
-        hidden_B1C = self._layers(tokens_B[:, None], None, _Decoding(at_B, spans, self._masks(at_B, spans)))
+        hidden_B1C = self._layers(tokens_B[:, None], _Decoding(at_B, spans, self._masks(at_B, spans)))
         return self._logits(hidden_B1C[:, 0])
 
+    @torch.inference_mode()
     def copy(self, sources_B: Tensor, targets_B: Tensor, length: int) -> None:
         """Copy the first `length` cached tokens of each of some rows to another row."""
-        self.cache[:, targets_B, :length] = self.cache[:, sources_B, :length]
+        for layer in self.cache[:, :, :length]:
+            # Whole rows at once: indices would go element by element.
+            layer.index_copy_(0, targets_B, layer.index_select(0, sources_B))
 
     # --- the forward -----------------------------------------------------------------------------------------
 
@@ -129,17 +142,18 @@ class Decoder:
         seen_BT = places_T <= at_B[:, None]
         return [seen_BT[span.first : span.end, None, None, : span.longest] for span in spans]
 
-    def _layers(self, tokens_BP: Tensor, rows_B: Tensor | None, decoding: _Decoding | None) -> Tensor:
+    def _layers(self, tokens_BP: Tensor, places: _Filling | _Decoding) -> Tensor:
         parameters, eps = self.parameters, self.config.rms_norm_eps
         B, P = tokens_BP.shape
         C = parameters.norm.shape
         x_BPC = F.embedding(tokens_BP, parameters.embedding)
-        rotation = self.rotation_TD[:P, None] if decoding is None else self.rotation_TD[decoding.at_B, None, None]
+        filling = isinstance(places, _Filling)
+        rotation = self.rotation_TD[:P, None] if filling else self.rotation_TD[places.at_B, None, None]
         for layer, cache in zip(parameters.layers, self.cache, strict=True):
             h_BPC = F.rms_norm(x_BPC, C, layer.norm, eps)
             qkv = F.linear(h_BPC, layer.qkv, layer.qkv_bias).view(B, P, -1, self.head_width)
             self._rotate(layer, qkv, rotation)
-            attended = self._attend(qkv, cache, rows_B, decoding)
+            attended = self._attend(qkv, cache, places)
             x_BPC = x_BPC + F.linear(attended, layer.out, layer.out_bias)
             h_BPC = F.rms_norm(x_BPC, C, layer.mlp_norm, eps)
             gate, up = F.linear(h_BPC, layer.gate_up).chunk(2, -1)
@@ -160,16 +174,17 @@ class Decoder:
             rotated = torch.view_as_complex(pairs.float().contiguous()) * rotation
             pairs.copy_(torch.view_as_real(rotated))
 
-    def _attend(self, qkv: Tensor, cache: Tensor, rows_B: Tensor | None, decoding: _Decoding | None) -> Tensor:
+    def _attend(self, qkv: Tensor, cache: Tensor, places: _Filling | _Decoding) -> Tensor:
         B, P = qkv.shape[:2]
         q, kv = qkv[:, :, : self.heads], qkv[:, :, self.heads :]
-        if decoding is None:
-            cache[rows_B, :P] = kv
+        if isinstance(places, _Filling):
+            first, prompts_N = places
+            cache[first : first + len(prompts_N), :P] = kv.index_select(0, prompts_N)
             return self._attention(q, kv, None).reshape(B, P, -1)
-        cache[torch.arange(B, device=self.device), decoding.at_B] = kv[:, 0]
+        cache[torch.arange(B, device=self.device), places.at_B] = kv[:, 0]
         attended = [
             self._attention(q[span.first : span.end], cache[span.first : span.end, : span.longest], mask_b11T)
-            for span, mask_b11T in zip(decoding.spans, decoding.masks, strict=True)
+            for span, mask_b11T in zip(places.spans, places.masks, strict=True)
         ]
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(B, P, -1)
 

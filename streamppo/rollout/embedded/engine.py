@@ -70,6 +70,8 @@ class EmbeddedEngine:
             device=device,
         )
         self._rows = Rows(self._decoder, eos_ids, torch.Generator(device).manual_seed(seed))
+        # transformers' configurations are slow to ask.
+        self._vocabulary = hf_config.vocab_size
         self._version = version
         self._slots = slots
         self._kv = kv
@@ -91,7 +93,7 @@ class EmbeddedEngine:
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
-        check_prompt(prompt, self._decoder.max_tokens - 1, self._decoder.config.vocab_size)
+        check_prompt(prompt, self._decoder.max_tokens - 1, self._vocabulary)
         limit = min(sampling.max_tokens, self._decoder.max_tokens - len(prompt))
         request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
         self._wake()

@@ -97,7 +97,7 @@ class Rows:
         self._sampling[rows] = [
             (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) for request in requests
         ]
-        logits_BV = self._prefill([request.prompt for request in requests], rows)
+        logits_BV = self._prefill([request.prompt for request in requests], first)
         return self._advance(rows, logits_BV, version)
 
     @phase("decode")
@@ -116,7 +116,7 @@ class Rows:
             np.concatenate([request.prompt, self._out[row, : self._length[row] - 1]])
             for row, request in enumerate(self.requests)
         ]
-        self._prefill(texts, np.arange(self.count))
+        self._prefill(texts, 0)
 
     def cut_before(self, version: int) -> None:
         """Cut the running completions that are due before a swap to `version`."""
@@ -157,29 +157,22 @@ class Rows:
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
-    def _prefill(self, texts: Sequence[Ints], rows: np.ndarray) -> torch.Tensor:
-        """Fill the cache of `rows` with `texts`, each different one computed once: samples of a prompt share it."""
-        first_of: dict[bytes, int] = {}
-        leads = np.array([first_of.setdefault(text.tobytes(), row) for row, text in enumerate(texts)])
-        firsts, different = np.array([*first_of.values()]), [texts[row] for row in first_of.values()]
+    def _prefill(self, texts: Sequence[Ints], first: int) -> torch.Tensor:
+        """Fill the cache from row `first` on with `texts`, each different one computed once: samples share a prompt."""
+        places: dict[bytes, int] = {}
+        prompts = np.array([places.setdefault(text.tobytes(), len(places)) for text in texts])
+        different = [np.frombuffer(text, np.int32) for text in places]
         lengths = np.array([len(text) for text in different])
         tokens_BP = np.zeros((len(different), int(lengths.max())), np.int64)
         for row, text in zip(tokens_BP, different, strict=True):
             row[: len(text)] = text
         device = self._decoder.device
-        logits_BV = self._decoder.prefill(
+        return self._decoder.prefill(
             torch.from_numpy(tokens_BP).to(device),
             torch.from_numpy(lengths).to(device),
-            torch.from_numpy(rows[firsts]).to(device),
+            first,
+            torch.from_numpy(prompts).to(device),
         )
-        if len(firsts) == len(texts):
-            return logits_BV
-        copies = np.flatnonzero(leads != np.arange(len(texts)))
-        sources, targets = rows[leads[copies]], rows[copies]
-        self._decoder.copy(
-            torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), int(lengths.max())
-        )
-        return logits_BV[torch.from_numpy(np.searchsorted(firsts, leads)).to(device)]
 
     @torch.inference_mode()
     def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:

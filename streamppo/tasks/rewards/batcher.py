@@ -2,15 +2,15 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NamedTuple, TypeAlias
 
 from streamppo.tasks.read import Row
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import ScoredText
 
-CallBatch: TypeAlias = Callable[[Texts, Columns], Awaitable[tuple[Outcome, ...]]]
+CallBatch: TypeAlias = Callable[[Texts, Columns], Coroutine[Any, Any, tuple[Outcome, ...]]]
 """Scores several trajectories: one outcome for each text."""
 CallOne: TypeAlias = Callable[[ScoredText, Row], Awaitable[Outcome]]
 """Scores one trajectory."""

@@ -14,6 +14,7 @@ from streamppo.tasks import plugins
 from streamppo.tasks.read import Row
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.batcher import Batcher, CallBatch, CallOne
+from streamppo.tasks.rewards.begun import Begun
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.processes import pool
@@ -194,9 +195,12 @@ def _in_time(call: CallBatch, timeout_s: float) -> CallBatch:
     """Give `call` up after `timeout_s`. A call in a process of its own is ended by its pool instead."""
 
     async def bounded(texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
+        begun = Begun(call(texts, columns))
+        if begun.ended is not None:
+            return begun.ended
         try:
-            async with asyncio.timeout(timeout_s):
-                return await call(texts, columns)
+            async with asyncio.timeout_at(begun.at_s + timeout_s):
+                return await begun
         except TimeoutError:
             return (too_late(timeout_s),) * len(texts)
 

@@ -155,6 +155,30 @@ def test_samples_of_a_prompt_that_are_admitted_together_share_its_prefill_and_no
     assert len({done.tokens.tobytes() for done in completions}) == 6
 
 
+def test_rows_of_one_prompt_get_the_bits_of_one_that_has_it_alone_and_rows_that_are_copied_exchange_theirs() -> None:
+    model, tokens_BP, lengths_B = make("qwen2"), torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([3, 2])
+
+    def decoder() -> Decoder:
+        more: Any = {"dtype": torch.float32, "float32_head": True, "device": "cpu"}
+        return Decoder(model.config, tensors(model), rows=6, max_tokens=64, **more)
+
+    one, shared = decoder(), decoder()
+    logits_BV = one.prefill(tokens_BP, lengths_B, 0, torch.tensor([0, 1]))
+    of = torch.tensor([1, 0, 1, 1])
+    assert torch.equal(shared.prefill(tokens_BP, lengths_B, 1, of), logits_BV[of])
+    assert torch.equal(shared.cache[:, 1:5], one.cache[:, of])
+    for row, length in enumerate([3, 2]):
+        alone = decoder()
+        alone.prefill(tokens_BP[row : row + 1, :length], lengths_B[row : row + 1], 0, torch.tensor([0]))
+        torch.testing.assert_close(one.cache[:, row, :length], alone.cache[:, 0, :length], rtol=0, atol=1e-5)
+    assert not shared.cache[:, [0, 5]].any(), "other rows stay as they are"
+    before = shared.cache.clone()
+    shared.copy(torch.tensor([2, 1]), torch.tensor([1, 2]), 2)
+    assert torch.equal(shared.cache[:, [1, 2], :2], before[:, [2, 1], :2])
+    shared.cache[:, [1, 2], :2] = before[:, [1, 2], :2]
+    assert torch.equal(shared.cache, before), "nothing else was written"
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-tied"])
 def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(name: str) -> None:
     model, tokens_BP = make(name), torch.tensor([[3, 4, 5], [6, 7, 8]])
@@ -169,7 +193,7 @@ def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(name: str
             float32_head=wide,
             device="cpu",
         )
-        logits[wide] = decoder.prefill(tokens_BP, torch.tensor([3, 3]), torch.tensor([0, 1]))
+        logits[wide] = decoder.prefill(tokens_BP, torch.tensor([3, 3]), 0, torch.tensor([0, 1]))
         assert decoder.parameters.embedding.dtype == torch.bfloat16
         rounded = torch.equal(logits[wide], logits[wide].bfloat16().float())
         assert rounded is not wide

@@ -134,6 +134,10 @@ class Player:
 
     tokenizer = SimpleNamespace(decode=lambda tokens: "2")
 
+    def prepare(self, prompt: Prompt) -> None:
+        if prompt.text == "no template":
+            raise FAULTS[prompt.text][0]
+
     async def play(self, prompt: Prompt, sampling: Any, cutter: Any = None) -> Episode:
         if prompt.text in FAULTS and prompt.text != "no score":
             raise FAULTS[prompt.text][0]
