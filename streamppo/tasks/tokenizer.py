@@ -23,8 +23,8 @@ PADDING, END = 0, 1
 SPECIALS = 3
 """Token ids before those of its characters: these two and that of an unknown one."""
 
-KEPT = 1024
-"""Prompts whose tokens are kept: as many as begin together, and their samples are played one soon after another."""
+KEPT = 256
+"""Prompts whose tokens are kept: more than begin together, and their samples are played one soon after another."""
 
 
 class Tokenizer:
