@@ -1,6 +1,7 @@
 """A call that holds the process of an async reward costs the calls beside it nothing but a new beginning."""
 
 import asyncio
+from typing import cast
 
 import pytest
 from faulty_rewards import TOGETHER
@@ -8,6 +9,7 @@ from reward_case import faulty, processes, started, total
 
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks.rewards.processes import forks, output
+from streamppo.tasks.rewards.processes.wire import Outbox
 
 
 def kill_template() -> None:
@@ -139,3 +141,21 @@ def test_a_reward_that_prints_too_much_is_cut_off_and_scored(
     asyncio.run(story())
     assert capfd.readouterr().out.count("x") <= output.WINDOW_BYTES
     assert sum("prints more than 64 KiB a minute" in line for line in caplog.messages) == 1
+
+
+def test_what_is_sent_in_one_turn_of_the_loop_is_one_write() -> None:
+    class Writes(list[bytes]):
+        write = list[bytes].append
+
+    async def story() -> None:
+        writes = Writes()
+        outbox = Outbox(cast(asyncio.StreamWriter, writes))
+        for message in (b"a", b"b"):
+            outbox.put(message)
+        assert writes == []
+        await asyncio.sleep(0)
+        outbox.put(b"c")
+        await asyncio.sleep(0)
+        assert writes == [b"ab", b"c"]
+
+    asyncio.run(story())

@@ -5,7 +5,7 @@ import signal
 
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.processes.page import Page
-from streamppo.tasks.rewards.processes.wire import Answer, Call, frame, receive_async
+from streamppo.tasks.rewards.processes.wire import Answer, Call, Outbox, frame, receive_async
 
 Answers = asyncio.Future[tuple[Outcome, ...]]
 
@@ -29,6 +29,7 @@ class Process:
         self.pid = pid
         self.reader = reader
         self.writer = writer
+        self._outbox = Outbox(writer)
         self.page = page
         self.calls: dict[int, Answers] = {}
         self.ended = False
@@ -48,7 +49,7 @@ class Process:
         answer: Answers = asyncio.get_running_loop().create_future()
         self.calls[call.number] = answer
         try:
-            self.writer.write(message)
+            self._outbox.put(message)
             await asyncio.wait((answer,), timeout=call.timeout_s)
             if answer.done():
                 return answer.result()

@@ -101,6 +101,27 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
+class Outbox:
+    """Frames of one turn of the event loop, written together at its end: a write costs as much as the rest of a call.
+
+    An answer that is not written yet when another call holds or ends its process is lost, and its call made again.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._frames: list[bytes] = []
+
+    def put(self, message: bytes) -> None:
+        """Write a frame at the end of this turn."""
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._frames.append(message)
+
+    def _write(self) -> None:
+        frames, self._frames = self._frames, []
+        self._writer.write(b"".join(frames))
+
+
 async def receive_async(reader: asyncio.StreamReader, kind: type[T]) -> T:
     """Read one frame. Raises `asyncio.IncompleteReadError` when the other side is gone."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))

@@ -28,6 +28,7 @@ from streamppo.tasks.rewards.processes.wire import (
     Answer,
     Call,
     Done,
+    Outbox,
     Ready,
     Setup,
     frame,
@@ -142,23 +143,24 @@ async def _serve_async(channel: socket.socket, page: Page, reward: Loaded) -> No
     """Answer all calls side by side; each has its own clock, and the actor watches for a step that does not end."""
     reader, writer = await asyncio.open_connection(sock=channel)
     mark_tasks(asyncio.get_running_loop(), page)
+    outbox = Outbox(writer)
     running: set[asyncio.Task[None]] = set()
     while True:
         call = await receive_async(reader, Call)
         context = contextvars.copy_context()
         context.run(CALL.set, call.number)
-        task = asyncio.create_task(_answer(writer, reward, call), context=context)
+        task = asyncio.create_task(_answer(outbox, reward, call), context=context)
         running.add(task)
         task.add_done_callback(running.discard)
 
 
-async def _answer(writer: asyncio.StreamWriter, reward: Loaded, call: Call) -> None:
+async def _answer(outbox: Outbox, reward: Loaded, call: Call) -> None:
     try:
         async with asyncio.timeout(call.timeout_s):
             outcomes = await signature.call_async(reward, call.texts, call.columns)
     except TimeoutError:
         outcomes = (too_late(call.limit_s),) * len(call.texts)
-    writer.write(frame(Answer(number=call.number, outcomes=outcomes)))
+    outbox.put(frame(Answer(number=call.number, outcomes=outcomes)))
 
 
 if __name__ == "__main__":
