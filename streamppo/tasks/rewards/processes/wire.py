@@ -104,7 +104,7 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
 class Outbox:
     """Frames of one turn of the event loop, written together at its end: a write costs as much as the rest of a call.
 
-    An answer that is not written yet when another call holds or ends its process is lost, and its call made again.
+    An answer that is not written yet when another call holds or ends its process is lost: it fares as one that runs.
     """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
