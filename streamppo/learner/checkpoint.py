@@ -211,8 +211,8 @@ def load(path: Path, trained: Trained, copies: Remote | None = None) -> State:
     it, or if a rank lacks a file; `Damaged` if a file is not as it was written.
     """
     parameter = next(trained.policy.parameters())
-    assert isinstance(parameter, DTensor), "a policy is sharded"
-    state = _verify(path, rank_in_copy(parameter.device_mesh), copies)
+    writer = rank_in_copy(parameter.device_mesh) if isinstance(parameter, DTensor) else dist.get_rank()
+    state = _verify(path, writer, copies)
     if state.ranks != dist.get_world_size():
         raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
     tensors = _tensors(trained, state)
@@ -282,7 +282,7 @@ def _told(value: T, group: dist.ProcessGroup | None) -> T:
 
 
 def _tensors(trained: Trained, state: State) -> dict[str, Any]:
-    """The shards, and under a name of this rank all that ranks have alike: one of them would write that for all.
+    """The shards, and under a name of this rank all that is not sharded: one rank would write that for all.
 
     Frozen weights, beside which adapters are trained, are not among them: the run's first model has them.
     """

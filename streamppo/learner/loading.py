@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
@@ -19,6 +21,7 @@ from streamppo.learner import (
     attention,
     head,
     layers,
+    norms,
     parallel,
     pretrained,
     shared,
@@ -73,6 +76,9 @@ def load(
     policy = sharded(config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices)
     policy.temperature, policy.share_prompts = temperature, share_prompts
     policy.to_empty(device="cpu" if offload else device)
+    if not isinstance(policy, FSDPModule):
+        # Memory of its own has taken tied weights apart.
+        policy.lm.tie_weights()
     if plan is None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
@@ -96,8 +102,9 @@ def sharded(
 ) -> Policy:
     """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
 
-    `attends` is transformers' name of the attention. Raises `ModelError` for a model whose rows cannot be cut into
-    `slices`.
+    In float32 a rank alone leaves it whole: FSDP would move nothing, and its hooks and DTensors cost a tenth of a small
+    model's update. `attends` is transformers' name of the attention. Raises `ModelError` for a model whose rows cannot
+    be cut into `slices`.
     """
     with torch.device("meta"):
         lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False)
@@ -121,14 +128,23 @@ def sharded(
             layers.compile_layers(transformer)
         elif config.attention == "auto" and mesh.device_type == "cpu" and slices.ranks == 1:
             short_rows.prepare(transformer)
+        if not config.compile and mesh.device_type == "cpu":
+            norms.prepare(transformer)
+    if mesh.size() > 1 or config.dtype != "float32" or offload:
+        _shard(policy, config.dtype, mesh, slices, offload=offload)
+    return policy
+
+
+def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offload: bool) -> None:
+    """Let FSDP shard `policy`, which is computed in `dtype`."""
     precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
+        param_dtype=torch.bfloat16 if dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
     # FSDP moves layer by layer what it shards: no GPU ever holds the whole model in float32.
     where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     sharding = partial(fully_shard, mp_policy=precision, offload_policy=where)
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
-        for transformer in transformers:
+        for transformer in policy.transformers:
             for layer in layers.layers_of(transformer):
                 parallel.shard_fully(layer, mesh, slices.cut, sharding)
     # Values are regressed on returns: a weight of 8 bits would move them by up to 1 / 256 of their size.
@@ -137,7 +153,6 @@ def sharded(
         policy.value_head, mesh, slices.cut, partial(fully_shard, mp_policy=exact, offload_policy=where)
     )
     parallel.shard_fully(policy, mesh, slices.cut, sharding)
-    return policy
 
 
 def _read(path: str | Path, critic: str, chosen: str, *, weights: bool) -> tuple[Any, CriticStart]:
@@ -166,10 +181,17 @@ def _read_rows(policy: Policy, plan: weight_files.Plan) -> None:
     for name, parameter in policy.named_parameters():
         own = local(parameter)
         if own.numel():
-            chunk = parameter.__create_chunk_list__()[0]  # pyright: ignore
-            begin, *others = (slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            begin, *others = _place(parameter)
             rows = plan.read(name, begin.start, begin.stop)
             own.zero_() if rows is None else own.copy_(rows[(slice(None), *others)])
+
+
+def _place(parameter: Tensor) -> list[slice]:
+    """The place of this rank's part, which is not empty, in a weight, dimension by dimension."""
+    if not isinstance(parameter, DTensor):
+        return [slice(0, size) for size in parameter.shape]
+    chunk = parameter.__create_chunk_list__()[0]
+    return [slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
 
 
 def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:

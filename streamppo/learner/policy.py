@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
@@ -182,8 +183,10 @@ def nothing(rows: PaddedBatch) -> Scored:
 def release(policy: Policy) -> None:
     """Free all that FSDP keeps of forward passes for a backward: a record of each, and gathered weights.
 
-    After this there is nothing to run a backward through.
+    After this there is nothing to run a backward through. Of a policy that is not sharded there is nothing.
     """
+    if not isinstance(policy, FSDPModule):
+        return
     sharded: Any = policy
     sharded.reshard()
     # Only the newest torch has a public name for this.

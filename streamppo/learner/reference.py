@@ -5,6 +5,7 @@ With adapters it is the policy without them, and no second model.
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from streamppo.config.sections import Config
 from streamppo.learner import adapters, loading
@@ -75,7 +76,8 @@ def follow(reference: Policy, leader: Policy, share: float) -> None:
     bit). The critic is none of it.
     """
     # Gathered weights are copies: the shards alone stay.
-    leader.reshard()  # pyright: ignore[reportCallIssue]
+    if isinstance(leader, FSDPModule):
+        leader.reshard()
     theirs = dict(leader.lm.named_parameters())
     with torch.no_grad():
         for name, parameter in reference.lm.named_parameters():

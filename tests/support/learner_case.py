@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config import file as configfile
@@ -123,11 +125,12 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     followed = reference.load(config, str(folder), mesh, policy, None)
     taught_by = config.algorithm.teacher
     teacher = loading.load(config.model, taught_by.model, temperature, mesh, slices=slices) if taught_by.model else None
-    fill = (torch.randn(policy.value_head.weight.shape) * 0.1).to(device)
+    head = policy.value_head.weight
+    fill = (torch.randn(head.shape) * 0.1).to(device)
+    if isinstance(head, DTensor):
+        fill = distribute_tensor(fill, mesh, head.placements)
     with torch.no_grad():
-        policy.value_head.weight.copy_(
-            torch.distributed.tensor.distribute_tensor(fill, mesh, policy.value_head.weight.placements)
-        )
+        head.copy_(fill)
     return Updater(
         policy,
         # AdamW makes a full step of a gradient that is zero but for rounding; plain descent shows it as it is.
@@ -147,8 +150,15 @@ def metrics(updater: Updater, batch: PaddedBatch) -> dict[str, float]:
 
 def whole(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter, critic included, unsharded."""
-    policy.reshard()  # pyright: ignore[reportCallIssue]
-    return {name: parameter.detach().full_tensor().clone() for name, parameter in policy.named_parameters()}  # pyright: ignore
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+    return {name: full(parameter).clone() for name, parameter in policy.named_parameters()}
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
+    """All of a tensor, if it is sharded or not, without its graph."""
+    assert tensor is not None
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def updated(folder: Path, batch: PaddedBatch, *overrides: str) -> tuple[Weights, dict[str, float]]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from streamppo.config.lora import Lora
@@ -57,7 +58,7 @@ def loaded(config: Config, path: str, *, moved: bool = True) -> Policy:
             for name, one in adapters.trained(policy.lm).items():
                 if name.endswith("lora_B.weight"):
                     made = torch.randn(one.shape, generator=torch.Generator().manual_seed(len(name))) * 0.2
-                    one.copy_(torch.distributed.tensor.distribute_tensor(made, mesh, one.placements))  # pyright: ignore
+                    one.copy_(distribute_tensor(made, mesh, one.placements) if isinstance(one, DTensor) else made)
     return policy
 
 
@@ -125,7 +126,7 @@ def test_an_update_moves_the_adapters_alone_and_by_the_gradient_of_the_merged_mo
     config, batch = case.config_of(LORA), pad(case.batch())
     policy, lm = loaded(config, str(folder / "model")), AutoModelForCausalLM.from_pretrained(folder / "model")
     still = {name: one.detach().clone() for name, one in lm.named_parameters()}
-    held = {name: one.full_tensor().detach() for name, one in adapters.trained(policy.lm).items()}  # pyright: ignore
+    held = {name: case.full(one) for name, one in adapters.trained(policy.lm).items()}
     with torch.no_grad():
         for name, one in lm.named_parameters():
             one.copy_(merged(still, held, 2.0)[name])
@@ -138,7 +139,7 @@ def test_an_update_moves_the_adapters_alone_and_by_the_gradient_of_the_merged_mo
         whole = lm.get_parameter(f"{base}.weight").grad
         a, b = held[f"{base}.lora_A.weight"], held[f"{base}.lora_B.weight"]
         expected = 2.0 * (whole @ a.T if kind.startswith("B") else b.T @ whole)
-        torch.testing.assert_close(one.full_tensor(), expected, rtol=1e-3, atol=1e-4)  # pyright: ignore
+        torch.testing.assert_close(case.full(one), expected, rtol=1e-3, atol=1e-4)
     assert all(one.grad is None for one in adapters.frozen(policy.lm).values())
     updater = case.updater(config, folder / "model")
     before = case.whole(updater.policy)

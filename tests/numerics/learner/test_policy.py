@@ -87,7 +87,7 @@ def test_selective_checkpointing_computes_half_of_the_products_again_and_changes
         with Products() as seen:
             updater.policy(pad(case.batch()), "policy").logprobs_BT.sum().backward()
         counts[choice] = seen.count
-        gradients[choice] = [parameter.grad.full_tensor() for parameter in updater.policy.lm.parameters()]
+        gradients[choice] = [case.full(parameter.grad) for parameter in updater.policy.lm.parameters()]
     # Of a layer's seven products the last, whose result nothing needs, is never computed again.
     assert counts["full"] - counts["off"] == 2 * 6
     assert counts["selective"] - counts["off"] == 2 * 3
@@ -168,7 +168,8 @@ def test_of_a_references_pass_nothing_stays_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch, layers_above: int
 ) -> None:
     monkeypatch.setattr(loading, "SHARD_LAYERS_ABOVE", layers_above)
-    updater = case.updater(case.config_of("algorithm.kl.loss_beta=0.1", "learner.micro_batch_tokens=40"), folder)
+    choices = ("algorithm.kl.loss_beta=0.1", "learner.micro_batch_tokens=40", "model.dtype=bfloat16")
+    updater = case.updater(case.config_of(*choices), folder)
     reference: Any = updater.reference
 
     def record() -> list[Any]:

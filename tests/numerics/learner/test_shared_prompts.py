@@ -100,7 +100,7 @@ def test_a_prompt_is_computed_once_and_no_token_of_another_completion_is_seen() 
     tokens_GW, sees = reading.arguments["input_ids"], reading.arguments["attention_mask"]
     assert isinstance(tokens_GW, torch.Tensor) and isinstance(sees, torch.Tensor)
     assert tokens_GW.shape == (4, 3 + 4 + 2 + 4 + 1)
-    assert tokens_GW[0, :7].tolist() == [*A, *ROWS.inputs_BL[0, 3:7].tolist()]
+    assert tokens_GW[reading.place_BL[0, 0] // 14, :7].tolist() == [*A, *ROWS.inputs_BL[0, 3:7].tolist()]
     for row, (start, width) in enumerate(zip(ROWS.start_B.tolist(), width_B.tolist(), strict=True)):
         own = reading.place_BL[row, :width]
         assert tokens_GW.flatten()[own].tolist() == ROWS.inputs_BL[row, :width].tolist()
@@ -173,3 +173,17 @@ def test_models_that_look_at_more_than_the_mask_shows_share_nothing(folder: Path
     sliding = Qwen2Config(**case.SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=1)
     Qwen2ForCausalLM(sliding).save_pretrained(tmp_path)
     assert not shares(tmp_path) and not shares(folder, critic=str(tmp_path))
+
+
+@pytest.mark.parametrize("bad_luck", [False, True])
+def test_rows_have_one_number_if_and_only_if_they_are_alike(monkeypatch: pytest.MonkeyPatch, bad_luck: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows_BL = torch.randint(-1, 3, (200, 3), generator=generator)
+    if bad_luck:
+        # Factors of 1: rows of the same numbers in another order have the same sum.
+        monkeypatch.setattr(torch, "randint", lambda _, shape, **__: torch.zeros(shape, dtype=torch.int64))
+    number_B = shared.number(rows_BL)
+    assert sorted(set(number_B.tolist())) == list(range(int(number_B.max()) + 1))
+    alike_BB = (rows_BL[:, None] == rows_BL[None]).all(-1)
+    assert torch.equal(number_B[:, None] == number_B[None], alike_BB)
+    assert 1 < int(number_B.max()) + 1 <= 4**3

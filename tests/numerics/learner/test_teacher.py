@@ -116,7 +116,7 @@ def test_the_nll_is_of_right_answers_alone_and_its_gradient_is_added(folder: Pat
     (-0.3 * logprobs_BT[trained_BT].sum() / right_BT.sum()).backward()
     rate = plain.optimizer.param_groups[0]["lr"]
     for name, parameter in plain.policy.lm.named_parameters():
-        expected = moved[0.0][f"lm.{name}"] - rate * parameter.grad.full_tensor()
+        expected = moved[0.0][f"lm.{name}"] - rate * case.full(parameter.grad)
         torch.testing.assert_close(moved[0.3][f"lm.{name}"], expected, rtol=0, atol=1e-5)
 
 

@@ -263,7 +263,7 @@ def test_log_probs_and_values_are_those_of_a_plain_forward_without_padding(folde
     updater = case.updater(case.config_of("rollout.temperature=0.7"), folder)
     padded = pad(case.batch())
     with torch.no_grad():
-        head_1D = updater.policy.value_head.weight.full_tensor()
+        head_1D = case.full(updater.policy.value_head.weight)
         scored = updater.policy(padded, "both")
         lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for row in range(case.BATCH):

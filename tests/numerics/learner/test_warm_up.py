@@ -65,7 +65,7 @@ def test_values_in_bfloat16_runs_are_products_with_the_weights_as_they_are(folde
     hidden: list[torch.Tensor] = []
     updater.policy.lm.base_model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
     batch = pad(case.batch())
-    weight_1D = updater.policy.value_head.weight.full_tensor().detach()  # pyright: ignore
+    weight_1D = case.full(updater.policy.value_head.weight)
     assert not torch.equal(weight_1D, weight_1D.bfloat16().float())
     with torch.no_grad():
         values_BT = updater.policy(batch, "critic").values_BT
