@@ -112,9 +112,10 @@ def pad(batch: Batch) -> PaddedBatch:
 
 def _routes(trajectories: Sequence[Trajectory], width_B: Tensor) -> Tensor | None:
     """The experts of every token of each row but the last, and -1 for those that the engine does not tell."""
-    given = [routes(one.routes).reshape(int(width) - 1, -1) for one, width in zip(trajectories, width_B, strict=True)]
-    if not any(one.size for one in given):
+    if not any(one.routes for one in trajectories):
         return None
+    widths = width_B.tolist()
+    given = [routes(one.routes).reshape(width - 1, -1) for one, width in zip(trajectories, widths, strict=True)]
     padded_BLE = np.full((len(given), int(width_B.max()), max(one.shape[1] for one in given)), -1, np.int16)
     for row, found in zip(padded_BLE, given, strict=True):
         row[: len(found), : found.shape[1]] = found
@@ -148,9 +149,9 @@ def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candida
 def _rewards(trajectories: Sequence[Trajectory], reward_B: Tensor, mask_BT: Tensor) -> Tensor:
     """A trajectory's own token rewards, or its reward on the last token that the policy sampled."""
     rewards_BT = on_last_token(reward_B, mask_BT)
-    for rewards_T, trajectory in zip(rewards_BT, trajectories, strict=True):
+    for row, trajectory in enumerate(trajectories):
         if trajectory.token_rewards:
-            rewards_T[: trajectory.num_tokens] = torch.from_numpy(floats(trajectory.token_rewards).copy())
+            rewards_BT[row, : trajectory.num_tokens] = torch.from_numpy(floats(trajectory.token_rewards).copy())
     return rewards_BT
 
 
