@@ -1,10 +1,11 @@
-"""Attention of short rows on a CPU, forward and backward, beside transformers' own: CPU milliseconds of one layer.
+"""Attention of short rows, and norms, on a CPU, forward and backward, beside transformers' own: CPU milliseconds.
 
     python benchmarks/short_rows.py --json short-rows.json [--rounds 5] [--tokens 16 22 48 64 128]
 
 Both are the attention module of a Qwen2 layer without its products of weights, which are the same: rotary positions,
-scores, softmax. Rows see all before them, by a mask, as rows with several samples have one. One thread; the two take
-turns, medians over rounds. `streamppo.learner.short_rows.LONGEST` is where ours is left.
+scores, softmax. Rows see all before them, by a mask, as rows with several samples have one. Below it, one RMS norm of
+as many tokens, for models of several widths. One thread; the two take turns, medians over rounds.
+`streamppo.learner.short_rows.LONGEST` is where ours is left.
 """
 
 import argparse
@@ -12,19 +13,19 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2RotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.runs import machine, table
-from streamppo.learner import short_rows
+from streamppo.learner import norms, short_rows
 
 TOKENS = 4096
 """Tokens of all rows together."""
@@ -48,6 +49,20 @@ def measure(width: int, heads: int, of_head: int, rounds: int) -> dict[str, Any]
         "theirs": lambda: module(hidden, positions, mask)[0],
         "ours": lambda: short_rows.attend(module, module.forward, hidden, positions, mask)[0],
     }
+    found = _in_turns(ways, gradient, rounds)
+    short_rows.LONGEST = longest
+    return {"rows": rows, "tokens": width, "heads": heads, "width": of_head, **found}
+
+
+def measure_norm(width: int, rounds: int) -> dict[str, Any]:
+    """CPU milliseconds of both, for one norm of a model of this width."""
+    theirs, ours = Qwen2RMSNorm(width), Qwen2RMSNorm(width)
+    hidden = torch.randn(TOKENS, width, requires_grad=True)
+    ways = {"theirs": lambda: theirs(hidden), "ours": lambda: norms.normalise(ours, ours.forward, hidden)}
+    return {"rows": TOKENS, "tokens": 1, "heads": "norm", "width": width, **_in_turns(ways, hidden.detach(), rounds)}
+
+
+def _in_turns(ways: Mapping[str, Callable[[], Tensor]], gradient: Tensor, rounds: int) -> dict[str, float]:
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
@@ -55,10 +70,8 @@ def measure(width: int, heads: int, of_head: int, rounds: int) -> dict[str, Any]
             for _ in range(TIMES):
                 way().backward(gradient)
             found[name].append(1e3 * (time.process_time() - begin) / TIMES)
-    short_rows.LONGEST = longest
     # The first round warms up.
-    theirs, ours = (statistics.median(some[1:]) for some in found.values())
-    return {"rows": rows, "tokens": width, "heads": heads, "width": of_head, "theirs": theirs, "ours": ours}
+    return {name: statistics.median(some[1:]) for name, some in found.items()}
 
 
 def main() -> None:
@@ -71,6 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     about = machine()
     lines = [measure(width, 8, of_head, options.rounds) for of_head in (8, 64) for width in options.tokens]
+    lines += [measure_norm(width, options.rounds) for width in (64, 256, 1024)]
     for line in lines:
         line["share"] = line["ours"] / line["theirs"]
     print(table(lines))

@@ -4,7 +4,7 @@
     dx = inv * (w * dy - n * mean(n * w * dy)),   dw = sum over tokens of n * dy
 
 transformers' own is a chain of operations, each with a gradient that walks over all tokens several times: forward and
-backward, this takes half of its time for a model of 64 wide (benchmarks/short_rows.py).
+backward, this takes half to two thirds of its time (benchmarks/short_rows.py).
 """
 
 from collections.abc import Callable
