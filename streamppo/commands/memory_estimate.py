@@ -14,7 +14,7 @@ from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
 from streamppo.learner import adapters, parallel
 from streamppo.learner.layers import Selection
-from streamppo.learner.loading import SHARD_LAYERS_ABOVE
+from streamppo.learner.loading import SHARD_LAYERS_ABOVE, is_whole
 from streamppo.learner.policy import HEAD_CHUNK
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
@@ -218,7 +218,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
                  of it if that is offloaded
     gathered     weights in the compute type of two layers, as far as they are not cut between ranks, and of all that
                  is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
-                 ranks
+                 ranks; nothing where FSDP is not needed
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each (and
                  what is selected) and one layer's; with tensor parallelism the slices that a rank gathers twice
     head         logits of a chunk, the head's float32 copy (on a GPU a part of its gradient) and its gradient
@@ -236,6 +236,8 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     gradients = model.trained / model.parameters
     reduced = gradients * (whole if small else max(model.rest, kept_of_layer))
     gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
+    if is_whole(learner.ranks, config.model.dtype, offload=learner.offload):
+        gathered = 0
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
     per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
     layers = tokens * per_layer * model.layers

@@ -130,9 +130,14 @@ def sharded(
             short_rows.prepare(transformer)
         if not config.compile and mesh.device_type == "cpu":
             norms.prepare(transformer)
-    if mesh.size() > 1 or config.dtype != "float32" or offload:
+    if not is_whole(mesh.size(), config.dtype, offload=offload):
         _shard(policy, config.dtype, mesh, slices, offload=offload)
     return policy
+
+
+def is_whole(ranks: int, dtype: str, *, offload: bool) -> bool:
+    """True for a policy of so many ranks, computed in `dtype`, that FSDP is not needed for."""
+    return ranks == 1 and dtype == "float32" and not offload
 
 
 def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offload: bool) -> None:

@@ -398,9 +398,13 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
 def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = configfile.load(MATH)
+    alone, offloaded, config = (
+        configfile.load(MATH, choices) for choices in ([], ["learner.offload=true"], ["learner.ranks=2"])
+    )
     model = memory.sizes(small(), config.model)
     assert memory.rank(config, model, 10).gathered == model.parameters * (4 + 4 + 4)
+    assert memory.rank(offloaded, model, 10).gathered == model.parameters * (4 + 4 + 4)
+    assert memory.rank(alone, model, 10).gathered == 0
     monkeypatch.setattr(memory, "SHARD_LAYERS_ABOVE", 100)
     expected = (model.rest + 2 * model.layer) * 8 + 4 * max(model.rest, model.layer)
     assert memory.rank(config, model, 10).gathered == expected
