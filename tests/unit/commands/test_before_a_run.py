@@ -94,7 +94,7 @@ NOTES = {
     ],
     "learner.warmup_updates (9) is the whole run (9 updates)": ["updates=9", "learner.warmup_updates=9"],
     "algorithm.critic.warmup_updates (9) is the whole run": ["updates=9", "algorithm.critic.warmup_updates=9"],
-    "rollout.in_flight (5) is below rollout.slots (192)": ["rollout.in_flight=5"],
+    "rollout.in_flight (5) is below rollout.slots (512)": ["rollout.in_flight=5"],
     "learner ranks and rollout actors have 5001 threads, and this machine": ["rollout.actors=5000"],
     "evaluation.prompts (9999) are more than the 8": ["evaluation.prompts=9999"],
 }
