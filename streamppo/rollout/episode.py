@@ -79,12 +79,13 @@ class Episode(NamedTuple):
     def text(self, prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
         """Decode the part of it that rewards see. It has come to its end."""
         assert self.finish != "cut"
+        sampled = self.tokens[self.mask]
         return ScoredText(
             prompt=prompt.text,
             completion=tokenizer.decode(self.tokens),
             finish=self.finish,
-            num_tokens=self.num_sampled,
-            tokens=self.tokens[self.mask].tobytes(),
+            num_tokens=len(sampled),
+            tokens=sampled.tobytes(),
             messages=prompt.messages,
             turns=self.turns,
             source=prompt.source,

@@ -26,6 +26,7 @@ from streamppo.queue.shards import Shards
 from streamppo.queue.source import BEAT_S
 from streamppo.rollout import adapters, build, teacher
 from streamppo.rollout.cuts import cut_for, most_under_way
+from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.rollout.follower import Follower
 from streamppo.rollout.handing import Handing
@@ -40,6 +41,7 @@ from streamppo.types import (
     EngineReport,
     EvaluationReport,
     Failure,
+    Identity,
     Prompt,
     Reward,
     Sample,
@@ -237,7 +239,7 @@ class Worker:
         self._under_way.add(handing)
         try:
             prompt = self._task.prompt(ticket.identity.prompt)
-            sampling = self._sampling._replace(max_tokens=self._limit(prompt, ticket.identity))
+            sampling = self._limited(self._sampling, prompt, ticket.identity)
             episode = await self._player.play(prompt, sampling, handing if self._config.queue.segments else None)
             handing.wait(episode)
             reward, teacher_logprobs = await self._score_and_teach(prompt, episode)
@@ -251,6 +253,11 @@ class Worker:
             self._hand_over(failure)
         self._under_way.remove(handing)
         self._room += 1
+
+    def _limited(self, sampling: Sampling, prompt: Prompt, identity: Identity | None) -> Sampling:
+        """`sampling` with the limit of one completion, which most tasks leave as it is."""
+        most = self._limit(prompt, identity)
+        return sampling if most == sampling.max_tokens else sampling._replace(max_tokens=most)
 
     def _hand_over(self, result: Trajectory | Failure) -> None:
         self._finished.append(result)
@@ -323,8 +330,7 @@ class Worker:
 
     async def _answer(self, prompt: Prompt) -> Answer:
         try:
-            greedy = self._greedy._replace(max_tokens=self._limit(prompt, None))
-            episode = await self._player.play(prompt, greedy)
+            episode = await self._player.play(prompt, self._limited(self._greedy, prompt, None))
             correct = (await self._score(prompt, episode)).total >= self._config.reward.correct_at
         except FAILURES as error:
             return Answer(None, self.version, self.version, utf8_safe(f"{_stage(error)}: {error}"))

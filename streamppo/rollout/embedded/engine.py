@@ -72,6 +72,7 @@ class EmbeddedEngine:
         self._rows = Rows(self._decoder, eos_ids, torch.Generator(device).manual_seed(seed))
         # transformers' configurations are slow to ask.
         self._vocabulary = hf_config.vocab_size
+        self._checked: Ints | None = None
         self._version = version
         self._slots = slots
         self._kv = kv
@@ -93,7 +94,10 @@ class EmbeddedEngine:
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
-        check_prompt(prompt, self._decoder.max_tokens - 1, self._vocabulary)
+        if prompt is not self._checked:
+            # The samples of a prompt come one after another, with the very same array.
+            check_prompt(prompt, self._decoder.max_tokens - 1, self._vocabulary)
+            self._checked = prompt
         limit = min(sampling.max_tokens, self._decoder.max_tokens - len(prompt))
         request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
         self._wake()

@@ -71,10 +71,12 @@ class Rewards:
             outcomes = [await self._guards[names[0]].score(text, prompt.columns)]
         else:
             outcomes = await asyncio.gather(*(self._guards[name].score(text, prompt.columns) for name in names))
+        scored: list[tuple[str, Reward]] = []
         for name, outcome in zip(names, outcomes, strict=True):
             if outcome.reason:
                 raise RewardFailed(f"{name}: {outcome.reason}" if self._several else outcome.reason)
-        scored = [(name, outcome.reward) for name, outcome in zip(names, outcomes, strict=True) if outcome.reward]
+            if outcome.reward:
+                scored.append((name, outcome.reward))
         if not scored:
             raise RewardFailed(f"{', '.join(names)} returned None: no reward applies to this trajectory")
         return self._combine(scored)
