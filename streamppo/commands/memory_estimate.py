@@ -235,9 +235,8 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     # Only what is trained has gradients: of the whole, that share.
     gradients = model.trained / model.parameters
     reduced = gradients * (whole if small else max(model.rest, kept_of_layer))
-    gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
-    if is_whole(learner.ranks, config.model.dtype, offload=learner.offload):
-        gathered = 0
+    shards_nothing = is_whole(learner.ranks, config.model.dtype, offload=learner.offload)
+    gathered = 0 if shards_nothing else int((1 + gradients) * whole * model.element + MASTER * reduced)
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
     per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
     layers = tokens * per_layer * model.layers
