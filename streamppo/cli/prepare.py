@@ -10,14 +10,35 @@ from cyclopts.validators import Number
 from streamppo.cli.words import ConfigFile, Override, Whole, app
 from streamppo.commands import data as data_sets
 from streamppo.config import file as configfile
+from streamppo.errors import ConfigError
 
 
 @app.command
-def init(folder: Annotated[Path, Parameter(help="The new folder; its name is the project's.")], /) -> int:
-    """Begin a project that runs at once on a CPU: a configuration, a reward, data, a README."""
+def init(
+    name: Annotated[Path, Parameter(name="NAME", help="The new folder, or the new file NAME.toml for what is yours.")],
+    /,
+    *,
+    model: Annotated[str, Parameter(help="Yours: the folder or hub name of a model, or builtin:tiny.")] = "",
+    data: Annotated[str, Parameter(help="Yours: rows with a prompt: jsonl, parquet, a folder, a hub name.")] = "",
+    reward: Annotated[str, Parameter(help="Yours: FILE.py:FUNCTION, or package.module:function.")] = "",
+    gpu: Annotated[Whole, Parameter(validator=Number(gte=0), help="How many GPUs, with SGLang (default: 0).")] = 0,
+    prompt: Annotated[str, Parameter(help="The column of the prompt, where its name does not tell.")] = "",
+    answer: Annotated[str, Parameter(help="The column of the answer, where its name does not tell.")] = "",
+) -> int:
+    """Begin a project that runs at once on a CPU; or write a configuration for a model, data and a reward of yours.
+
+    With --model, --data and --reward the sizes of NAME.toml are taken from them.
+    """
     from streamppo.commands import init as command
 
-    return command.init(folder)
+    yours = {"--model": model, "--data": data, "--reward": reward}
+    missing = [option for option, value in yours.items() if not value]
+    if len(missing) == len(yours) and not (gpu or prompt or answer):
+        return command.init(name)
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(f"--model, --data and --reward go together: {' and '.join(missing)} {verb} missing")
+    return command.bring(name, command.Given(model, data, reward, prompt, answer, gpu))
 
 
 @app.command
