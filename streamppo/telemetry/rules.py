@@ -15,6 +15,8 @@ from streamppo.telemetry.summary import Summary
 
 WINDOW = 20
 """Updates that a rule looks at together."""
+EARLY = 3
+"""Updates after which a rule that is early looks for the first time."""
 SOLVED = 0.8
 """A task is all but solved at this share of reward.correct_at, or of right held-out answers."""
 
@@ -26,6 +28,7 @@ FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
 WAITS, IDLE = 0.8, 0.5
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
 CUT, EXPLAINED = 0.3, 0.1
+NEARLY_ALL = 0.9
 SIGMAS = 3.0
 
 Numbers: TypeAlias = Mapping[str, float]
@@ -65,12 +68,16 @@ class Evidence(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A sign: its name, the condition in words, advice, and the function that returns the numbers that fired it."""
+    """A sign: its name, the condition in words, advice, and the function that returns the numbers that fired it.
+
+    An `early` one looks after the first `EARLY` updates too, when there is no window yet.
+    """
 
     name: str
     fires: str
     advice: str
     look: Callable[[Evidence], str | None]
+    early: bool = False
 
 
 # --- the policy ----------------------------------------------------------------------------------------------
@@ -206,7 +213,10 @@ def _length_drifts(seen: Evidence) -> str | None:
 
 def _truncated(seen: Evidence) -> str | None:
     share = seen.mean("truncated") or 0.0
-    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED else None
+    if share >= NEARLY_ALL:
+        bound = seen.config.rollout.max_tokens
+        return f"nearly all completions ({share:.0%}) are cut off: rollout.max_tokens ({bound}) ends them"
+    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED and seen.windows else None
 
 
 def _equal_groups(seen: Evidence) -> str | None:
@@ -339,9 +349,10 @@ RULES = (
     ),
     Rule(
         "completions are cut off",
-        f"more than {TRUNCATED:.0%} of them",
+        f"more than {TRUNCATED:.0%} of them; {NEARLY_ALL:.0%} in the first {EARLY} updates",
         "raise rollout.max_tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
         _truncated,
+        early=True,
     ),
     Rule(
         "equal groups",

@@ -11,7 +11,7 @@ from streamppo.config.sections import Config
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.metrics_file import Line
-from streamppo.telemetry.rules import RULES, WINDOW
+from streamppo.telemetry.rules import EARLY, RULES, WINDOW
 
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl")
 """The lines of 60 updates of configs/math.toml, four digits of each number."""
@@ -191,3 +191,16 @@ def test_a_finding_is_new_once_and_tells_from_when_to_when_it_was_seen(grpo: Con
 
 def test_a_run_shorter_than_a_window_is_not_judged_by_its_updates(grpo: Config) -> None:
     assert diagnosis.of_lines(grpo, updates(WINDOW - 1, ess=0.1), summary()) == []
+
+
+def test_completions_that_are_nearly_all_cut_off_are_told_after_a_few_updates(grpo: Config) -> None:
+    diagnosed = Diagnosis(grpo)
+    new = [finding for line in updates(EARLY, truncated=0.99) for finding in diagnosed.add(line)]
+    assert [(one.name, one.first) for one in new] == [("completions are cut off", EARLY)]
+    assert new[0].numbers == "nearly all completions (99%) are cut off: rollout.max_tokens (5) ends them"
+    assert "raise rollout.max_tokens" in new[0].advice
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.89])
+def test_a_few_updates_judge_nothing_less(share: float, grpo: Config) -> None:
+    assert diagnosis.of_lines(grpo, updates(EARLY, truncated=share, ess=0.1), None) == []
