@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from streamppo.errors import TaskError
+from streamppo.tasks.scorers import gold
 from streamppo.types import Prompt, ScoredText
 
 ALPHABET = "0123456789+="
@@ -41,5 +42,8 @@ def difficulty(prompt: Prompt) -> int:
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:
-    """Score 1.0 for exactly the answer and an end-of-sequence after it, else 0.0."""
-    return float(trajectory.finish == "stop" and trajectory.completion == answer)
+    """Score 1.0 for exactly the answer and an end-of-sequence after it, else 0.0.
+
+    Raises `TaskError` for an answer that is neither a text nor a number.
+    """
+    return float(trajectory.completion == gold.text(answer) and trajectory.finish == "stop")

@@ -77,15 +77,10 @@ def test_what_is_no_finite_number_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("value", [1e39, -1e39, 1e20, Decimal("1e300"), 10**39, np.float64(1e39), torch.tensor(1e38)])
 def test_a_reward_whose_square_float32_does_not_hold_fails_with_its_reason(value: Any) -> None:
     one = text("3")
-    for outcome in (check(value, one), check_verl({"score": value}, one), check(Given(score=value), one)):
+    parts = [Given(score=value), Given(tokens=(value,)), Given(turns=(value,)), Given(components={"a": value})]
+    for outcome in (check(value, one), check_verl({"score": value}, one), *(check(part, one) for part in parts)):
         assert outcome.reward is None
         assert "beyond 1e+16, and the learner squares rewards in float32: scale it down" in outcome.reason
-    for part in ({"tokens": (value,) * 1}, {"turns": (value,)}, {"components": {"a": value}}):
-        assert "beyond 1e+16" in check(Given(**part), one.__class__(**{**_fields(one), "num_tokens": 1})).reason
-
-
-def _fields(one: Any) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__struct_fields__}
 
 
 def test_the_largest_reward_of_a_batch_is_squared_and_summed_within_float32() -> None:
@@ -153,7 +148,7 @@ def score(trajectory, **columns):
     "a program": """
 import subprocess
 def score(trajectory, **columns):
-    return int(subprocess.run(["wc", "-c"], input=trajectory.completion.encode(), capture_output=True, check=True).stdout)
+    return int(subprocess.run(["wc", "-c"], input=trajectory.completion.encode(), capture_output=True).stdout)
 """,
     "processes of its own": """
 from concurrent.futures import ProcessPoolExecutor
