@@ -6,6 +6,7 @@ import numpy as np
 
 from streamppo.errors import TaskError
 from streamppo.tasks.scorers import gold
+from streamppo.tasks.split import held_out_count
 from streamppo.types import Prompt, ScoredText
 
 ALPHABET = "0123456789+="
@@ -21,7 +22,8 @@ class Arithmetic:
         pairs = [(a, b) for a in range(first[0], first[1] + 1) for b in range(second[0], second[1] + 1)]
         unordered = sorted({(min(pair), max(pair)) for pair in pairs})
         generator = np.random.default_rng((seed, 0xADD))
-        kept = {unordered[int(n)] for n in generator.permutation(len(unordered))[round(held_out * len(unordered)) :]}
+        cut = held_out_count(len(unordered), held_out)
+        kept = {unordered[int(n)] for n in generator.permutation(len(unordered))[cut:]}
         shuffled = [pairs[int(n)] for n in generator.permutation(len(pairs))]
         self.training: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) in kept]
         self.held_out: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) not in kept]
