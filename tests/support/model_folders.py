@@ -96,7 +96,7 @@ def fits(family: str, tokenizer: str, layout: str = "single") -> bool:
     return family != "qwen2" or tokenizer_kinds.KINDS[tokenizer].model == "byte_bpe"
 
 
-def make(
+def make(  # noqa: PLR0913  The draws of a folder.
     folder: Path,
     *,
     family: str = "qwen2",
@@ -109,19 +109,23 @@ def make(
     spare: int = 0,
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
+    stop_chance: float = 0.0,
 ) -> Path:
     """Write a model with random weights and its tokenizer at `folder`.
 
     `spare` is the number of rows of the embeddings beyond the tokenizer's words, `settings` change the model's
-    configuration.
+    configuration. With `stop_chance` a token ends the assistant's turn about so often.
     """
     made = tokenizer_kinds.make(tokenizer, template)
-    stops = tokenizer_kinds.CONTROLS[template].stops
+    controls = tokenizer_kinds.CONTROLS[template]
     config = config_of(family, made, tied=tied, spare=spare, settings=settings or {})
     torch.manual_seed(seed)
-    lm = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    if stop_chance:
+        _teach_stop(lm, made.convert_tokens_to_ids(controls.turn_end), stop_chance)
+    lm.to(getattr(torch, dtype))
     lm.config.dtype = lm.dtype
-    _set_generation(lm, made, stops, generation)
+    _set_generation(lm, made, controls.stops, generation)
     folder.mkdir(parents=True, exist_ok=True)
     lm.save_pretrained(folder, max_shard_size="20KB" if layout == "sharded" else "5GB")
     made.save_pretrained(folder)
@@ -149,6 +153,22 @@ def config_of(
             **settings,
         }
     )
+
+
+@torch.no_grad()
+def _teach_stop(lm: "PreTrainedModel", token: int, chance: float) -> None:
+    """Give every word's embedding a common part, and the head's row of `token` so much of it that it is drawn often."""
+    embeddings, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    common = torch.sin(torch.arange(embeddings.shape[1]) * 1.7)
+    common -= common.mean()
+    embeddings += 1.5 * embeddings.std() * common
+    words = torch.randint(0, len(embeddings), (4, 16), generator=torch.Generator().manual_seed(0))
+    row, low, high = head[token].clone(), 0.0, 50.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        head[token] = row + middle * common * embeddings.std()
+        drawn = lm(words, use_cache=False).logits.softmax(-1)[:, :, token].mean()
+        low, high = (middle, high) if drawn < chance else (low, middle)
 
 
 def _set_generation(

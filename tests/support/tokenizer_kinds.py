@@ -30,9 +30,13 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class Controls:
-    """The tokens of a chat template, by their role. `stops` end a completion, as generation_config.json has it."""
+    """The tokens of a chat template, by their role. `stops` end a completion, as generation_config.json has it.
+
+    `turn_end` is the one that the template writes behind an assistant's turn.
+    """
 
     eos: str
+    turn_end: str
     stops: tuple[str, ...]
     bos: str | None = None
     pad: str | None = None
@@ -48,6 +52,7 @@ class Controls:
 
 _QWEN = Controls(
     eos="<|im_end|>",
+    turn_end="<|im_end|>",
     stops=("<|im_end|>", "<|endoftext|>"),
     pad="<|endoftext|>",
     special=("<|im_start|>",),
@@ -55,17 +60,19 @@ _QWEN = Controls(
 )
 _GEMMA = Controls(
     eos="<eos>",
+    turn_end="<end_of_turn>",
     stops=("<eos>", "<end_of_turn>"),
     bos="<bos>",
     pad="<pad>",
     special=("<start_of_turn>", "<unk>"),
 )
 CONTROLS = {
-    None: Controls(eos="</s>", stops=("</s>",), bos="<s>", special=("<unk>",)),
+    None: Controls(eos="</s>", turn_end="</s>", stops=("</s>",), bos="<s>", special=("<unk>",)),
     "qwen2.5": _QWEN,
     "qwen3": replace(_QWEN, plain=(*_QWEN.plain, "<tool_response>", "</tool_response>", "<think>", "</think>")),
     "llama3": Controls(
         eos="<|eot_id|>",
+        turn_end="<|eot_id|>",
         stops=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
         bos="<|begin_of_text|>",
         special=("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
@@ -74,6 +81,7 @@ CONTROLS = {
     "gemma3": _GEMMA,
     "mistral": Controls(
         eos="</s>",
+        turn_end="</s>",
         stops=("</s>",),
         bos="<s>",
         special=(
@@ -83,6 +91,7 @@ CONTROLS = {
     ),
     "glm": Controls(
         eos="<|endoftext|>",
+        turn_end="<|user|>",
         stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
         pad="<|endoftext|>",
         special=("[gMASK]", "<sop>", "<|system|>", "<|assistant|>"),
@@ -90,6 +99,7 @@ CONTROLS = {
     ),
     "phi": Controls(
         eos="<|endoftext|>",
+        turn_end="<|end|>",
         stops=("<|endoftext|>", "<|end|>"),
         bos="<s>",
         pad="<|endoftext|>",
@@ -97,6 +107,7 @@ CONTROLS = {
     ),
     "deepseek": Controls(
         eos="<｜end▁of▁sentence｜>",
+        turn_end="<｜end▁of▁sentence｜>",
         stops=("<｜end▁of▁sentence｜>",),
         bos="<｜begin▁of▁sentence｜>",
         pad="<｜▁pad▁｜>",
