@@ -25,6 +25,7 @@ COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
 WAITS, IDLE = 0.8, 0.5
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
+CUT, EXPLAINED = 0.3, 0.1
 SIGMAS = 3.0
 
 Numbers: TypeAlias = Mapping[str, float]
@@ -131,7 +132,27 @@ def _explains_nothing(seen: Evidence) -> str | None:
     return f"explained variance {explained:.2f}: the critic is worse than a constant"
 
 
+def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
+    share, explained = seen.mean("segments_cut"), seen.mean("explained_variance")
+    if share is None or explained is None or share <= CUT or explained >= EXPLAINED or seen.is_solved:
+        return None
+    return f"{share:.0%} of the segments end in a cut, and the critic explains nothing there ({explained:.2f})"
+
+
 # --- the data ------------------------------------------------------------------------------------------------
+
+
+def _worse_than_at_first(seen: Evidence) -> str | None:
+    known = [
+        (one["accuracy"], one["count"], one["evaluation"]) for one in seen.evaluations if one["accuracy"] is not None
+    ]
+    if len(known) < 2:
+        return None
+    (first, count, _), (last, _, _) = known[0], known[-1]
+    if first - last < SIGMAS * _two_noises(first, count):
+        return None
+    best, _, version = max(known, key=lambda one: one[0])
+    return f"held-out accuracy {last:.3f}, and {first:.3f} at first; the best is {best:.3f}, of version {version}"
 
 
 def _held_out_falls(seen: Evidence) -> str | None:
@@ -140,10 +161,14 @@ def _held_out_falls(seen: Evidence) -> str | None:
         return None
     (best, count), (last, _) = max(known), known[-1]
     first, reward = _first(seen, "reward"), seen.mean("reward")
-    noise = (max(best * (1 - best), 0.25 / count) / count) ** 0.5
-    if first is None or reward is None or reward <= first or best - last < SIGMAS * 2**0.5 * noise:
+    if first is None or reward is None or reward <= first or best - last < SIGMAS * _two_noises(best, count):
         return None
     return f"held-out accuracy {last:.3f} after {best:.3f}, while the reward rose from {first:.3f} to {reward:.3f}"
+
+
+def _two_noises(accuracy: float, count: int) -> float:
+    """The standard error of the difference of two accuracies on `count` prompts each."""
+    return (2 * max(accuracy * (1 - accuracy), 0.25 / count) / count) ** 0.5
 
 
 def _few_effective(seen: Evidence) -> str | None:
@@ -258,6 +283,13 @@ RULES = (
         _gradient_spikes,
     ),
     Rule(
+        "cuts rest on the critic",
+        f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
+        "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
+        "completions: a policy that follows such a critic unlearns what it can",
+        _cuts_rest_on_the_critic,
+    ),
+    Rule(
         "value loss diverges",
         f"rising, and above {DIVERGED:g} times its lowest window",
         "lower algorithm.critic.lr or coefficient, set algorithm.critic.clip, scale the reward down",
@@ -268,6 +300,12 @@ RULES = (
         f"below {UNEXPLAINED:g}, while the task is not solved",
         "raise algorithm.critic.lr or epochs, set algorithm.critic.warmup_updates, or have no critic",
         _explains_nothing,
+    ),
+    Rule(
+        "worse than at the start",
+        f"held-out accuracy {SIGMAS:g} standard errors below that of the first evaluation",
+        "look at the other signs first, lower learner.lr; `streamppo export RUN --version N` gets the best version",
+        _worse_than_at_first,
     ),
     Rule(
         "reward rises while held-out falls",

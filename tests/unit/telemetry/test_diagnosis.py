@@ -87,8 +87,24 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "KL spikes": (once(reference_kl=0.02, behavior_kl=0.9), None, "behavior_kl was 0.9 nats, 0.01 in the median"),
     "entropy collapse": (after(entropy=0.05), None, "entropy 0.05 nats a token, 0.7 in the first 20"),
     "gradient spikes": (once(grad_norm=30.0), None, "grad_norm was 30, 1 in the median"),
+    "cuts rest on the critic": (
+        after(segments_cut=0.66, explained_variance=-0.05),
+        None,
+        "66% of the segments end in a cut, and the critic explains nothing there (-0.05)",
+    ),
     "value loss diverges": (after(value_loss=0.5), None, "value loss 0.5, and 0.1 at its lowest"),
     "explained variance": (after(explained_variance=-0.4), None, "explained variance -0.40"),
+    "worse than at the start": (
+        [
+            evaluation(0, 0.4),
+            *updates(WINDOW),
+            evaluation(20, 0.5),
+            *updates(WINDOW, 21, reward=0.1),
+            evaluation(40, 0.0),
+        ],
+        None,
+        "held-out accuracy 0.000, and 0.400 at first; the best is 0.500, of version 20",
+    ),
     "reward rises while held-out falls": ([*FALLING, evaluation(40, 0.4)], None, "0.400 after 0.600, while the reward"),
     "ESS collapse": (
         [*updates(2 * WINDOW), *updates(6, 2 * WINDOW + 1, ess=0.1), *updates(WINDOW - 6, 2 * WINDOW + 7)],
