@@ -75,14 +75,28 @@ class ChatTemplate:
             raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
         if wrong := RESERVED & template.arguments.keys():
             raise TaskError(f"{min(wrong)!r} is no argument of a chat template: it is not the configuration's to give")
-        chat, tools = [message.plain() for message in messages], list(template.tools)
-        if template.control_tokens == "text":
-            chat = [self._control.escape(message, str(message["role"])) for message in chat]
-            tools = self._control.escape(tools, "tool")
+        chat: Any = [message.plain() for message in messages]
         # Templates take an empty list for tools, too.
-        given: Any = {**self._clock, **template.arguments, "tools": tools or None}
+        tools = list(template.tools) or None
+        given = {**self._clock, **template.arguments, **how}
+        rendered = self._rendered(chat, tools, given)
+        if template.control_tokens == "parse":
+            return rendered
+        escaped = [self._control.escape(message, str(message["role"])) for message in chat]
+        escaped_tools = self._control.escape(tools, "tool")
+        if (escaped, escaped_tools) == (chat, tools):
+            return rendered
+        kept = self._rendered(escaped, escaped_tools, given)
+        if self._control.restore(kept) != rendered:
+            raise TaskError(
+                "the chat template changes, cuts or looks for a text that spells a control token, so it cannot be kept "
+                'as text: take it out of the row, or choose control_tokens = "parse"'
+            )
+        return kept
+
+    def _rendered(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **how, **given))
+            return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **given))
         except FAULTS as error:
             raise TaskError(f"the chat template refuses the messages: {error}") from error
 

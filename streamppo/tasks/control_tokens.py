@@ -91,22 +91,17 @@ class ControlTokens:
     def ids(self, rendered: str) -> list[int]:
         """Return the ids of a rendered template with escaped names.
 
-        Raises `TaskError` if the template has torn one, or if this tokenizer has no other way to write it.
+        Raises `TaskError` if this tokenizer has no other way to write one of them.
         """
         private, written = rendered, 0
         if self._all_names is not None:
             private, written = self._all_names.subn(lambda found: _private(self._names.index(found[0])), rendered)
-        text = self.restore(private)
-        if MARK in text:
-            raise TaskError(
-                "the chat template changes or cuts a text that spells a control token, so it cannot be kept as text: "
-                'take it out of the row, or choose control_tokens = "parse"'
-            )
-        return self._read(text, written)
+        return self._read(self.restore(private), written)
 
     def _read(self, text: str, written: int) -> list[int]:
         twin, numbers = self._twin
-        ids = [numbers[one] if one in numbers else one for one in twin.encode(text, add_special_tokens=False).ids]
+        read: list[int] = twin.encode(text, add_special_tokens=False).ids
+        ids = [numbers.get(one, one) for one in read]
         control = {self._ids[name] for name in self._names if self._ids[name] != self._unknown}
         if sum(one in control for one in ids) != written:
             raise TaskError(
@@ -116,7 +111,7 @@ class ControlTokens:
         return ids
 
     @cached_property
-    def _twin(self) -> tuple[Backend, dict[int | None, int]]:
+    def _twin(self) -> tuple[Backend, dict[int, int]]:
         """The tokenizer whose control tokens have private names, and the ids of this one by those of the twin."""
         from tokenizers import Tokenizer as Backend
 
@@ -132,7 +127,13 @@ class ControlTokens:
         content |= {"post_processor": None, "truncation": None, "padding": None}
         _rename(content["model"], renamed)
         twin = Backend.from_str(json.dumps(content))
-        return twin, {twin.token_to_id(renamed.get(name, name)): number for name, number in self._ids.items()}
+        return twin, {_number(twin, renamed.get(name, name)): number for name, number in self._ids.items()}
+
+
+def _number(backend: Backend, name: str) -> int:
+    number = backend.token_to_id(name)
+    assert number is not None, "every added token is one of the twin's"
+    return number
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:

@@ -89,6 +89,13 @@ class Tokenizer:
             return prompt.text
         return self._control.restore(self._chat.render(prompt.messages, prompt.template))
 
+    def spelled(self, prompt: Prompt) -> str | None:
+        """Return the first special token that the words of a prompt spell, if there is one."""
+        texts = [message.text for message in prompt.messages] or [
+            prompt.text.removeprefix(self._tokenizer.bos_token or "")
+        ]
+        return next((name for text in texts if (name := self._control.found(text))), None)
+
     def ids(self, prompt: Prompt) -> list[int]:
         """Return all token ids of a prompt. Raises `TaskError` if there are none.
 
@@ -168,7 +175,7 @@ class Tokenizer:
         """Return the text of a completion [T] as environments and rewards read it; `sampled` [T] are the policy's own.
 
         The policy's special tokens are text, such as `[TOOL_CALLS]` or `<|python_tag|>`, but for the one that ends a
-        turn, and for those that the tokenizer has by name (bos, eos, pad, unk). Those of observations are left out.
+        turn, and for those that the tokenizer has by name (bos, eos, pad, unk). An observation has none of them.
         """
         if self._control.special <= self._silent:
             return self.decode(tokens)

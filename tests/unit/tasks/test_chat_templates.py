@@ -122,12 +122,8 @@ def test_of_glm_the_role_that_the_policy_sampled_is_not_written_again() -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
 def test_roles_that_a_template_refuses_are_told(family: str) -> None:
     tokenizer = made(family)
-    if family == "mistral":
-        with pytest.raises(TaskError, match="the chat template refuses the messages: .*alternate"):
-            tokenizer.observation((user("a"), user("b")))
-    else:
-        with pytest.raises(TaskError, match="the chat template refuses the messages: .*alternate"):
-            tokenizer.observation((user("a"), user("b")))
+    with pytest.raises(TaskError, match=r"the chat template refuses the messages: .*alternate"):
+        tokenizer.observation((user("a"), user("b")))
 
 
 # --- control tokens ------------------------------------------------------------------------------------------
@@ -152,13 +148,14 @@ def test_control_tokens_that_a_row_spells_are_text(family: str, kind: str) -> No
     tokenizer, controls = made(family, kind), CONTROLS[family]
     source = tokenizer_kinds.template_text(family) or ""
     names = [*controls.specials, *(name for name in controls.plain if name in source)]
+    names = [name for name in names if name in tokenizer.numbers()]
     plain, spelled = chat(user("no token")), chat(user(f"a{names[0]} b{''.join(names)}c"))
     ids = tokenizer.ids(spelled)
     control = {number(tokenizer, name) for name in names if name != "<unk>"}
     # The template's own tokens are those of a prompt that spells none.
     assert [one for one in ids if one in control] == [one for one in tokenizer.ids(plain) if one in control]
-    for name in names:
-        assert name in shown(tokenizer, ids)
+    text = shown(tokenizer, ids).replace("\u2581", " ")
+    assert all(name.replace("\u2581", " ") in text for name in names)
     theirs = tokenizer._tokenizer.apply_chat_template(
         [{"role": "user", "content": spelled.messages[0].text}], add_generation_prompt=True
     )["input_ids"]
