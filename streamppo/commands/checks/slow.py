@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import transformers
 
-from streamppo.commands.checks import memory, model, rows, task
+from streamppo.commands.checks import memory, model, rows, task, turns
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Finding
 from streamppo.config.sections import Config
@@ -22,7 +22,9 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None, *, c
     prompts, of_task = task.load(config, loaded.tokenizer)
     if loaded.tokenizer is not None:
         found = [one for one in found if one.subject != "task"] + of_task
-        found += answers(config, prompts, loaded.tokenizer) if prompts is not None else ()
+        if prompts is not None:
+            found += answers(config, prompts, loaded.tokenizer)
+            found += turns.findings(config, prompts, loaded.tokenizer)
     if prompts is not None:
         found += rows.score(config, prompts, loaded.tokenizer, call=call)
     if loaded.hf_config is not None:
