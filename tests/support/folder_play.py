@@ -35,7 +35,7 @@ from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Batch, Identity, Prompt, Trajectory, floats, ints
+from streamppo.types import Batch, Identity, Prompt, Trajectory, ints
 from streamppo.weights.ledger import Published
 
 UPDATES, BATCH, SAMPLES = 3, 6, 2
