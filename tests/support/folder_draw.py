@@ -14,6 +14,8 @@ EMBEDDED = ("llama3", "qwen2", "qwen3")
 """Families of the embedded engine."""
 FAULTY = 0.3
 """Share of draws with a fault."""
+FAULTY_RUNS = 0.1
+"""The same of whole runs, of which a refusal shows little."""
 REMEDIES = {
     "missing_tensor": r"missing|lacks|no tensor|not in",
     "missing_head": r"lm_head",
@@ -147,7 +149,7 @@ def draw(seed: int, number: int, *, whole: bool = False) -> Draw:
         compute="bfloat16" if chance.random() < 0.1 else "float32",
         whole=whole,
     )
-    return _with_fault(made, chance) if chance.random() < FAULTY else made
+    return _with_fault(made, chance) if chance.random() < (FAULTY_RUNS if whole else FAULTY) else made
 
 
 def _with_fault(made: Draw, chance: random.Random) -> Draw:
