@@ -14,6 +14,8 @@ EMBEDDED = ("llama3", "qwen2", "qwen3")
 """Families of the embedded engine."""
 FAULTY = 0.3
 """Share of draws with a fault."""
+FAULTY_RUNS = 0.1
+"""The same of whole runs, of which a refusal shows little."""
 REMEDIES = {
     "missing_tensor": r"missing|lacks|no tensor|not in",
     "missing_head": r"lm_head",
@@ -22,19 +24,19 @@ REMEDIES = {
     "wrapped_peft": r"base_model",
     "unexpected_tensor": r"extra",
     "wrong_shape": r"shape|\[\d|\d x \d",
-    "not_a_number": r"(?i)nan|finite|number",
+    "not_a_number": r"nan|finite|number",
     "fewer_layers": r"layer",
     "more_layers": r"layer",
     "missing_shard": r"00002-of-00002",
     "index_beyond_shard": r"index|lists|lacks|missing",
-    "lfs_pointer": r"(?i)lfs",
-    "cut_file": r"(?i)safetensors|cut|complete|whole",
+    "lfs_pointer": r"lfs",
+    "cut_file": r"safetensors|cut|complete|whole",
     "no_weights": r"weights",
-    "lora_adapter": r"(?i)adapter|lora|peft",
-    "gguf": r"(?i)gguf",
-    "fp8": r"(?i)fp8|quanti",
-    "awq": r"(?i)awq|quanti",
-    "auto_map": r"(?i)auto_map|own code|custom code|trust|model_type|own_model",
+    "lora_adapter": r"adapter|lora|peft",
+    "gguf": r"gguf",
+    "fp8": r"fp8|quanti",
+    "awq": r"awq|quanti",
+    "auto_map": r"auto_map|own code|custom code|trust|model_type|own_model",
     "unknown_type": r"qwen9",
     "no_tokenizer": r"tokenizer",
     "small_embeddings": r"token",
@@ -73,8 +75,18 @@ class Draw:
         """Where the outcome follows from the draw alone."""
         if self.fault in folder_faults.FAULTS or self.row_fault or self.refusals:
             return "refused"
-        unknown = self.rows in ("gzip", "csv", "tools") or "system" in self.rows or self.spare
-        return "either" if unknown or (self.words and self.rows != "text") else "passes"
+        return "either" if self.allowed else "passes"
+
+    @property
+    def allowed(self) -> str:
+        """A pattern of the sentences that may refuse it instead: they name a thing that not every template has."""
+        found = {
+            r"\.gz|\.csv": self.rows in ("gzip", "csv"),
+            r"tool|alternate|roles": self.rows == "tools",
+            r"system": self.rows == "system",
+            r"vocabulary|rows|beyond": self.spare > 0,
+        }
+        return "|".join(pattern for pattern, holds in found.items() if holds)
 
     @property
     def refusals(self) -> list[str]:
@@ -93,9 +105,7 @@ class Draw:
             return REMEDIES[self.fault]
         if self.row_fault:
             return folder_rows.FAULTS[self.row_fault][1]
-        if "engine" in self.refusals:
-            return r"engine"
-        return r"template" if self.refusals else r"."
+        return "|".join([*self.refusals, *([self.allowed] if self.allowed else [])])
 
     def __str__(self) -> str:
         """In one line, without what is usual."""
@@ -139,12 +149,16 @@ def draw(seed: int, number: int, *, whole: bool = False) -> Draw:
         compute="bfloat16" if chance.random() < 0.1 else "float32",
         whole=whole,
     )
-    return _with_fault(made, chance) if chance.random() < FAULTY else made
+    return _with_fault(made, chance) if chance.random() < (FAULTY_RUNS if whole else FAULTY) else made
 
 
 def _with_fault(made: Draw, chance: random.Random) -> Draw:
     """The same draw with a fault of its folder or of its rows, in the layout that the fault is made in."""
-    changes: dict[str, object] = {"layout": "single" if made.layout != "extras" else "extras"}
+    # All but the fault is healthy.
+    changes: dict[str, object] = {"layout": "single" if made.layout != "extras" else "extras", "spare": 0}
+    changes |= {"rows": "text" if made.template is None else "messages", "words": "", "reward": "trajectory"}
+    changes |= {"turns": 1 if made.template is None else made.turns}
+    changes |= {"engine": "embedded" if made.family in EMBEDDED else "sglang"}
     kind = chance.random()
     if kind < 0.7:
         changes["fault"] = chance.choice(sorted(folder_faults.FAULTS))
@@ -154,7 +168,7 @@ def _with_fault(made: Draw, chance: random.Random) -> Draw:
     elif kind < 0.8:
         changes |= {"fault": "different_head", "tied": True}
     else:
-        changes |= {"row_fault": chance.choice(sorted(folder_rows.FAULTS)), "rows": "text", "reward": "trajectory"}
+        changes |= {"row_fault": chance.choice(sorted(folder_rows.FAULTS)), "rows": "text"}
     return Draw(**{**vars(made), **changes})
 
 

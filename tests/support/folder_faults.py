@@ -149,8 +149,8 @@ def _lora_adapter(folder: Path) -> None:
 
 
 def _gguf(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
+    shutil.rmtree(folder)
+    folder.mkdir()
     (folder / "model-q4_k_m.gguf").write_bytes(b"GGUF" + bytes(60))
 
 

@@ -37,7 +37,7 @@ def logprobs(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int], *, wo
     row = torch.tensor([[*prompt, *tokens]])
     logits_TV = loaded.lm(row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     if words is not None:
-        logits_TV = logits_TV[:, :words]
+        logits_TV[:, words:] = -torch.inf
     return logits_TV.log_softmax(-1).gather(1, row[0, len(prompt) :, None])[:, 0].numpy()
 
 

@@ -35,14 +35,14 @@ from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Batch, Identity, Prompt, Trajectory, floats, ints
+from streamppo.types import Batch, Identity, Prompt, Trajectory, ints
 from streamppo.weights.ledger import Published
 
 UPDATES, BATCH, SAMPLES = 3, 6, 2
 MAX_TOKENS, ALL_TOKENS = 12, 96
 SAID = "Are you sure?"
 """The environment's words after the first turn."""
-CLOSE = {"float32": 3e-4, "bfloat16": 0.15}
+CLOSE = {"float32": 3e-4, "bfloat16": 0.4}
 """The furthest that two log-probs of one token may be from each other, by the type of the computation."""
 
 REWARD = """\
@@ -67,16 +67,16 @@ def worth(text, columns):
     return (len(text) % 5) / 4
 
 
-def trajectory(trajectory, answer, **columns):
+async def trajectory(trajectory, answer, **columns):
     return worth(trajectory.completion, {"answer": answer, **columns})
 
 
-def trl(prompts, completions, completion_ids, answer, **columns):
+async def trl(prompts, completions, completion_ids, answer, **columns):
     texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
     return [worth(text, {"answer": answer[0]}) for text in texts]
 
 
-def verl(data_source, solution_str, ground_truth, extra_info):
+async def verl(data_source, solution_str, ground_truth, extra_info):
     return worth(solution_str, {"ground_truth": ground_truth, "extra_info": extra_info})
 """
 TURNS = """\
@@ -179,7 +179,7 @@ def play(made: Draw, folder: Path) -> Outcome:
             found.outcome, found.sentence = "refused", sentence
         else:
             config = configfile.load(path)
-            found.wrong += asyncio.run(_Played(made, rows, config, folder).all(found))
+            asyncio.run(_Played(made, rows, config, folder, found).all())
     except StreamppoError as error:
         found.wrong.append(f"check found nothing, and then {type(error).__name__}: {_short(error)}")
     # Anything at all may come of a folder that nobody expects.
@@ -198,7 +198,7 @@ def judge(made: Draw, found: Outcome) -> None:
         found.wrong, found.outcome = [f"passes, and is to be refused for {made.remedy!r}"], "failed"
     elif found.outcome == "refused" and made.expected == "passes":
         found.wrong, found.outcome = [f"refused without need: {found.sentence}"], "failed"
-    elif found.outcome == "refused" and made.expected == "refused" and not re.search(made.remedy, found.sentence):
+    elif found.outcome == "refused" and not re.search(made.remedy, found.sentence, re.IGNORECASE):
         found.wrong, found.outcome = [f"refused in words without {made.remedy!r}: {found.sentence}"], "failed"
 
 
@@ -233,9 +233,13 @@ class TransformersEngine:
         self._generator = torch.Generator().manual_seed(seed)
         self.version = 0
 
-    @torch.no_grad()
     async def generate(self, prompt: Any, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
+        # A decorator would end before the coroutine begins.
+        with torch.no_grad():
+            return self._generate(prompt, sampling)
+
+    def _generate(self, prompt: Any, sampling: Sampling) -> Completion:
         tokens, logprobs, kept, finish = list[int](), list[float](), None, "length"
         row = torch.tensor(np.asarray(prompt)[None].astype(np.int64))
         while len(tokens) < sampling.max_tokens:
@@ -252,12 +256,12 @@ class TransformersEngine:
         versions = np.full(len(tokens), self.version, np.int32)
         return Completion(np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), versions, finish)
 
-    @torch.no_grad()
     async def update_weights(self, version: int, tensors: Any, contents: Any = None) -> None:
         """See `Engine.update_weights`."""
         held = dict(self._lm.named_parameters())
-        for name, tensor in tensors.items():
-            held[name].copy_(tensor)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                held[name].copy_(tensor)
         self.version = version
 
     async def stop(self) -> None:
@@ -265,23 +269,23 @@ class TransformersEngine:
 
 
 class _Played:
-    """The playing of one draw, and all that is compared on the way; `wrong` gathers what is not as it has to be."""
+    """The playing of one draw, and all that is compared on the way; what is not as it has to be goes to `found`."""
 
-    def __init__(self, made: Draw, rows: folder_rows.Rows, config: Config, folder: Path) -> None:
+    def __init__(self, made: Draw, rows: folder_rows.Rows, config: Config, folder: Path, found: Outcome) -> None:
         self._made, self._rows, self._config, self._folder = made, rows, config, folder
         self._model = Path(config.model.path)
         self._first = oracle.load(self._model)
         self._tokenizer = Tokenizer(self._model)
         self._stops = oracle.stops(self._model, self._first.tokenizer, made.template)
         self._close = CLOSE[made.compute]
-        self.wrong: list[str] = []
+        self._found, self.wrong = found, found.wrong
 
     @property
     def _words(self) -> int | None:
         return len(self._first.tokenizer) if self._made.spare else None
 
-    async def all(self, found: Outcome) -> list[str]:
-        """Train, export and compare. Returns all that is wrong."""
+    async def all(self) -> None:
+        """Train, export and compare."""
         if self._made.fault != "different_head" and self._first.missing:
             self.wrong.append(f"transformers reports {self._first.missing[:2]}, and check does not")
         mesh = init_device_mesh("cpu", (1,))
@@ -295,12 +299,14 @@ class _Played:
             for version in range(UPDATES + 1):
                 episodes = await self._episodes(player, task, rewards, version)
                 played = [episode for _, episode, _ in episodes]
-                found.two_turns += sum(len(one.turn_ends) > 1 for one in played)
+                self._found.two_turns += sum(len(one.turn_ends) > 1 for one in played)
                 if version == 0:
                     self._compare("engine at version 0", self._first, played)
                     for prompt, episode, _ in episodes:
                         self._compare_tokens(prompt, episode)
-                if len(episodes) < BATCH or version == UPDATES:
+                if len(episodes) < BATCH:
+                    return
+                if version == UPDATES:
                     break
                 batch = Batch(version=version, min_version=version, trajectories=tuple(one for *_, one in episodes))
                 updated = learner.updater.update(pad(batch))
@@ -313,7 +319,6 @@ class _Played:
         out = self._folder / "final"
         learner.export(out)
         self._compare_export(out, learner.policy, [(one, trajectory) for _, one, trajectory in episodes])
-        return self.wrong
 
     async def _engine(self, trained: policy.Policy) -> Any:
         tensors = policy.gathered(trained, self._made.compute)

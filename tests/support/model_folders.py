@@ -160,13 +160,13 @@ def _teach_stop(lm: "PreTrainedModel", token: int, chance: float) -> None:
     """Give every word's embedding a common part, and the head's row of `token` so much of it that it is drawn often."""
     embeddings, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
     common = torch.sin(torch.arange(embeddings.shape[1]) * 1.7)
-    common -= common.mean()
-    embeddings += 1.5 * embeddings.std() * common
+    common = (common - common.mean()) * embeddings.std()
+    embeddings += 1.5 * common
     words = torch.randint(0, len(embeddings), (4, 16), generator=torch.Generator().manual_seed(0))
     row, low, high = head[token].clone(), 0.0, 50.0
     for _ in range(20):
         middle = (low + high) / 2
-        head[token] = row + middle * common * embeddings.std()
+        head[token] = row + middle * common
         drawn = lm(words, use_cache=False).logits.softmax(-1)[:, :, token].mean()
         low, high = (middle, high) if drawn < chance else (low, middle)
 
