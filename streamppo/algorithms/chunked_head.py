@@ -184,8 +184,7 @@ class FusedHead(torch.autograd.Function):
         from streamppo.algorithms import head_kernels
 
         tokens = head_kernels.tokens(extent.shape, bias_V, targets_N, inverse_temperature_N, extent.candidates)
-        softmax_4N = hidden_ND.new_zeros((4, len(hidden_ND)), dtype=torch.float32)
-        softmax_4N[::3] = -torch.inf
+        softmax_4N = head_kernels.softmax(hidden_ND)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             right_ND = hidden_ND.to(weight_VD.dtype)
             for piece in pieces(len(hidden_ND), len(weight_VD)):

@@ -19,8 +19,10 @@ from triton.errors import TritonError
 
 from streamppo.algorithms.candidates import Candidates
 
-BLOCK, WARPS = 2048, 8
-"""Logits that a program has in its registers, and its warps of 32 threads."""
+BLOCK, WARPS = 1024, 4
+"""Logits that a program has in its registers, one for each of its lanes, and its warps of 32 threads."""
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+"""The maximum of no logits: its distances are finite."""
 
 
 class Tokens(NamedTuple):
@@ -54,7 +56,7 @@ def tokens(
 def fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason for which the kernels do not run here, found with a few tokens; None if they do."""
     logits_NP, gradient_QP = (torch.zeros(16, 128, device=device, dtype=one) for one in (torch.float32, dtype))
-    softmax_4N = logits_NP.new_zeros(4, 16)
+    softmax_4N = softmax(logits_NP)
     few = tokens((1.0, 0.0), None, torch.zeros(16, device=device, dtype=torch.int64), None, None)
     try:
         read(logits_NP, 0, few, softmax_4N)
@@ -62,6 +64,13 @@ def fault(device: torch.device, dtype: torch.dtype) -> str | None:
     except (RuntimeError, ImportError, OSError, SubprocessError, TritonError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
+
+
+def softmax(rows: Tensor) -> Tensor:
+    """The softmax of each of N rows before its first logit, [4, N]: see `read`."""
+    made_4N = torch.zeros(4, len(rows), device=rows.device)
+    made_4N[0], made_4N[3] = LOWEST.value, -torch.inf
+    return made_4N
 
 
 def read(logits_NP: Tensor, first: int, tokens: Tokens, softmax_4N: Tensor) -> None:
@@ -88,28 +97,35 @@ def write(logits_NP: Tensor, first: int, tokens: Tokens, scores: tuple[Tensor, .
 def read_logits(logits_NP, tokens, softmax_4N, size, BLOCK: tl.constexpr):
     """Read a piece of one token's logits."""
     stride, width, first, N = size
-    n = tl.program_id(0).to(tl.int64)
+    n, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     row, state = logits_NP + n * stride, softmax_4N + n
-    maximum, total = tl.load(state), tl.load(state + N)
-    moment, score = tl.load(state + 2 * N), tl.load(state + 3 * N)
+    # Each lane has a softmax of its own logits; the first one goes on with the token's.
+    maximum = tl.load(state + 0 * lane, mask=lane == 0, other=LOWEST)
+    total = tl.load(state + N + 0 * lane, mask=lane == 0, other=0.0)
+    moment = tl.load(state + 2 * N + 0 * lane, mask=lane == 0, other=0.0)
+    score = tl.load(state + 3 * N + 0 * lane, mask=lane == 0, other=-float("inf"))
     target = tl.load(tokens.targets_N + n) - first
     whole = width
     if tokens.counts_N is not None:
         whole = tl.where(tl.load(tokens.counts_N + n) == 0, width, 0)
     for begin in range(0, whole, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
+        column = begin + lane
         live = column < width
-        z = capped(row, column, live, first, tokens) * temper(tokens, n)
-        maximum, total, moment, score = longer(z, live, column == target, (maximum, total, moment, score))
+        z = tl.where(live, capped(row, column, live, first, tokens) * temper(tokens, n), -float("inf"))
+        score = tl.where(column == target, tl.maximum(score, z), score)
+        maximum, total, moment = longer(z, maximum, total, moment)
     if tokens.counts_N is not None:
         for begin in range(0, tl.load(tokens.counts_N + n), BLOCK):
             column, live = candidates(begin, n, first, width, tokens, BLOCK)
-            z = capped(row, column, live, first, tokens) * temper(tokens, n)
-            maximum, total, moment, score = longer(z, live, column == target, (maximum, total, moment, score))
-    tl.store(state, maximum)
-    tl.store(state + N, total)
-    tl.store(state + 2 * N, moment)
-    tl.store(state + 3 * N, score)
+            z = tl.where(live, capped(row, column, live, first, tokens) * temper(tokens, n), -float("inf"))
+            score = tl.where(column == target, tl.maximum(score, z), score)
+            maximum, total, moment = longer(z, maximum, total, moment)
+    highest = tl.max(maximum)
+    below = maximum - highest
+    tl.store(state, highest)
+    tl.store(state + N, tl.sum(tl.exp(below) * total))
+    tl.store(state + 2 * N, tl.sum(tl.exp(below) * (moment + below * total)))
+    tl.store(state + 3 * N, tl.max(score))
 
 
 @triton.jit
@@ -174,18 +190,14 @@ def temper(tokens, n):
 
 
 @triton.jit
-def longer(z, live, is_target, softmax):
-    """A softmax with the `live` logits of a block more."""
-    maximum, total, moment, score = softmax
-    z = tl.where(live, z, -float("inf"))
-    higher = tl.maximum(maximum, tl.max(z))
-    # Before the first logit there are no sums to scale.
-    step = tl.where(total > 0, maximum - higher, 0.0)
-    below = tl.where(live, z - higher, 0.0)
-    weight = tl.where(live, tl.exp(below), 0.0)
-    moment = tl.exp(step) * (moment + step * total) + tl.sum(weight * below)
-    total = tl.exp(step) * total + tl.sum(weight)
-    return higher, total, moment, tl.maximum(score, tl.max(tl.where(is_target, z, -float("inf"))))
+def longer(z, maximum, total, moment):
+    """The softmax of each lane with one logit more, which costs one exponential."""
+    # exp is 0 below -104; a distance without bound would make 0 * inf. A logit that is no number goes through.
+    below = tl.maximum(-tl.abs(z - maximum), -200.0, propagate_nan=tl.PropagateNan.ALL)
+    weight = tl.exp(below)
+    moment = tl.where(z > maximum, weight * (moment + below * total), moment + weight * below)
+    total = tl.where(z > maximum, weight * total + 1, total + weight)
+    return tl.maximum(maximum, z), total, moment
 
 
 @triton.jit
