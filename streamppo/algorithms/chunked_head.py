@@ -48,8 +48,8 @@ class Shape(NamedTuple):
 
 AS_IT_IS = Shape()
 """Products are logits."""
-PIECE = 2**27
-"""Logits that a GPU's head has at one time, with their gradients: 1 GiB of both."""
+PIECE = 3 * 2**26
+"""Logits that a GPU's head has at one time, with their gradients: 1.5 GiB of both."""
 
 
 class Extent(NamedTuple):
