@@ -153,6 +153,13 @@ def test_the_heads_kernels_are_as_near_to_float64_as_the_head_without_them(
         assert (one - wanted).norm() < bound
 
 
+def test_a_logit_that_is_no_number_is_seen_in_the_log_prob_of_the_heads_kernels() -> None:
+    hidden, weight = torch.randn(8, 16, device=DEVICE), torch.randn(4001, 16, device=DEVICE)
+    weight[3000, 0] = torch.nan
+    assert chunked_head.has_kernels(weight.device, weight.dtype)
+    assert chunked_logprobs_entropy(hidden, weight, torch.arange(8, device=DEVICE))[0].isnan().all()
+
+
 # --- bfloat16, attention, the same bits ----------------------------------------------------------------------
 
 
