@@ -108,7 +108,10 @@ def device() -> Result:
 
 
 def head() -> Result:
-    """The head forward and backward by its kinds of products: time, memory, and distance from float32's."""
+    """The head forward and backward by its kinds of products, and with its kernels: time, memory, and distance.
+
+    Distances are from float32's at full size, and from float64's (of 1,024 tokens at a temperature) under "float64".
+    """
     from streamppo.algorithms import chunked_head as ours
 
     tokens, width, vocabulary = (8192, 896, 151_936) if ON_GPU else (64, 32, 500)
@@ -117,36 +120,57 @@ def head() -> Result:
     weight = (0.02 * (torch.randn(vocabulary, width, device=DEVICE) + torch.randn(width, device=DEVICE))).bfloat16()
     weight.requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
+    has_kernels = ours.has_kernels(weight.device, weight.dtype)
 
-    def step(float32: bool = True) -> list[torch.Tensor]:
-        scores = ours.chunked_logprobs_entropy(hidden, weight, targets, chunk=4096, float32_matmul=float32)
-        return [*scores, *torch.autograd.grad(scores[0].sum() / tokens, (hidden, weight))]
+    def step(dtype: torch.dtype = torch.bfloat16, rows: int = tokens, **options: Any) -> list[torch.Tensor]:
+        leaves = hidden[:rows].to(dtype), weight.to(dtype)
+        scores = ours.chunked_logprobs_entropy(*leaves, targets[:rows], chunk=4096, **options)
+        return [*scores, *torch.autograd.grad((scores[0] + 0.1 * scores[1]).sum() / rows, leaves)]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return ours.chunked_logprobs_entropy(hidden, weight, targets, chunk=4096)
 
     multiply = ours.WIDE.multiply if ON_GPU else lambda left, right: left.float() @ right.float()
-    choices: dict[str, tuple[bool, int, Callable[[], list[torch.Tensor]]]] = {
-        "float32": (False, 2, step),
-        "wide_two_parts": (True, 2, step),
-        "wide_one_part": (True, 1, step),
-        "bfloat16": (False, 1, partial(step, float32=False)),
+    few: dict[str, Any] = {"rows": min(tokens, 1024), "temperature": 0.7}
+    choices: dict[str, tuple[bool, int, bool, Callable[..., list[torch.Tensor]]]] = {
+        "float32": (False, 2, False, step),
+        "wide_two_parts": (True, 2, False, step),
+        "wide_one_part": (True, 1, False, step),
+        "bfloat16": (False, 1, False, partial(step, float32_matmul=False)),
+        **({"kernels": (True, 2, True, step)} if has_kernels else {}),
     }
-    found: Result = {}
+    found: Result = {"kernels": {"left_out": "they do not run here"}}
     exact: list[torch.Tensor] = []
-    for name, (wide, parts, work) in choices.items():
-        ours.has_wide_products = lambda *_, wide=wide: wide
-        ours.WIDE = ours.Products(multiply, parts)
-        made = work()
-        exact = exact or made
-        errors = {
-            what: _distance(one, other)
-            for what, one, other in zip(("logprobs", "entropy", "grad_hidden", "grad_weight"), made, exact, strict=True)
+    exact_64: list[torch.Tensor] = []
+    for name, (wide, parts, kernels, work) in choices.items():
+        ours.has_wide_products = lambda one, other, wide=wide: wide and one.dtype == other.dtype == torch.bfloat16
+        ours.WIDE, ours.has_kernels = ours.Products(multiply, parts), lambda *_, kernels=kernels: kernels
+        exact, exact_64 = exact or work(), exact_64 or step(torch.float64, **few)
+        again = work()
+        distances = {"distance": _distances(again, exact), "float64": _distances(work(**few), exact_64)}
+        same_bits = all(torch.equal(one, other) for one, other in zip(again, work(), strict=True))
+        del again
+        forward_ms = timed(forward)["median_ms"]
+        found[name] = {
+            **timed(work),
+            "forward_ms": forward_ms,
+            "peak_mib": peak_mib(work),
+            "same_bits": same_bits,
+            **distances,
         }
-        del made
-        found[name] = {**timed(work), "peak_mib": peak_mib(work), "distance": errors}
+        print(name, found[name], flush=True)
     return found
 
 
+def _distances(made: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, float]:
+    """Relative distances of a head's results."""
+    names = ("logprobs", "entropy", "grad_hidden", "grad_weight")
+    return {name: _distance(one, other) for name, one, other in zip(names, made, exact, strict=True)}
+
+
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    one, other = one.detach().float(), other.detach().float()
+    one, other = one.detach().double(), other.detach().double()
     return float((one - other).norm() / other.norm())
 
 

@@ -1,6 +1,7 @@
 """What tests share: the shipped configuration, and tiny trajectories."""
 
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from transformers.utils import logging as transformers_logging
 
 from streamppo.config import file as configfile
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
+if not torch.cuda.is_available():
+    # Without a GPU Triton interprets kernels, if that is asked for before its first import.
+    os.environ["TRITON_INTERPRET"] = "1"
 transformers_logging.disable_progress_bar()
 # Before the tests of SGLang import what they share: its assertions say what they compared.
 pytest.register_assert_rewrite("sglang_case")

@@ -15,6 +15,7 @@ value_losses  the critic's loss and its explained variance
 kl            estimators, reward and loss forms, the adaptive coefficient
 aggregate     one number from many tokens, additive over any split
 chunked_head  log-probs and entropy from hidden states, never holding all logits
+head_kernels  the same on a GPU, with one pass over logits in each direction
 diagnostics   how far apart the three policies are, before anything is truncated
 checks        refuses NaN and impossible log-probs at the boundary
 """

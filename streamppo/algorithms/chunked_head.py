@@ -5,8 +5,9 @@ N tokens, D hidden size, V vocabulary, C tokens in one chunk. The forward pass k
 few [C, V] float32 tensors, plus the weight's own gradient.
 """
 
+import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, cast
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from streamppo.algorithms.candidates import Candidates
+
+log = logging.getLogger(__name__)
 
 
 class Products(NamedTuple):
@@ -45,6 +48,8 @@ class Shape(NamedTuple):
 
 AS_IT_IS = Shape()
 """Products are logits."""
+PIECE = 3 * 2**26
+"""Logits that a GPU's head has at one time, with their gradients: 1.5 GiB of both."""
 
 
 class Extent(NamedTuple):
@@ -57,7 +62,7 @@ class Extent(NamedTuple):
 
 
 class HeadContext(FunctionCtx):
-    """Carries tensors from the forward pass of `ChunkedHead` to its backward pass."""
+    """Carries tensors from the forward pass of a head to its backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -154,6 +159,81 @@ class ChunkedHead(torch.autograd.Function):
         return grad_hidden_ND, grad_weight, grad_bias, None, None, None
 
 
+class FusedHead(torch.autograd.Function):
+    """`ChunkedHead` on a GPU, with one pass over logits where that makes one for each operation (head_kernels.py).
+
+    P tokens of the vocabulary in one piece, of all N tokens; Q = parts * N.
+
+        forward    logits_NP = hidden_ND @ weight_PD.T  -> read    maximum, sums and target's logit so far
+        backward   logits_NP = hidden_ND @ weight_PD.T  -> write   gradient_QP -> its products, and the next piece
+
+    Pieces have all tokens, so that each adds its rows to the weight's gradient once. A softmax goes on from piece to
+    piece: https://arxiv.org/abs/1805.02867.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: HeadContext,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        inverse_temperature_N: Tensor | None,
+        extent: Extent,
+    ) -> tuple[Tensor, Tensor]:
+        from streamppo.algorithms import head_kernels
+
+        tokens = head_kernels.tokens(extent.shape, bias_V, targets_N, inverse_temperature_N, extent.candidates)
+        softmax_4N = head_kernels.softmax(hidden_ND)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            right_ND = hidden_ND.to(weight_VD.dtype)
+            for piece in pieces(len(hidden_ND), len(weight_VD)):
+                logits_NP = extent.products.multiply(right_ND, weight_VD[piece].T)
+                head_kernels.read(logits_NP, piece.start, tokens, softmax_4N)
+                del logits_NP
+        maximum_N, total_N, moment_N, score_N = softmax_4N
+        normaliser_N, entropy_N = maximum_N + total_N.log(), total_N.log() - moment_N / total_N
+        saved = (hidden_ND, weight_VD, bias_V, targets_N, inverse_temperature_N, normaliser_N, entropy_N)
+        ctx.save_for_backward(*saved)  # pyright: ignore[reportArgumentType]
+        ctx.extent = extent
+        return score_N - maximum_N - total_N.log(), entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: HeadContext, grad_logprobs_N: Tensor, grad_entropy_N: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        from streamppo.algorithms import head_kernels
+
+        hidden_ND, weight_VD, bias_V, targets_N, inverse_temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        extent, (multiply, parts) = ctx.extent, ctx.extent.products
+        tokens = head_kernels.tokens(extent.shape, bias_V, targets_N, inverse_temperature_N, extent.candidates)
+        scores = (normaliser_N, entropy_N, grad_logprobs_N.contiguous(), grad_entropy_N.contiguous())
+        # Sums over pieces, and over tokens, are in float32.
+        add = WIDE.multiply if weight_VD.dtype.itemsize == 2 else multiply
+        rows = pieces(len(hidden_ND), len(weight_VD))
+        gradient_QP = weight_VD.new_empty((parts * len(hidden_ND), -(-rows[0].stop // 128) * 128))
+        grad_hidden_QD = hidden_ND.new_zeros((len(gradient_QP), hidden_ND.shape[1]), dtype=torch.float32)
+        grad_weight_VD = torch.empty_like(weight_VD) if wants_weight else None
+        grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            right_QD = hidden_ND.to(weight_VD.dtype).repeat(parts, 1)
+            for piece in rows:
+                written_QP = gradient_QP[:, : piece.stop - piece.start]
+                logits_NP = multiply(right_QD[: len(hidden_ND)], weight_VD[piece].T)
+                head_kernels.write(logits_NP, piece.start, tokens, scores, written_QP)
+                del logits_NP
+                if wants_hidden:
+                    grad_hidden_QD += add(written_QP, weight_VD[piece])
+                if grad_weight_VD is not None:
+                    grad_weight_VD[piece] = add(written_QP.T, right_QD)
+                if grad_bias_V is not None:
+                    grad_bias_V[piece] = written_QP.sum(0, dtype=torch.float32)
+        grad_hidden_ND = grad_hidden_QD.view(parts, *hidden_ND.shape).sum(0).to(hidden_ND.dtype)
+        return grad_hidden_ND if wants_hidden else None, grad_weight_VD, grad_bias_V, None, None, None
+
+
 def mask_logits(logits_CV: Tensor, candidates: Candidates | None, part: slice) -> Tensor | None:
     """Set the logits of the tokens `part` to -inf outside of their candidates, in place. Returns the places, [C, V]."""
     if candidates is None:
@@ -193,6 +273,15 @@ def slices(total: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, total)) for start in range(0, max(total, 1), chunk)]
 
 
+def pieces(tokens: int, vocabulary: int) -> list[slice]:
+    """Cut the vocabulary into runs of which all `tokens` have about `PIECE` logits.
+
+    All but the last are of one width, a multiple of 128, that products are fast at.
+    """
+    count = -(-tokens * vocabulary // PIECE)
+    return slices(vocabulary, -(-vocabulary // (max(count, 1) * 128)) * 128)
+
+
 def at(inverse_temperature_N: Tensor | None, part: slice) -> Tensor | None:
     """The inverse temperatures of the tokens `part`; None where all are 1."""
     return None if inverse_temperature_N is None else inverse_temperature_N[part]
@@ -214,6 +303,25 @@ def chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, ex
 def tempered(logits_CV: Tensor, inverse_temperature_C: Tensor | None) -> Tensor:
     """The logits at the temperatures of their tokens."""
     return logits_CV if inverse_temperature_C is None else logits_CV * inverse_temperature_C[:, None]
+
+
+@cache
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if Triton's kernels run on `device` for a head of `dtype`. Of a GPU without them, the log says why, once."""
+    if device.type != "cuda":
+        return False
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        fault = f"they compute in float32, and the head is of {dtype}"
+    else:
+        try:
+            from streamppo.algorithms import head_kernels
+        except ImportError as error:
+            fault = str(error)
+        else:
+            fault = head_kernels.fault(device, dtype)
+    if fault:
+        log.warning(f"the head's kernels do not run, a slower way with more memory takes their place: {fault}")
+    return not fault
 
 
 def has_wide_products(hidden: Tensor, weight: Tensor) -> bool:
@@ -270,4 +378,5 @@ def chunked_logprobs_entropy(
         inverse_temperature_N = temperature_.reciprocal().expand(N)
     extent = Extent(chunk, candidates, products, shape)
     arguments = (hidden_ND, weight_VD, bias_V, targets_N, inverse_temperature_N, extent)
-    return cast(tuple[Tensor, Tensor], ChunkedHead.apply(*arguments))  # pyright: ignore[reportUnknownMemberType]
+    head = FusedHead if has_kernels(weight_VD.device, weight_VD.dtype) else ChunkedHead
+    return cast(tuple[Tensor, Tensor], head.apply(*arguments))  # pyright: ignore[reportUnknownMemberType]

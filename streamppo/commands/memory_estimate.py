@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from streamppo.algorithms.chunked_head import PIECE
 from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
 from streamppo.learner import adapters, parallel
@@ -221,7 +222,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
                  ranks; nothing where FSDP is not needed
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each (and
                  what is selected) and one layer's; with tensor parallelism the slices that a rank gathers twice
-    head         logits of a chunk, the head's float32 copy (on a GPU a part of its gradient) and its gradient
+    head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
     reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
                  before there are gradients
     batch        all rows of the batch, which every rank holds whole between its passes, and their tokens' experts
@@ -253,11 +254,19 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
         state=0 if learner.offload else state(config, model),
         gathered=gathered,
         activations=layers * (1 + bool(own_body)),
-        head=min(HEAD_CHUNK, tokens) * model.vocabulary * 4 * LOGITS
-        + model.vocabulary * model.hidden * 4 * 2 * config.model.float32_head,
+        head=_head(config, model, tokens),
         reference=frozen * model.parameters // shards,
         batch=config.queue.batch_size * longest * (BATCH + ROUTE * model.routes * config.rollout.engine.routes),
     )
+
+
+def _head(config: Config, model: Sizes, tokens: int) -> int:
+    """Logits of a chunk and the head in float32; on a GPU, whose head has kernels, those of a piece."""
+    if not config.learner.gpus:
+        copies = 2 * config.model.float32_head
+        return model.vocabulary * 4 * (min(HEAD_CHUNK, tokens) * LOGITS + model.hidden * copies)
+    # Logits are of 4 bytes; their gradient, and that of hidden states, are a float32 in one part or two.
+    return min(PIECE, tokens * model.vocabulary) * 8 + model.hidden * (model.vocabulary * model.element + tokens * 16)
 
 
 def state(config: Config, model: Sizes) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Part: TypeAlias = Literal["policy", "critic", "both"]
 """The result of a pass: log-probs and entropies, values, or all of them."""
 HEAD_CHUNK = 4096
-"""Tokens whose logits exist at one time."""
+"""Tokens whose logits exist at one time, where the head has no kernels."""
 
 
 class Scored(NamedTuple):

@@ -12,7 +12,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.algorithms import chunked_head
-from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
+from streamppo.algorithms.candidates import Candidates
+from streamppo.algorithms.chunked_head import Shape, chunked_logprobs_entropy
 from streamppo.config.sections import FLASH
 from streamppo.learner import attention, device, optimizer, pretrained
 from streamppo.learner import policy as model
@@ -117,6 +118,46 @@ def test_the_float32_head_on_tensor_cores_is_the_head_that_casts_to_float32(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
     for one, other in zip(wide[2:], cast[2:], strict=True):
         assert (one - other).float().norm() < 1e-3 * other.float().norm()
+
+
+@pytest.mark.parametrize("vocabulary", [4096, 4001])
+@pytest.mark.parametrize("shape", [Shape(), Shape(scale=0.4, soft_cap=3.0)], ids=str)
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_heads_kernels_are_as_near_to_float64_as_the_head_without_them(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: int, shape: Shape, cut: bool, dtype: torch.dtype
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(2)
+    size = 300
+    leaves = [torch.randn(size, 128), 0.1 * (torch.randn(vocabulary, 128) + torch.randn(128)), torch.randn(vocabulary)]
+    leaves = [leaf.to(DEVICE, dtype) for leaf in leaves]
+    targets, up = torch.randint(0, vocabulary, (size,), device=DEVICE), torch.randn(2, size, device=DEVICE)
+    counts = torch.tensor([0, 1, 40], device=DEVICE).repeat(size // 3) * cut
+    tokens = torch.rand(size, vocabulary, device=DEVICE).scatter_(1, targets[:, None], -1.0).argsort(1)[:, :40]
+    sets = Candidates(tokens.flatten().int(), torch.arange(size, device=DEVICE) * 40, counts) if cut else None
+
+    def found(kernels: bool, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        monkeypatch.setattr(chunked_head, "has_kernels", lambda *_: kernels)
+        own = [leaf.detach().to(dtype or leaf.dtype).requires_grad_() for leaf in leaves]
+        options = {"temperature": torch.linspace(0.5, 1.5, size, device=DEVICE), "candidates": sets}
+        scores = chunked_logprobs_entropy(*own[:2], targets, bias_V=own[2], shape=shape, **options)
+        return [*scores, *torch.autograd.grad((torch.stack(scores) * up).sum(), own)]
+
+    assert chunked_head.has_kernels(torch.device(DEVICE, 0), dtype)
+    monkeypatch.setattr(chunked_head, "PIECE", size * 1024)
+    exact, without, made, again = found(False, torch.float64), found(False), found(True), found(True)
+    assert all(torch.equal(one, other) for one, other in zip(made, again, strict=True))
+    for one, other, wanted in zip(made, without, exact, strict=True):
+        bound = 1.1 * (other - wanted).norm() + 1e-6 * wanted.norm()
+        assert (one - wanted).norm() < bound
+
+
+def test_a_logit_that_is_no_number_is_seen_in_the_log_prob_of_the_heads_kernels() -> None:
+    hidden, weight = torch.randn(8, 16, device=DEVICE), torch.randn(4001, 16, device=DEVICE)
+    weight[3000, 0] = torch.nan
+    assert chunked_head.has_kernels(weight.device, weight.dtype)
+    assert chunked_logprobs_entropy(hidden, weight, torch.arange(8, device=DEVICE))[0].isnan().all()
 
 
 # --- bfloat16, attention, the same bits ----------------------------------------------------------------------

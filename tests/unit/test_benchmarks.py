@@ -86,7 +86,7 @@ def test_every_part_that_needs_no_gpu_is_rehearsed(name: str) -> None:
     found: Any = gpu_day.measured(name, 200)
     assert set(found) == {"result"}, found
     if name == "head":
-        distance = {kind: one["distance"]["grad_weight"] for kind, one in found["result"].items()}
+        distance = {kind: one["distance"]["grad_weight"] for kind, one in found["result"].items() if kind != "kernels"}
         assert distance["float32"] == 0 < distance["wide_two_parts"] < 5e-4 < distance["wide_one_part"]
     if name == "layers":
         assert set(found["result"]) == {"sdpa off", "sdpa selective", "sdpa full"}

@@ -374,6 +374,8 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
     assert rank.state == model.parameters * 16 // 4
     assert rank.activations == 10 * 2 * model.activations_per_layer
     assert rank.head == 10 * 97 * 4 * 3 + 97 * 32 * 4 * 2
+    on_gpu = memory.rank(configfile.change(config, ["learner.gpus=1", "model.dtype=bfloat16"]), model, longest=10)
+    assert on_gpu.head == 10 * 97 * 8 + 97 * 32 * model.element + 10 * 32 * 16, "a piece of all tokens"
     assert rank.reference == 0
     two = configfile.change(config, ["algorithm.critic.model=policy", "algorithm.kl.loss_beta=0.1"])
     twice = memory.rank(two, model, longest=10)
