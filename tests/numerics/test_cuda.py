@@ -133,12 +133,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def policy(folder: Path, implementation: str) -> model.Policy:
-    """In bfloat16, as FSDP's mixed precision computes it, with a critic that is not zero."""
+def policy(folder: Path, implementation: str, dtype: torch.dtype = torch.bfloat16) -> model.Policy:
+    """A transformer in `dtype` and a value head in float32, which is not zero, as FSDP's mixed precision has them."""
     torch.manual_seed(9)
     made = model.Policy(pretrained.read(folder, implementation), 0.7, layout=attention.layout(implementation))
     torch.nn.init.normal_(made.value_head.weight, std=0.05)
-    return made.to(DEVICE, torch.bfloat16)
+    made.lm.to(dtype)
+    return made.to(DEVICE)
 
 
 def each_attention() -> list[Any]:
@@ -171,7 +172,7 @@ def test_no_row_sees_another_whatever_computes_attention(wide: Path, implementat
 @pytest.mark.parametrize("implementation", each_attention())
 def test_gradients_in_bfloat16_are_near_those_in_float32(wide: Path, implementation: str) -> None:
     def gradients(name: str, dtype: torch.dtype) -> torch.Tensor:
-        made = policy(wide, name).to(dtype)
+        made = policy(wide, name, dtype)
         scored = made(rows(), "both")
         (scored.logprobs_BT.sum() + scored.values_BT.square().sum()).backward()
         found = [parameter.grad for parameter in made.parameters() if parameter.grad is not None]
