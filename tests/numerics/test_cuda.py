@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.sections import FLASH
-from streamppo.learner import attention, device, optimizer, pretrained
+from streamppo.learner import attention, device, optimizer, pretrained, scorer, update
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.loss import Loss
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
 from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, content
@@ -92,6 +94,37 @@ def test_an_update_on_cuda_over_nccl_is_the_update_on_the_cpu_over_gloo(tmp_path
     for name, tensor in results["cpu"][0].items():
         torch.testing.assert_close(results["cuda"][0][name], tensor, rtol=0, atol=1e-5, msg=name)
     assert results["cuda"][1]["policy_loss"] == pytest.approx(results["cpu"][1]["policy_loss"], abs=1e-5)
+
+
+SINGLE = ("learner.micro_batch_tokens=30", "model.dtype=bfloat16", "learner.gpus=1")
+
+
+@pytest.mark.parametrize("overrides", [(), ("algorithm.kl.loss_beta=0.1", "learner.minibatches=2")], ids=" ".join)
+def test_passes_wait_for_nothing_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    """torch raises where the host would wait for a GPU in a pass, a loss or a backward pass."""
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+        return called
+
+    case.save_model(tmp_path / "model")
+    with case.group(0, 1, tmp_path / "store", "nccl"):
+        updater = case.updater(case.config_of(*SINGLE, *overrides), tmp_path / "model", DEVICE)
+        updater.update(rows())
+        for module in (scorer, update):
+            monkeypatch.setattr(module, "score", watched(scorer.score))
+        monkeypatch.setattr(Loss, "share", watched(Loss.share))
+        monkeypatch.setattr(update.Updater, "backward", watched(update.Updater.backward))
+        updater.update(rows())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
