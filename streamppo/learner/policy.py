@@ -3,7 +3,7 @@
 B trajectories, L prompt + completion tokens, T completion tokens, D width, N completion tokens without padding.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -24,7 +24,6 @@ from streamppo.learner.batch import Host, PaddedBatch
 from streamppo.learner.device import to_device
 from streamppo.learner.layers import Checkpointing
 from streamppo.learner.routing import Routers
-from streamppo.process import phase
 from streamppo.types import Tensor as Described
 from streamppo.weights.adapters import merged
 from streamppo.weights.buckets import Shard, described
@@ -284,22 +283,6 @@ def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
 def rank_in_copy(mesh: DeviceMesh) -> int:
     """The rank of the first copy of the model that has the same shards as this one."""
     return dist.get_rank() % (mesh.size() // parallel.copies(mesh))
-
-
-@phase("snapshot")
-@torch.no_grad()
-def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
-    """Write this rank's shards to `into`, which has them as `shards` says.
-
-    A collective of ranks that have columns of a weight each, and of no others.
-    """
-    for name, parameter in adapters.trained(policy.lm).items():
-        if isinstance(parameter, DTensor) and parallel.is_cut_by_columns(parameter):
-            rows = parallel.whole_rows(local(parameter).to(into[name].dtype), parameter)
-            if into[name].numel():
-                into[name].copy_(rows)
-        elif into[name].numel():
-            into[name].copy_(local(parameter))
 
 
 def device_of(policy: nn.Module) -> torch.device:

@@ -15,12 +15,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from streamppo.algorithms import chunked_head
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.sections import FLASH
-from streamppo.learner import attention, device, optimizer, pretrained, scorer, update
+from streamppo.learner import attention, device, optimizer, pretrained, scorer, snapshot, update
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.learner.loss import Loss
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
+from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, content
 
 DEVICE = "cuda"
@@ -125,6 +126,24 @@ def test_passes_wait_for_nothing_on_the_gpu(
         monkeypatch.setattr(Loss, "share", watched(Loss.share))
         monkeypatch.setattr(update.Updater, "backward", watched(update.Updater.backward))
         updater.update(rows())
+
+
+def test_a_version_is_copied_as_it_was_before_the_step_that_follows(tmp_path: Path) -> None:
+    case.save_model(tmp_path / "model")
+    with case.group(0, 1, tmp_path / "store", "nccl"):
+        updater = case.updater(case.config_of(*SINGLE, "learner.lr=0.1"), tmp_path / "model", DEVICE)
+        copies = snapshot.Copies(updater.policy, updater.optimizer)
+        for _ in range(3):
+            expected = model.gathered(updater.policy, "bfloat16")
+            buckets = Buckets(model.shards(updater.policy, "bfloat16"), 1 << 20, pinned=True)
+            # A GPU that is busy copies late.
+            torch.cuda._sleep(100_000_000)
+            written = copies.write(buckets.tensors)
+            for parameter in updater.policy.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            updater.optimizer.step()
+            written()
+            assert all(torch.equal(buckets.tensors[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
