@@ -231,8 +231,8 @@ def _transformer(implementation: str, checkpointing: Any, compiled: bool) -> Res
     if compiled:
         of_model.compile_layers(body)
     rows, width = (16, 1024) if ON_GPU else (2, 16)
-    inputs = torch.randint(1000, (rows, width), device=DEVICE)
-    reading = attention.layout(implementation)(inputs, torch.full((rows,), width, device=DEVICE))
+    inputs = torch.randint(1000, (rows, width))
+    reading = attention.layout(implementation)(inputs, torch.full((rows,), width), torch.device(DEVICE))
 
     def step() -> None:
         body.zero_grad(set_to_none=True)

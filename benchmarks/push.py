@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import plots
 from benchmarks.runs import Goal, machine, told
 from streamppo.learner import policy
+from streamppo.learner.snapshot import snapshot
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.replica import Replica
@@ -100,7 +101,7 @@ class Way:
         self.sets = [Buckets(shards, BUCKET_BYTES) for _ in range(2)]
         self.bytes = sum(array.nbytes for array in self.sets[0].arrays)
         for filled in self.sets:
-            policy.snapshot(self.learner, filled.tensors)
+            snapshot(self.learner, filled.tensors)
         self.memory = (_resident() - before) / self.bytes
         self.replica, self.store = Replica(), store
         self.decoder: Decoder | None = None
@@ -148,7 +149,7 @@ class Way:
             adamw.step()
             adamw.zero_grad(set_to_none=True)
             trained = time.process_time()
-            policy.snapshot(self.learner, self.sets[0].tensors)
+            snapshot(self.learner, self.sets[0].tensors)
             times.append((time.process_time() - trained, trained - begin))
         return times[-1][0] / times[-1][1]
 
@@ -165,7 +166,7 @@ class Way:
     def push(self, *, delta: bool) -> Steps:
         """Carry one version all the way."""
         step, (filled, before) = Steps(), (self.sets[self.version % 2], self.sets[1 - self.version % 2])
-        step("snapshot", lambda: policy.snapshot(self.learner, filled.tensors))
+        step("snapshot", lambda: snapshot(self.learner, filled.tensors))
         if delta:
             pairs = zip(filled.arrays, before.arrays, strict=True)
             different = sum(np.count_nonzero(one.view("<u2") != other.view("<u2")) for one, other in pairs)

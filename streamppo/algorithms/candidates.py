@@ -23,7 +23,7 @@ class Candidates(NamedTuple):
     starts: Tensor
     counts: Tensor
 
-    def at(self, places: Tensor | slice | tuple[Tensor, slice]) -> "Candidates":
+    def at(self, places: Tensor | slice | tuple[Tensor, Tensor | slice]) -> "Candidates":
         """The candidates of the tokens at `places`, which index `starts` and `counts`."""
         return self._replace(starts=self.starts[places], counts=self.counts[places])
 

@@ -370,11 +370,17 @@ def chunked_logprobs_entropy(
     if float32_matmul and products is PLAIN and weight_VD.dtype != torch.float64:
         hidden_ND, weight_VD = hidden_ND.float(), weight_VD.float()
     wide = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
-    if bool(torch.as_tensor(temperature <= 0).any()):
+    if bool((temperature <= 0).any()) if isinstance(temperature, Tensor) else temperature <= 0:
         raise ValueError("temperature must be positive (greedy sampling has no log-probs to learn from)")
     inverse_temperature_N = None
     if isinstance(temperature, Tensor) or temperature != 1:
-        temperature_ = torch.as_tensor(temperature, dtype=wide, device=hidden_ND.device)
+        # A tensor of a number would be copied from the host, which waits for a GPU.
+        temperature_ = (
+            temperature
+            if isinstance(temperature, Tensor)
+            else torch.full((), temperature, dtype=wide, device=hidden_ND.device)
+        )
+        temperature_ = temperature_.to(hidden_ND.device, wide)
         inverse_temperature_N = temperature_.reciprocal().expand(N)
     extent = Extent(chunk, candidates, products, shape)
     arguments = (hidden_ND, weight_VD, bias_V, targets_N, inverse_temperature_N, extent)

@@ -10,7 +10,8 @@ A context without gradient is read first, and the completions behind it (learner
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor
 from streamppo.config.engine import FAMILIES
 from streamppo.config.sections import FLASH, Model
 from streamppo.errors import ModelError
+from streamppo.learner.device import to_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -45,6 +47,8 @@ class Context(NamedTuple):
 class Reading(NamedTuple):
     """Rows as a transformer reads them: its arguments, and the place of each token of a row in its flattened output.
 
+    Arguments are where the transformer is, places in the host's memory.
+
     Places beyond the end of a row mean nothing; -1 is a token that another rank computes (learner/ulysses.py). With a
     `context`, which is read first and without gradient, only the tokens behind it have a place.
     """
@@ -54,28 +58,29 @@ class Reading(NamedTuple):
     context: Context | None = None
 
 
-Layout = Callable[[Tensor, Tensor], Reading]
-"""(inputs_BL, tokens of each row [B]) -> the reading."""
+Layout = Callable[[Tensor, Tensor, torch.device], Reading]
+"""(inputs_BL, tokens of each row [B], both in the host's memory, the transformer's device) -> the reading."""
+CPU = torch.device("cpu")
 
 
-def padded(inputs_BL: Tensor, width_B: Tensor) -> Reading:
+def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
     """Row after row, each as wide as the longest."""
-    place_BL = torch.arange(inputs_BL.numel(), device=width_B.device).view(inputs_BL.shape)
-    return Reading({"input_ids": inputs_BL}, place_BL)
+    place_BL = torch.arange(inputs_BL.numel()).view(inputs_BL.shape)
+    return Reading({"input_ids": to_device(inputs_BL, device)}, place_BL)
 
 
-def joined(inputs_BL: Tensor, width_B: Tensor) -> Reading:
+def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
     """One sequence without padding, in which positions begin again with every row.
 
     flash-attn gets the bounds as such. Every other implementation finds them in the positions and makes a mask of
     N * N entries: right, and wasteful.
     """
-    place_BL = torch.arange(inputs_BL.shape[1], device=width_B.device).expand(inputs_BL.shape)
+    place_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     inside_BL = place_BL < width_B[:, None]
-    longest, bounds_32 = int(width_B.max()), bounds(width_B)
+    longest, bounds_32 = int(width_B.max()), to_device(bounds(width_B), device)
     arguments: dict[str, Tensor | int] = {
-        "input_ids": inputs_BL[inside_BL][None],
-        "position_ids": place_BL[inside_BL][None],
+        "input_ids": to_device(inputs_BL[inside_BL][None], device),
+        "position_ids": to_device(place_BL[inside_BL][None], device),
         "cu_seq_lens_q": bounds_32,
         "cu_seq_lens_k": bounds_32,
         "max_length_q": longest,
@@ -87,6 +92,19 @@ def joined(inputs_BL: Tensor, width_B: Tensor) -> Reading:
 def bounds(width_B: Tensor) -> Tensor:
     """[B + 1] in int32: where each of the rows begins that lie end to end, and where the last one ends."""
     return torch.nn.functional.pad(width_B.cumsum(0), (1, 0)).int()
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    """Rows are told apart already: transformers does not look for several in one, for which it asks the device."""
+    from transformers import masking_utils
+
+    looks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looks
 
 
 def layout(implementation: str) -> Layout:
@@ -143,7 +161,7 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
     width_B = torch.tensor(PROBED)
     inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
     inputs_BL[:, 0] = inputs_BL[0, 0]
-    reading = together(inputs_BL, width_B)
+    reading = together(inputs_BL, width_B, CPU)
     together_ND = transformer(**reading.arguments, use_cache=False).last_hidden_state.flatten(0, 1)
     rows = [inputs_BL[row : row + 1, :width] for row, width in enumerate(PROBED)]
     alone_ND = torch.cat([transformer(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])

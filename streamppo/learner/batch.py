@@ -17,11 +17,32 @@ from torch import Tensor
 
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.masked import on_last_token
+from streamppo.learner.device import to_device
 from streamppo.process import phase
 from streamppo.types import Batch, Trajectory, flags, floats, ints, routes
 
 MUCH = 1 / 16
 """Padding of a micro-batch, as a share of its budget, from which on it has rows of similar lengths alone."""
+
+
+class Host(NamedTuple):
+    """The columns by which passes are laid out, in the host's memory: nothing there waits for a GPU.
+
+    `expert` is the largest number of an expert in the routes of a whole batch, -1 without any. `widths` are the tokens
+    of the longest completion of a selection, and of its longest row.
+    """
+
+    inputs_BL: Tensor
+    start_B: Tensor
+    length_B: Tensor
+    expert: int = -1
+    widths: tuple[int, int] = (0, 0)
+
+    def select(self, rows: Tensor) -> "Host":
+        """The trajectories at `rows`, cut to the longest of them."""
+        start_B, length_B = self.start_B[rows], self.length_B[rows]
+        widths = int(length_B.max()), int((start_B + length_B).max())
+        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, self.expert, widths)
 
 
 class PaddedBatch(NamedTuple):
@@ -34,7 +55,7 @@ class PaddedBatch(NamedTuple):
     `prefix_B` are the tokens of the segments before, which count as the prompt's. `candidates` [B, T] are there if some
     tokens were sampled with top-p or top-k. `teacher_logprobs_BT` are there if a teacher's server gave some, NaN for a
     trajectory that has none. `routes_BLE` are the experts that the engine chose for a token, layer by layer, -1 where
-    it says none.
+    it says none. `host` has the columns by which passes are laid out, of a batch on a GPU.
     """
 
     version: int
@@ -55,24 +76,38 @@ class PaddedBatch(NamedTuple):
     candidates: Candidates | None = None
     teacher_logprobs_BT: Tensor | None = None
     routes_BLE: Tensor | None = None
+    host: Host | None = None
+
+    @property
+    def on_host(self) -> Host:
+        """The columns by which passes are laid out."""
+        return self.host or Host(self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu())
+
+    @property
+    def largest_expert(self) -> int:
+        """At least the largest number of an expert in the routes; -1 without any."""
+        if self.host is not None:
+            return self.host.expert
+        return -1 if self.routes_BLE is None else int(self.routes_BLE.max())
 
     def to(self, device: torch.device) -> "PaddedBatch":
         """The same batch on `device`."""
         candidates = None if self.candidates is None else self.candidates.to(device)
         components_B = {name: tensor.to(device) for name, tensor in self.components_B.items()}
         moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
-        return self._replace(**moved, components_B=components_B, candidates=candidates)
+        host = None if device.type == "cpu" else self.on_host._replace(expert=self.largest_expert)
+        return self._replace(**moved, components_B=components_B, candidates=candidates, host=host)
 
     def select(self, rows: Tensor) -> "PaddedBatch":
-        """The trajectories at `rows`, cut to the longest of them."""
-        picked = {name: tensor[rows] for name, tensor in self._tensors().items()}
-        width_L = int((picked["start_B"] + picked["length_B"]).max())
-        width_T = int(picked["length_B"].max())
+        """The trajectories at `rows`, which are the host's, cut to the longest of them."""
+        host = self.on_host.select(rows)
+        (width_T, width_L), here = host.widths, to_device(rows, self.start_B.device)
+        picked = {name: tensor[here] for name, tensor in self._tensors().items()}
         for name, tensor in picked.items():
             if tensor.dim() > 1:
                 picked[name] = tensor[:, : width_L if name.endswith(("L", "LE")) else width_T]
-        candidates = None if self.candidates is None else self.candidates.at((rows, slice(width_T)))
-        return self._replace(**picked, candidates=candidates)
+        candidates = None if self.candidates is None else self.candidates.at((here, slice(width_T)))
+        return self._replace(**picked, candidates=candidates, host=self.host and host)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}

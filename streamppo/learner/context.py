@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from streamppo.config.engine import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.learner import attention, layers
-from streamppo.learner.attention import Context, Reading
+from streamppo.learner.attention import CPU, Context, Reading
+from streamppo.learner.device import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,54 +90,56 @@ def keys_and_values(transformer: Any, context: Context) -> dict[str, Joining]:
     return {NAME: Joining(kept, context.join)}
 
 
-def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, *, share: bool) -> Reading:
+def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, share: bool) -> Reading:
     """Rows of [C] and [S] tokens, with a mask of S * (C + S) entries; with `share`, equal contexts are one row.
 
     Padding on the right of a context is hidden by the mask. There is always a context token to compute, seen or not:
     on every rank the pass is a collective.
     """
-    first_B, device = start_B - 1, inputs_BL.device
+    first_B = start_B - 1
     B, L = inputs_BL.shape
     C, S = max(1, int(first_B.max())), int((width_B - first_B).max())
-    contexts, row_B = inputs_BL[:, :C], torch.arange(B, device=device)
-    is_seen_BC = torch.arange(C, device=device) < first_B[:, None]
+    contexts, row_B = inputs_BL[:, :C], torch.arange(B)
+    is_seen_BC = torch.arange(C) < first_B[:, None]
     if share:
         contexts, row_B = contexts.masked_fill(~is_seen_BC, 0).unique(dim=0, return_inverse=True)
-    place_BS = first_B[:, None] + torch.arange(S, device=device)
+    place_BS = first_B[:, None] + torch.arange(S)
+    inputs_BS = inputs_BL.gather(1, place_BS.clamp(max=L - 1))
+    place_BL = torch.arange(B)[:, None] * S - first_B[:, None] + torch.arange(L)
+    is_seen_BC, row_B = to_device(is_seen_BC, device), to_device(row_B, device)
     own_BSS = torch.ones(S, S, dtype=torch.bool, device=device).tril_().expand(B, S, S)
     arguments: dict[str, Tensor | int] = {
-        "input_ids": inputs_BL.gather(1, place_BS.clamp(max=L - 1)),
-        "position_ids": place_BS,
+        "input_ids": to_device(inputs_BS, device),
+        "position_ids": to_device(place_BS, device),
         "attention_mask": torch.cat([is_seen_BC[:, None].expand(B, S, C), own_BSS], 2)[:, None],
     }
 
     def join(kept: Tensor, own: Tensor) -> Tensor:
         return torch.cat([kept[row_B] if share else kept, own], 2)
 
-    place_BL = torch.arange(B, device=device)[:, None] * S - first_B[:, None] + torch.arange(L, device=device)
-    return Reading(arguments, place_BL, Context({"input_ids": contexts}, join))
+    return Reading(arguments, place_BL, Context({"input_ids": to_device(contexts, device)}, join))
 
 
-def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Reading:
+def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
     """Contexts end to end, then completions end to end; flash-attn gets the bounds of queries and of keys.
 
     Its causal mask is aligned at the end: the last query of a row sees all keys of the row. A context without tokens
     is one token that nobody sees, so that no row of flash-attn is empty.
     """
-    first_B, device = start_B - 1, inputs_BL.device
-    contexts = attention.joined(inputs_BL, first_B.clamp(min=1))
-    own_B, place_L = width_B - first_B, torch.arange(inputs_BL.shape[1], device=device)
+    first_B = start_B - 1
+    contexts = attention.joined(inputs_BL, first_B.clamp(min=1), device)
+    own_B, place_L = width_B - first_B, torch.arange(inputs_BL.shape[1])
     is_context_BL, inside_BL = place_L < first_B[:, None], place_L < width_B[:, None]
     is_own_BL = inside_BL & ~is_context_BL
     begin_B = own_B.cumsum(0) - own_B
     place_BL = begin_B[:, None] + place_L - first_B[:, None]
     num_context = int(first_B.clamp(min=1).sum())
-    order_N = torch.where(is_context_BL, contexts.place_BL, num_context + place_BL)[inside_BL]
+    order_N = to_device(torch.where(is_context_BL, contexts.place_BL, num_context + place_BL)[inside_BL], device)
     arguments: dict[str, Tensor | int] = {
-        "input_ids": inputs_BL[is_own_BL][None],
-        "position_ids": place_L.expand(inputs_BL.shape)[is_own_BL][None],
-        "cu_seq_lens_q": attention.bounds(own_B),
-        "cu_seq_lens_k": attention.bounds(width_B),
+        "input_ids": to_device(inputs_BL[is_own_BL][None], device),
+        "position_ids": to_device(place_L.expand(inputs_BL.shape)[is_own_BL][None], device),
+        "cu_seq_lens_q": to_device(attention.bounds(own_B), device),
+        "cu_seq_lens_k": to_device(attention.bounds(width_B), device),
         "max_length_q": int(own_B.max()),
         "max_length_k": int(width_B.max()),
     }

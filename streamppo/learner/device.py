@@ -49,6 +49,11 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
     return device
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's memory on `device`. The host does not wait for a GPU, nor the GPU's work before for it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, *, offload: bool = False) -> None:
     """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
 

@@ -30,6 +30,7 @@ from streamppo.learner.fetch import OwnRows
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
 from streamppo.learner.reference import Without
+from streamppo.learner.snapshot import Copies, is_on_gpu
 from streamppo.learner.speed import Size, size_of, speed
 from streamppo.learner.update import Updated, Updater
 from streamppo.weights import ways
@@ -56,6 +57,7 @@ class Learner:
     version: int
     size: Size
     lag: Lag | None
+    copies: Copies
 
     def configure(self, config: Config) -> None:
         """Replace the configuration, and rebuild or set everything that depends on it."""
@@ -126,8 +128,8 @@ class Learner:
         `learned` is the encoded `Learned` of its batch. Returns the push before.
         """
         buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
-        policy.snapshot(self.policy, buckets.tensors)
-        return self.pusher.push(self.version, buckets, learned, self.lag.admitted if self.lag else None)
+        written, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None
+        return self.pusher.push(self.version, buckets, learned, admitted, written)
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`; it is written beside training."""
@@ -193,10 +195,13 @@ def build(
         rank=dist.get_rank(),
         ranks=dist.get_world_size(),
         frozen=policy.frozen(loaded, config.model.dtype),
+        pinned=is_on_gpu(loaded),
     )
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
-    lag = steering.go_on(config, lag)
-    return Learner(config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag)
+    lag, copies = steering.go_on(config, lag), Copies(loaded, adamw)
+    return Learner(
+        config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag, copies
+    )
 
 
 def _updater(

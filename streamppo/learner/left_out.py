@@ -25,7 +25,7 @@ def left_out_shares(
         return {}
     counts_NC = torch.zeros(len(names_N) + 1, 2, dtype=torch.float64, device=mask_BT.device)
     for one in (one for minibatch in minibatches for one in minibatch.passes):
-        mask_bT = mask_BT[one.rows.to(mask_BT.device)]
+        mask_bT = mask_BT[one.rows]
         counts_NC[0] += torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
         for place, name in enumerate(names_N, start=1):
             left_out_bT = one.left_out[name]

@@ -93,9 +93,8 @@ def first_logprobs(
     passed_B = torch.zeros(len(like_BT), dtype=torch.bool, device=like_BT.device)
     for minibatch in _of_policy(minibatches):
         for rows, logprobs_bT, *_ in minibatch.passes:
-            # Rows are dealt out on the CPU: such indices read a GPU's tensors, and are not read by them.
-            new_b = ~passed_B[rows.to(passed_B.device)]
-            first_BT[rows.to(passed_B.device)[new_b], : logprobs_bT.shape[1]] = logprobs_bT[new_b]
+            new_b = ~passed_B[rows]
+            first_BT[rows[new_b], : logprobs_bT.shape[1]] = logprobs_bT[new_b]
         passed_B[minibatch.rows.to(passed_B.device)] = True
     add_up(first_BT, group)
     return first_BT, passed_B
@@ -145,7 +144,7 @@ def _last_ratios(
         everyones = minibatch.rows.to(passed_B.device)
         passed_B[everyones], ratio_BT[everyones] = True, 0.0
         for rows, _, ratio_bT, *_ in minibatch.passes:
-            ratio_BT[rows.to(passed_B.device), : ratio_bT.shape[1]] = ratio_bT
+            ratio_BT[rows, : ratio_bT.shape[1]] = ratio_bT
     add_up(ratio_BT, group)
     return ratio_BT, trained_BT & passed_B[:, None]
 
@@ -167,7 +166,9 @@ def _is_bad(minibatch: Minibatch) -> bool:
 def _float64(*numbers: Tensor | float) -> Tensor:
     """The numbers as one detached vector; at least one of them is a tensor, and gives the device."""
     device = next(number.device for number in numbers if isinstance(number, Tensor))
-    return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device).detach() for number in numbers])
+    # A tensor of a Python number would be copied from the host, which waits for a GPU.
+    made = (one if isinstance(one, Tensor) else torch.full((), one, device=device) for one in numbers)
+    return torch.stack([one.detach().double() for one in made])
 
 
 def batch_metrics(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from streamppo.config.mesh import Mesh
@@ -125,6 +125,24 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: Cut, fully_shard: Call
 
     Gradients are summed over ranks, not averaged: not all weights are of the same number of ranks.
     """
+    fully_shard(module, mesh=mesh, shard_placement_fn=_placement(cut) if cut.meshes else None)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _placement(cut: Cut) -> Callable[[nn.Parameter], Any]:
+    """The ranks that shard a weight: of one that is cut, those that have the same part.
+
+    Raises `ModelError` with a torch whose FSDP2 shards all weights of a module over the same ranks.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+    except ImportError:
+        raise ModelError(
+            f"learner.mesh.tensor and learner.mesh.expert need a newer torch than {torch.__version__}, whose FSDP2 "
+            "shards all weights of a layer over the same ranks: torch 2.13 has it, and so does a mesh without them"
+        ) from None
     infos = [(one[PART], _info(one)) for one in cut.meshes]
 
     def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
@@ -133,10 +151,7 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: Cut, fully_shard: Call
         (info,) = [info for part, info in infos if part == parameter.device_mesh]
         return ShardPlacementResult(Shard(0), info)
 
-    fully_shard(module, mesh=mesh, shard_placement_fn=place)
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
+    return place
 
 
 def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
@@ -266,7 +281,9 @@ def _gathered(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Slices of all ranks, end to end."""
     ranks = dist.get_world_size(group)
     received = slice_S.new_empty(ranks, *slice_S.shape)
-    dist.all_gather_single(received, slice_S.contiguous()[None], group=group)
+    # The name until torch 2.13, which warns of it.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, slice_S.contiguous()[None], group=group)
     return torch.cat(received.unbind(), TOKENS)
 
 
@@ -274,7 +291,8 @@ def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's slice of the sum over ranks."""
     sent = torch.stack(whole.chunk(dist.get_world_size(group), TOKENS))
     received = torch.empty_like(sent[:1])
-    dist.reduce_scatter_single(received, sent, group=group)
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(received, sent, group=group)
     return received[0]
 
 

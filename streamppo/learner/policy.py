@@ -3,7 +3,8 @@
 B trajectories, L prompt + completion tokens, T completion tokens, D width, N completion tokens without padding.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -15,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
+from streamppo.config.sections import FLASH
 from streamppo.errors import ModelError
 from streamppo.learner import adapters, attention, context, head, layers, parallel, shared, ulysses
 from streamppo.learner.attention import Layout, Reading
-from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.batch import Host, PaddedBatch
+from streamppo.learner.device import to_device
 from streamppo.learner.layers import Checkpointing
 from streamppo.learner.routing import Routers
-from streamppo.process import phase
 from streamppo.types import Tensor as Described
 from streamppo.weights.adapters import merged
 from streamppo.weights.buckets import Shard, described
@@ -46,6 +48,29 @@ class Scored(NamedTuple):
     entropy_BT: Tensor
     values_BT: Tensor
     bootstrap_B: Tensor
+
+
+class Entries(NamedTuple):
+    """Entries of a [B, T] result, (rows [N], columns [N]), and their places in a transformer's flattened output."""
+
+    entry_2N: tuple[Tensor, Tensor]
+    place_N: Tensor
+
+    def spread(self, result_N: Tensor, zeros_BT: Tensor) -> Tensor:
+        """The results at their entries, and zeros elsewhere."""
+        return zeros_BT.index_put(self.entry_2N, result_N)
+
+
+NO_ENTRIES = Entries((torch.empty(0), torch.empty(0)), torch.empty(0))
+
+
+class Laid(NamedTuple):
+    """A pass: what transformers read, the scored tokens and their ids, and the tokens with a value."""
+
+    reading: Reading
+    policy: Entries
+    target_N: Tensor
+    values: Entries
 
 
 class Policy(nn.Module):
@@ -87,44 +112,52 @@ class Policy(nn.Module):
 
     def forward(self, rows: PaddedBatch, part: Part) -> Scored:
         """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
-        width_T, device = rows.mask_BT.shape[1], rows.start_B.device
-        width_L, last_B = rows.inputs_BL.shape[1], rows.start_B + rows.length_B - 1
-        at_BT = torch.minimum(rows.start_B[:, None] - 1 + torch.arange(width_T + 1, device=device), last_B[:, None])
-        reading = self._reading(rows)
-        if reading.context is None:
-            self.routers.expect(reading, last_B + 1, rows.routes_BLE if self.replays_routes else None)
-        valid_BT = torch.arange(width_T, device=device) < rows.length_B[:, None]
-        # Of rows that are cut into slices, the tokens that this rank computes.
-        place_BT = reading.place_BL.gather(1, at_BT)
+        laid = self._lay_out(rows, part)
+        if laid.reading.context is None:
+            routes = (rows.routes_BLE, rows.largest_expert) if self.replays_routes else (None, -1)
+            self.routers.expect(laid.reading, rows.on_host.start_B + rows.on_host.length_B, *routes)
         scored, hidden_ND = nothing(rows), None
         if part != "critic":
-            hidden_ND = self._hidden(self.lm.base_model, reading)
-            own_BT = valid_BT & (place_BT[:, :-1] >= 0)
-            targets_BT = rows.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=width_L - 1))
+            hidden_ND = self._hidden(self.lm.base_model, laid.reading)
             logprobs_N, entropy_N = chunked_logprobs_entropy(
                 # Rows by index, not `gather` by entry: a deterministic gradient on a GPU sorts D times fewer indices.
-                hidden_ND[place_BT[:, :-1][own_BT]],
+                hidden_ND[laid.policy.place_N],
                 self.lm.get_output_embeddings().weight,
-                targets_BT[own_BT],
+                laid.target_N,
                 temperature=self.temperature,
                 chunk=HEAD_CHUNK,
                 float32_matmul=self.float32_head,
-                candidates=None if rows.candidates is None else rows.candidates.at(own_BT),
+                candidates=None if rows.candidates is None else rows.candidates.at(laid.policy.entry_2N),
                 bias_V=head.bias_of(self.lm),
                 shape=self.head_shape,
             )
             scored = scored._replace(
-                logprobs_BT=ulysses.joined(scored.logprobs_BT.masked_scatter(own_BT, logprobs_N), self.slices),
-                entropy_BT=ulysses.joined(scored.entropy_BT.masked_scatter(own_BT, entropy_N), self.slices),
+                logprobs_BT=ulysses.joined(laid.policy.spread(logprobs_N, scored.logprobs_BT), self.slices),
+                entropy_BT=ulysses.joined(laid.policy.spread(entropy_N, scored.entropy_BT), self.slices),
             )
         if part != "policy":
-            own_BT = torch.arange(width_T + 1, device=device) <= rows.length_B[:, None]
-            values_BT = self._values(reading, place_BT, own_BT & (place_BT >= 0), hidden_ND)
+            values_BT = self._values(laid, rows, hidden_ND)
+            row_B, column_T = (torch.arange(size, device=values_BT.device) for size in rows.mask_BT.shape)
             scored = scored._replace(
-                values_BT=values_BT[:, :-1].masked_fill(~valid_BT, 0.0),
-                bootstrap_B=values_BT[torch.arange(len(values_BT), device=device), rows.length_B],
+                values_BT=values_BT[:, :-1].masked_fill(column_T >= rows.length_B[:, None], 0.0),
+                bootstrap_B=values_BT[row_B, rows.length_B],
             )
         return scored
+
+    def _lay_out(self, rows: PaddedBatch, part: Part) -> "Laid":
+        """Find in the host's memory what a pass reads and where its results are."""
+        host, device, width_T = rows.on_host, rows.start_B.device, rows.mask_BT.shape[1]
+        reading, last_B = self._reading(host, device), host.start_B + host.length_B - 1
+        at_BT = torch.minimum(host.start_B[:, None] - 1 + torch.arange(width_T + 1), last_B[:, None])
+        # Of rows that are cut into slices, the tokens that this rank computes.
+        place_BT = reading.place_BL.gather(1, at_BT)
+        own_BT = (torch.arange(width_T + 1) <= host.length_B[:, None]) & (place_BT >= 0)
+        values = _entries(own_BT, place_BT, device) if part != "policy" else NO_ENTRIES
+        if part == "critic":
+            return Laid(reading, NO_ENTRIES, NO_ENTRIES.place_N, values)
+        own_BT = own_BT[:, :-1] & (torch.arange(width_T) < host.length_B[:, None])
+        targets_BT = host.inputs_BL.gather(1, (at_BT[:, :-1] + 1).clamp(max=host.inputs_BL.shape[1] - 1))
+        return Laid(reading, _entries(own_BT, place_BT, device), to_device(targets_BT[own_BT], device), values)
 
     def set_context(self, prefix: Literal["attached", "detached"]) -> None:
         """Compute the context of completions with its gradient or without. Raises `ModelError` for some models."""
@@ -148,29 +181,40 @@ class Policy(nn.Module):
         own = [] if self.critic is None else list(self.critic.parameters())
         return [*own, *self.value_head.parameters()]
 
-    def _reading(self, rows: PaddedBatch) -> Reading:
-        inputs_BL, start_B, width_B = rows.inputs_BL, rows.start_B, rows.start_B + rows.length_B
+    def _reading(self, host: Host, device: torch.device) -> Reading:
+        inputs_BL, start_B, width_B = host.inputs_BL, host.start_B, host.start_B + host.length_B
         if self.detach_context:
             if self.layout is attention.joined:
-                return context.joined(inputs_BL, start_B, width_B)
-            return context.padded(inputs_BL, start_B, width_B, share=self.share_prompts)
+                return context.joined(inputs_BL, start_B, width_B, device)
+            return context.padded(inputs_BL, start_B, width_B, device, share=self.share_prompts)
         if self.share_prompts:
-            reading = shared.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size)
+            reading = shared.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size, device)
         else:
-            reading = self.layout(inputs_BL, width_B)
+            reading = self.layout(inputs_BL, width_B, device)
         return ulysses.sliced(reading, self.slices)
 
-    def _values(self, reading: Reading, place_BT: Tensor, own_BT: Tensor, hidden_ND: Tensor | None) -> Tensor:
+    def _values(self, laid: "Laid", rows: PaddedBatch, hidden_ND: Tensor | None) -> Tensor:
         if self.critic is not None or hidden_ND is None:
-            hidden_ND = self._hidden(self.lm.base_model if self.critic is None else self.critic, reading)
-        values_N1 = self.value_head(hidden_ND[place_BT[own_BT]].float())
-        zeros_BT = torch.zeros(own_BT.shape, device=own_BT.device)
-        return ulysses.joined(zeros_BT.masked_scatter(own_BT, values_N1[:, 0]), self.slices)
+            hidden_ND = self._hidden(self.lm.base_model if self.critic is None else self.critic, laid.reading)
+        values_N1 = self.value_head(hidden_ND[laid.values.place_N].float())
+        zeros_BT = torch.zeros(len(rows.mask_BT), rows.mask_BT.shape[1] + 1, device=rows.mask_BT.device)
+        return ulysses.joined(laid.values.spread(values_N1[:, 0], zeros_BT), self.slices)
 
     def _hidden(self, transformer: Any, reading: Reading) -> Tensor:
-        before = {} if reading.context is None else context.keys_and_values(transformer, reading.context)
-        with layers.offloading(self.checkpointing, reading.place_BL.device):
-            return transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
+        # Others than flash-attn find rows that lie end to end by looking for them.
+        is_flash = transformer.config._attn_implementation in FLASH
+        with attention.told_apart() if is_flash or self.layout is attention.padded else nullcontext():
+            before = {} if reading.context is None else context.keys_and_values(transformer, reading.context)
+            with layers.offloading(self.checkpointing, reading.arguments["input_ids"].device):
+                return transformer(**reading.arguments, **before, use_cache=False).last_hidden_state.flatten(0, 1)
+
+
+def _entries(own_BT: Tensor, place_BT: Tensor, device: torch.device) -> Entries:
+    """The entries where `own_BT` is true; `place_BT` may have more columns."""
+    row_N, column_N = own_BT.nonzero(as_tuple=True)
+    place_N = place_BT[row_N, column_N]
+    row_N, column_N, place_N = (to_device(one, device) for one in (row_N, column_N, place_N))
+    return Entries((row_N, column_N), place_N)
 
 
 def nothing(rows: PaddedBatch) -> Scored:
@@ -239,22 +283,6 @@ def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
 def rank_in_copy(mesh: DeviceMesh) -> int:
     """The rank of the first copy of the model that has the same shards as this one."""
     return dist.get_rank() % (mesh.size() // parallel.copies(mesh))
-
-
-@phase("snapshot")
-@torch.no_grad()
-def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
-    """Write this rank's shards to `into`, which has them as `shards` says.
-
-    A collective of ranks that have columns of a weight each, and of no others.
-    """
-    for name, parameter in adapters.trained(policy.lm).items():
-        if isinstance(parameter, DTensor) and parallel.is_cut_by_columns(parameter):
-            rows = parallel.whole_rows(local(parameter).to(into[name].dtype), parameter)
-            if into[name].numel():
-                into[name].copy_(rows)
-        elif into[name].numel():
-            into[name].copy_(local(parameter))
 
 
 def device_of(policy: nn.Module) -> torch.device:

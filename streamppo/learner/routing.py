@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from streamppo.errors import ModelError
 from streamppo.learner.attention import Reading
-from streamppo.learner.device import add_up
+from streamppo.learner.device import add_up, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,23 +47,26 @@ class Routers:
     def __bool__(self) -> bool:
         return bool(self._routers)
 
-    def expect(self, reading: Reading, width_B: Tensor, routes_BLE: Tensor | None) -> None:
+    def expect(self, reading: Reading, width_B: Tensor, routes_BLE: Tensor | None, most: int) -> None:
         """The next pass is over `reading`, of rows of `width_B` tokens, whose experts are those of `routes_BLE`.
 
-        Raises `ModelError` for routes of another model.
+        Widths are in the host's memory. `most` is at least the largest of the routes. Raises `ModelError` for routes of
+        another model.
         """
         if not self._routers:
             return
-        place_BL = reading.place_BL
-        real_BL = (torch.arange(place_BL.shape[1], device=place_BL.device) < width_B[:, None]) & (place_BL >= 0)
-        tokens, place_M = reading.arguments["input_ids"].numel(), place_BL[real_BL]
-        real_N = torch.zeros(tokens, dtype=torch.bool, device=place_BL.device)
+        place_BL, tokens_BL = reading.place_BL, reading.arguments["input_ids"]
+        real_BL = (torch.arange(place_BL.shape[1]) < width_B[:, None]) & (place_BL >= 0)
+        tokens, place_M = tokens_BL.numel(), place_BL[real_BL]
+        real_N = torch.zeros(tokens, dtype=torch.bool)
         real_N[place_M] = self.counts
-        routes_NE, most = None, -1
+        real_N, routes_NE = to_device(real_N, tokens_BL.device), None
         if routes_BLE is not None:
-            most = int(routes_BLE.max())
+            entry_M, place_M = (
+                to_device(one, tokens_BL.device) for one in (real_BL.flatten().nonzero()[:, 0], place_M)
+            )
             routes_NE = routes_BLE.new_full((tokens, routes_BLE.shape[-1]), -1)
-            routes_NE[place_M] = routes_BLE[real_BL]
+            routes_NE[place_M] = routes_BLE.flatten(0, 1)[entry_M]
         for router in self._routers:
             router.expect(routes_NE, most, real_N)
 
@@ -103,7 +106,7 @@ class Router:
         module.register_forward_hook(self._end, always_call=True)
 
     def expect(self, routes_NE: Tensor | None, most: int, real_N: Tensor) -> None:
-        """See `Routers.expect`; `most` is the largest of the routes."""
+        """See `Routers.expect`."""
         routes_Nk = None
         if routes_NE is not None:
             routes_Nk = routes_NE[:, self._layer * self.top_k : (self._layer + 1) * self.top_k].long()

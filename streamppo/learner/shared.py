@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.learner.attention import LEAK, Reading, leak, looks_at_all, padded
+from streamppo.learner.attention import CPU, LEAK, Reading, leak, looks_at_all, padded
+from streamppo.learner.device import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,13 +53,13 @@ def _can_share(transformer: "PreTrainedModel") -> bool:
     return looks_at_all(transformer.config) and leak(transformer, partial(_probe, dtype=transformer.dtype)) <= LEAK
 
 
-def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int) -> Reading:
+def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> Reading:
     """Read rows whose completions begin at `start_B` in the layout that is less work for a model of width `hidden`."""
     made = plan(inputs_BL, start_B, width_B)
     rows, width = len(made.width_G), int(made.width_G.max())
     if work(rows, width, hidden) > WORTH * work(len(inputs_BL), inputs_BL.shape[1], hidden):
-        return padded(inputs_BL, width_B)
-    return shared(inputs_BL, start_B, width_B, made)
+        return padded(inputs_BL, width_B, device)
+    return shared(inputs_BL, start_B, width_B, made, device)
 
 
 def work(rows: int, width: int, hidden: int) -> float:
@@ -99,22 +100,22 @@ def number(rows_BL: Tensor) -> Tensor:
     return rows_BL.unique(dim=0, return_inverse=True)[1]
 
 
-def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan) -> Reading:
+def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan, device: torch.device = CPU) -> Reading:
     """One row for each prompt, as `made` says. Padding sees padding and the prompt, and nothing sees padding."""
-    G, W, device = len(made.width_G), int(made.width_G.max()), inputs_BL.device
-    position_BL = torch.arange(inputs_BL.shape[1], device=device).expand(inputs_BL.shape)
+    G, W = len(made.width_G), int(made.width_G.max())
+    position_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     is_prompt_BL = position_BL < start_B[:, None]
     inside_BL = position_BL < width_B[:, None]
     in_row_BL = torch.where(is_prompt_BL, position_BL, made.begin_B[:, None] + position_BL - start_B[:, None])
     place_BL = made.row_B[:, None] * W + in_row_BL
     # Samples of a prompt write the same tokens at the same places.
     place_N, prompt = place_BL[inside_BL], len(inputs_BL)
-    branch_BL = torch.arange(prompt, device=device)[:, None].masked_fill(is_prompt_BL, prompt)
+    branch_BL = torch.arange(prompt)[:, None].masked_fill(is_prompt_BL, prompt)
 
     def laid_out(column_BL: Tensor, padding: int) -> Tensor:
-        row_N = torch.full((G * W,), padding, dtype=column_BL.dtype, device=device)
+        row_N = torch.full((G * W,), padding, dtype=column_BL.dtype)
         row_N[place_N] = column_BL[inside_BL]
-        return row_N.view(G, W)
+        return to_device(row_N.view(G, W), device)
 
     branch_GW = laid_out(branch_BL, -1)
     sees_GWW = (branch_GW[:, None] == prompt) | (branch_GW[:, None] == branch_GW[:, :, None])
@@ -126,10 +127,10 @@ def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan) -> R
     return Reading(arguments, place_BL)
 
 
-def _probe(inputs_BL: Tensor, width_B: Tensor, *, dtype: torch.dtype) -> Reading:
+def _probe(inputs_BL: Tensor, width_B: Tensor, device: torch.device, *, dtype: torch.dtype) -> Reading:
     """Rows that share their first token, with a mask as every plain attention takes it: what is not seen is -inf."""
     start_B = torch.ones_like(width_B)
-    reading = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B))
+    reading = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B), device)
     sees = reading.arguments["attention_mask"]
     assert isinstance(sees, Tensor)
     added = torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)

@@ -24,8 +24,8 @@ from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
 from streamppo.learner import attention, steering
 from streamppo.learner.batch import PaddedBatch
-from streamppo.learner.device import add_up
-from streamppo.learner.division import STAND_IN, Division
+from streamppo.learner.device import add_up, to_device
+from streamppo.learner.division import Division
 from streamppo.learner.left_out import left_out_shares
 from streamppo.learner.loss import Loss, Share
 from streamppo.learner.metrics import (
@@ -39,9 +39,10 @@ from streamppo.learner.metrics import (
 )
 from streamppo.learner.objective import Epoch, Objective
 from streamppo.learner.optimizer import clip
-from streamppo.learner.policy import Part, Policy, Scored, device_of, nothing, release
+from streamppo.learner.policy import Part, Policy, Scored, device_of
 from streamppo.learner.reference import Without, follow
-from streamppo.learner.targets import Frozen, Targets, find_targets, in_right_answers, learned, of_server
+from streamppo.learner.scorer import Scorer, score
+from streamppo.learner.targets import Targets, in_right_answers, learned
 from streamppo.process import phase
 from streamppo.types import Learned
 
@@ -136,7 +137,7 @@ class Updater:
         start, objective = time.perf_counter(), self.objective
         if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:
             objective = objective.warm_up()
-        targets, graph = self._prepare(objective, batch)
+        targets, graph = self._scorer(batch).prepare(objective, batch, beta=self.beta)
         age = steering.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
@@ -150,7 +151,7 @@ class Updater:
                 self.optimizer.zero_grad(set_to_none=True)
                 for piece in self._micro_batches(batch, rows):
                     current = self._current(batch, piece, epoch.part, graph)
-                    share = loss.share(piece, epoch.part, current, counts)
+                    share = loss.share(to_device(piece, self.device), epoch.part, current, counts)
                     self.backward(share.loss)
                     shares.append(share._replace(loss=share.loss.detach()))
                 minibatches.append(self._step(epoch, batch.version, rows, shares))
@@ -202,59 +203,10 @@ class Updater:
         targets = self.update(batch, self.objective.critic_epochs()).targets
         return explained_variance(targets.scored.values_BT, targets.estimate.returns, batch.mask_BT)
 
-    # --- before the first step -------------------------------------------------------------------------------
-
-    def _prepare(self, objective: Objective, batch: PaddedBatch) -> tuple[Targets, Scored | None]:
-        """The targets of `batch`, and the graph of the pass that found them, if a step can be made from it.
-
-        Raises `UpdateError` for data that must not be trained on.
-        """
+    def _scorer(self, batch: PaddedBatch) -> Scorer:
+        """The passes over `batch` before its first step."""
         pieces = self._micro_batches(batch, torch.arange(len(batch.reward_B)))
-        scored, graph = self._before(objective, batch, pieces)
-        try:
-            frozen = Frozen(self._frozen(self.reference, batch, pieces), self._taught(batch, pieces))
-            with phase("targets"):
-                return find_targets(objective, self.config, batch, scored, frozen, beta=self.beta), graph
-        except ValueError as error:
-            raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
-
-    def _before(self, objective: Objective, batch: PaddedBatch, pieces: list[Tensor]) -> tuple[Scored, Scored | None]:
-        """The scores of the whole batch; and the graph of that pass, where nothing moves before the only step."""
-        part = objective.scored
-        if part is None:
-            return nothing(batch), None
-        single = part != "critic" and objective.one_step and len(pieces) == 1
-        with torch.set_grad_enabled(single):
-            scores = [_score(self.policy, batch, rows, part) for rows in pieces]
-        return self._gather(batch, pieces, scores), scores[0] if single else None
-
-    def _frozen(self, model: Policy | Without | None, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
-        """[B, T] log-probs of `model`, the reference or the teacher, by its own routes, or None without it."""
-        if model is None:
-            return None
-        with torch.no_grad():
-            scores = [_score(model, batch._replace(routes_BLE=None), rows, "policy") for rows in pieces]
-        if isinstance(model, Policy):
-            release(model)
-        return self._gather(batch, pieces, scores).logprobs_BT
-
-    def _taught(self, batch: PaddedBatch, pieces: list[Tensor]) -> Tensor | None:
-        """[B, T] log-probs of the teacher, by a pass here or by its server's answers; None without a teacher."""
-        is_server = bool(self.config.algorithm.teacher.url)
-        return of_server(batch) if is_server else self._frozen(self.teacher, batch, pieces)
-
-    def _gather(self, batch: PaddedBatch, pieces: list[Tensor], scores: list[Scored]) -> Scored:
-        """The scores of every rank's rows, whole and detached, on every rank."""
-        whole = nothing(batch)
-        for rows, scored in zip(pieces, scores, strict=True):
-            for into, part in zip(whole, scored, strict=True):
-                where = (rows, slice(part.shape[1])) if part.dim() == 2 else (rows,)
-                into[where] = part[: len(rows)].detach().to(into.dtype)
-        for column in whole:
-            add_up(column, self.group)
-        return whole
-
-    # --- passes and steps ------------------------------------------------------------------------------------
+        return Scorer(self.policy, self.reference, self.teacher, self.config, self.group, pieces)
 
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
         """The denominators of a minibatch, over all ranks."""
@@ -265,11 +217,11 @@ class Updater:
         return counts._replace(right=float(in_right_answers(batch, self.config)[rows].sum()))
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
-        return self.division.micro_batches((batch.start_B + batch.length_B).cpu(), rows)
+        return self.division.micro_batches(batch.on_host.start_B + batch.on_host.length_B, rows)
 
     def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: Scored | None) -> Scored:
         """The scores of `rows` by the present weights: those of `graph`, if it is of use, or of a new pass."""
-        return _score(self.policy, batch, rows, part) if graph is None or part == "critic" else graph
+        return score(self.policy, batch, rows, part) if graph is None or part == "critic" else graph
 
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
@@ -385,14 +337,6 @@ class Updater:
             coefficient, within = self.bonus.coefficient, control.range
             self.bonus = next_bonus(coefficient, entropy, target=control.target, step=control.step, within=within)
         return metrics
-
-
-@phase("forward")
-def _score(policy: Policy | Without, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
-    """`policy` on some rows. An empty micro-batch still passes one row: the pass is a collective."""
-    if isinstance(policy, Policy):
-        policy.routers.counts = len(rows) > 0
-    return policy(batch.select(rows if len(rows) else STAND_IN), part)
 
 
 def _has_ended(epoch: Epoch, minibatches: Sequence[Minibatch]) -> bool:

@@ -70,14 +70,15 @@ class Buckets:
     """Memory for one rank's share of a version: `tensors` are views of `arrays`, in the shapes of the `shards`.
 
     A bucket has at most `bucket_bytes`; a larger shard gets one of its own. The memory is used for one version after
-    another: to ask the kernel for fresh pages costs more than to hash what is written to them.
+    another: to ask the kernel for fresh pages costs more than to hash what is written to them. A GPU writes to memory
+    that is `pinned` by itself, while the host goes on.
     """
 
-    def __init__(self, shards: Mapping[str, Shard], bucket_bytes: int) -> None:
+    def __init__(self, shards: Mapping[str, Shard], bucket_bytes: int, *, pinned: bool = False) -> None:
         self._shards, self._bucket_bytes = dict(shards), bucket_bytes
         sizes = {name: shard.nbytes for name, shard in shards.items()}
         self._places, totals = _plan(list(sizes.values()), bucket_bytes)
-        self.arrays = [np.zeros(total, dtype=np.uint8) for total in totals]
+        self.arrays = [_memory(total, pinned=pinned) for total in totals]
         self.tensors = {
             name: torch.from_numpy(raw).view(shard.dtype).view(shard.local_shape)
             if shard.nbytes
@@ -169,6 +170,11 @@ def packed(version: int, tensors: Mapping[str, torch.Tensor], bucket_bytes: int)
     for name, into in buckets.tensors.items():
         into.copy_(tensors[name].detach())
     return buckets.push(version)
+
+
+def _memory(nbytes: int, *, pinned: bool) -> Bytes:
+    """So many zeros."""
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy() if pinned else np.zeros(nbytes, np.uint8)
 
 
 def _plan(sizes: Sequence[int], bucket_bytes: int) -> tuple[list[_Place], list[int]]:

@@ -41,7 +41,7 @@ class Pusher:
     At most one push is under way: `push` waits for the one before, so memory holds two versions at most. Nobody
     waits for an engine. `last` is the newest push. With `deltas` a version is described by what has changed since the
     one before, where that is less, until the ledger wants a whole one again. Tensors that are `frozen` are
-    described in each, and do not travel.
+    described in each, and do not travel. Buckets are `pinned` for a learner on a GPU.
     """
 
     def __init__(
@@ -54,10 +54,11 @@ class Pusher:
         rank: int = 0,
         ranks: int = 1,
         frozen: tuple[Tensor, ...] = (),
+        pinned: bool = False,
     ) -> None:
         self._publish, self._outlet = publish, outlet
         self._bucket_bytes, self._deltas = bucket_bytes, deltas
-        self._rank, self._ranks, self._frozen = rank, ranks, frozen
+        self._rank, self._ranks, self._frozen, self._pinned = rank, ranks, frozen, pinned
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="push")
         self.last: Future[Pushed] = Future()
         self.last.set_result(Pushed("", 0.0, 0))
@@ -73,12 +74,19 @@ class Pusher:
         Waits until the push under way has compared its version with the one before, whose memory this is.
         """
         if len(self._sets) < SETS:
-            return Buckets(like, self._bucket_bytes)
+            return Buckets(like, self._bucket_bytes, pinned=self._pinned)
         self._described.result()
         return self._sets.pop(0)
 
-    def push(self, version: int, filled: Buckets, learned: bytes = b"", admitted_lag: int | None = None) -> Pushed:
-        """Start pushing what is in `filled`. Returns the push before.
+    def push(
+        self,
+        version: int,
+        filled: Buckets,
+        learned: bytes = b"",
+        admitted_lag: int | None = None,
+        written: Callable[[], None] = lambda: None,
+    ) -> Pushed:
+        """Start pushing what is in `filled` once `written` returns. Returns the push before.
 
         `learned`, of the batch that made the version, goes along, and the lag to be admitted with it. Raises
         the error of the push before.
@@ -87,7 +95,7 @@ class Pusher:
         before = self._sets[-1] if self._deltas and self._sets and not self._wants_whole else None
         self._sets.append(filled)
         self._described = Future()
-        self.last = self._thread.submit(self._carry, version, filled, before, learned, admitted_lag)
+        self.last = self._thread.submit(self._carry, version, filled, before, learned, admitted_lag, written)
         return pushed
 
     def again(self) -> list[Future[Published]]:
@@ -104,10 +112,17 @@ class Pusher:
 
     @phase("publish")
     def _carry(
-        self, version: int, filled: Buckets, before: Buckets | None, learned: bytes, admitted_lag: int | None
+        self,
+        version: int,
+        filled: Buckets,
+        before: Buckets | None,
+        learned: bytes,
+        admitted_lag: int | None,
+        written: Callable[[], None],
     ) -> Pushed:
         start = time.perf_counter()
         try:
+            written()
             push, arrays = filled.push(version, before, rank=self._rank, ranks=self._ranks)
         finally:
             self._described.set_result(None)

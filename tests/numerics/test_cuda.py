@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.chunked_head import Shape, chunked_logprobs_entropy
 from streamppo.config.sections import FLASH
-from streamppo.learner import attention, device, optimizer, pretrained
+from streamppo.learner import attention, device, optimizer, pretrained, scorer, snapshot, update
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.loss import Loss
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.engine import Sampling
+from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, content
 
 DEVICE = "cuda"
@@ -93,6 +96,55 @@ def test_an_update_on_cuda_over_nccl_is_the_update_on_the_cpu_over_gloo(tmp_path
     for name, tensor in results["cpu"][0].items():
         torch.testing.assert_close(results["cuda"][0][name], tensor, rtol=0, atol=1e-5, msg=name)
     assert results["cuda"][1]["policy_loss"] == pytest.approx(results["cpu"][1]["policy_loss"], abs=1e-5)
+
+
+SINGLE = ("learner.micro_batch_tokens=30", "model.dtype=bfloat16", "learner.gpus=1")
+
+
+@pytest.mark.parametrize("overrides", [(), ("algorithm.kl.loss_beta=0.1", "learner.minibatches=2")], ids=" ".join)
+def test_passes_wait_for_nothing_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    """torch raises where the host would wait for a GPU in a pass, a loss or a backward pass."""
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+        return called
+
+    case.save_model(tmp_path / "model")
+    with case.group(0, 1, tmp_path / "store", "nccl"):
+        updater = case.updater(case.config_of(*SINGLE, *overrides), tmp_path / "model", DEVICE)
+        updater.update(rows())
+        for module in (scorer, update):
+            monkeypatch.setattr(module, "score", watched(scorer.score))
+        monkeypatch.setattr(Loss, "share", watched(Loss.share))
+        monkeypatch.setattr(update.Updater, "backward", watched(update.Updater.backward))
+        updater.update(rows())
+
+
+def test_a_version_is_copied_as_it_was_before_the_step_that_follows(tmp_path: Path) -> None:
+    case.save_model(tmp_path / "model")
+    with case.group(0, 1, tmp_path / "store", "nccl"):
+        updater = case.updater(case.config_of(*SINGLE, "learner.lr=0.1"), tmp_path / "model", DEVICE)
+        copies = snapshot.Copies(updater.policy, updater.optimizer)
+        for _ in range(3):
+            expected = model.gathered(updater.policy, "bfloat16")
+            buckets = Buckets(model.shards(updater.policy, "bfloat16"), 1 << 20, pinned=True)
+            # A GPU that is busy copies late.
+            torch.cuda._sleep(100_000_000)
+            written = copies.write(buckets.tensors)
+            for parameter in updater.policy.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            updater.optimizer.step()
+            written()
+            assert all(torch.equal(buckets.tensors[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -174,12 +226,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def policy(folder: Path, implementation: str) -> model.Policy:
-    """In bfloat16, as FSDP's mixed precision computes it, with a critic that is not zero."""
+def policy(folder: Path, implementation: str, dtype: torch.dtype = torch.bfloat16) -> model.Policy:
+    """A transformer in `dtype` and a value head in float32, which is not zero, as FSDP's mixed precision has them."""
     torch.manual_seed(9)
     made = model.Policy(pretrained.read(folder, implementation), 0.7, layout=attention.layout(implementation))
     torch.nn.init.normal_(made.value_head.weight, std=0.05)
-    return made.to(DEVICE, torch.bfloat16)
+    made.lm.to(dtype)
+    return made.to(DEVICE)
 
 
 def each_attention() -> list[Any]:
@@ -212,7 +265,7 @@ def test_no_row_sees_another_whatever_computes_attention(wide: Path, implementat
 @pytest.mark.parametrize("implementation", each_attention())
 def test_gradients_in_bfloat16_are_near_those_in_float32(wide: Path, implementation: str) -> None:
     def gradients(name: str, dtype: torch.dtype) -> torch.Tensor:
-        made = policy(wide, name).to(dtype)
+        made = policy(wide, name, dtype)
         scored = made(rows(), "both")
         (scored.logprobs_BT.sum() + scored.values_BT.square().sum()).backward()
         found = [parameter.grad for parameter in made.parameters() if parameter.grad is not None]

@@ -18,6 +18,7 @@ from streamppo.learner import policy as model
 from streamppo.learner.batch import pad
 from streamppo.learner.checkpoint import Saver, Trained
 from streamppo.learner.manifest import Damaged, State
+from streamppo.learner.snapshot import snapshot
 from streamppo.weights.buckets import Buckets, packed
 from streamppo.weights.pusher import Pushed
 from streamppo.weights.shares import join
@@ -35,7 +36,7 @@ def made(ranks: int, folder: Path, out: Path) -> dict[str, Any]:
     metrics = case.metrics(updater, pad(case.batch()))
     found: dict[str, Any] = {"weights": case.whole(updater.policy), "metrics": metrics}
     buckets = Buckets(model.shards(updater.policy, "bfloat16"), 3000)
-    model.snapshot(updater.policy, buckets.tensors)
+    snapshot(updater.policy, buckets.tensors)
     pushes: list[Any] = [None] * ranks
     dist.all_gather_object(pushes, buckets.push(1, rank=dist.get_rank(), ranks=ranks).push)
     gathered = model.gathered(updater.policy, "bfloat16")
@@ -51,7 +52,7 @@ def adapters(ranks: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
     updater = case.updater(case.config_of(*overrides, "model.lora.rank=2"), folder)
     case.metrics(updater, pad(case.batch()))
     buckets = Buckets(model.shards(updater.policy, "float32"), 3000)
-    model.snapshot(updater.policy, buckets.tensors)
+    snapshot(updater.policy, buckets.tensors)
     mine = buckets.push(1, rank=dist.get_rank(), ranks=ranks).push
     pushes: list[Any] = [None] * ranks
     dist.all_gather_object(pushes, structs.replace(mine, frozen=model.frozen(updater.policy, "bfloat16")))

@@ -24,6 +24,7 @@ from streamppo.learner.checkpoint import Trained
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
 from streamppo.learner.reference import Without
+from streamppo.learner.snapshot import snapshot
 from streamppo.rollout.adapters import Merged, source
 from streamppo.types import Push
 from streamppo.weights.adapters import merged
@@ -66,7 +67,7 @@ def pushed(policy: Policy, config: Config) -> Replica:
     """What a rollout actor has of the policy: on rank 0, of the shares of all ranks."""
     dtype, ranks = config.model.dtype, dist.get_world_size()
     buckets = Buckets(model.shards(policy, dtype), 3000)
-    model.snapshot(policy, buckets.tensors)
+    snapshot(policy, buckets.tensors)
     mine = buckets.push(0, rank=dist.get_rank(), ranks=ranks)
     described = structs.replace(mine.push, frozen=model.frozen(policy, dtype))
     everybody: list[Any] = [None] * ranks

@@ -19,6 +19,7 @@ from streamppo.learner.checkpoint import Saver, Trained
 from streamppo.learner.device import mesh_of
 from streamppo.learner.manifest import State
 from streamppo.learner.reference import follow
+from streamppo.learner.snapshot import snapshot
 from streamppo.weights.buckets import Buckets, packed
 from streamppo.weights.pusher import Pushed
 from streamppo.weights.shares import join
@@ -69,7 +70,7 @@ def made(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[A
         updater = case.updater(case.config_of(f"learner.ranks={ranks}", *small, *several), folder)
         metrics = case.metrics(updater, pad(case.batch()))
         buckets = Buckets(model.shards(updater.policy, "bfloat16"), 3000)
-        model.snapshot(updater.policy, buckets.tensors)
+        snapshot(updater.policy, buckets.tensors)
         pushes: list[Any] = [None] * ranks
         dist.all_gather_object(pushes, buckets.push(1, rank=dist.get_rank(), ranks=ranks).push)
         gathered = model.gathered(updater.policy, "bfloat16")

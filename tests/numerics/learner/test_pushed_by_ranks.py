@@ -11,6 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.learner import loading
 from streamppo.learner import policy as model
+from streamppo.learner.snapshot import snapshot
 from streamppo.types import Push
 from streamppo.weights.buckets import Buckets
 from streamppo.weights.content import check
@@ -39,7 +40,7 @@ def pushes(ranks: int, path: str, dtype: str, layer_by_layer: bool) -> dict[str,
     sets = [Buckets(model.shards(policy, dtype), 3000) for _ in range(2)]
     replica, found = Replica(), dict[str, object]()
     for version in (0, 1):
-        model.snapshot(policy, sets[version].tensors)
+        snapshot(policy, sets[version].tensors)
         mine = sets[version].push(version, sets[0] if version else None, rank=dist.get_rank(), ranks=ranks)
         # All ranks gather, whether they send something or not.
         everybody: list[object] = [None] * ranks

@@ -11,6 +11,7 @@ from conftest import REPOSITORY
 from streamppo.errors import UpdateError
 from streamppo.learner.batch import PaddedBatch, micro_batches, pad, row_order
 from streamppo.learner.objective import Objective
+from streamppo.learner.scorer import Scorer
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -179,16 +180,18 @@ def test_a_reference_without_log_probs_is_refused_in_reward_and_loss(folder: Pat
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_stands(folder: Path) -> None:
+def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_stands(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     updater, padded = case.updater(case.config_of(), folder), pad(case.batch())
     finished = padded.truncated_B.logical_not().nonzero()[0]
-    before = updater._before
+    before = Scorer._before
 
-    def poisoned(objective: Objective, batch: PaddedBatch, plan: list[torch.Tensor]):
-        scored, graph = before(objective, batch, plan)
+    def poisoned(scorer: Scorer, objective: Objective, batch: PaddedBatch):
+        scored, graph = before(scorer, objective, batch)
         return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
 
-    updater._before = poisoned
+    monkeypatch.setattr(Scorer, "_before", poisoned)
     with pytest.raises(UpdateError, match=rf"bootstrap\[{int(finished)}\] = nan"):
         updater.update(padded)
 

@@ -18,6 +18,7 @@ from streamppo.config.sections import Config
 from streamppo.learner import optimizer, policy
 from streamppo.learner.checkpoint import Saver, Trained
 from streamppo.learner.manifest import State
+from streamppo.learner.snapshot import snapshot
 from streamppo.learner.update import Updater
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
@@ -46,7 +47,7 @@ def checkpointed(run: Path, config: Config, versions: tuple[int, ...], digest: s
                 if parameter.requires_grad:
                     parameter.add_(0.125)
         whole = buckets.Buckets(policy.shards(updater.policy, config.model.dtype), config.learner.bucket_bytes)
-        policy.snapshot(updater.policy, whole.tensors)
+        snapshot(updater.policy, whole.tensors)
         push = structs.replace(whole.push(version).push, frozen=policy.frozen(updater.policy, config.model.dtype))
         pushed = Future[Pushed]()
         pushed.set_result(Pushed(digest or push.digest, 0.0, 0))

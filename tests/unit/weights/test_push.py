@@ -450,6 +450,22 @@ def test_a_version_is_written_while_the_one_before_is_read_and_two_sets_of_bucke
     assert len({one.digest for one in published}) == 5
 
 
+def test_a_version_that_is_still_being_written_is_described_when_it_is_there(store: list[Any]) -> None:
+    published, gate = list[Push](), threading.Event()
+    pusher, values = pusher_to(lambda push, _: published.append(push)), torch.arange(50.0)
+    filled = pusher.buckets({"w": Shard.whole(values)})
+
+    def written() -> None:
+        gate.wait()
+        filled.tensors["w"].copy_(values)
+
+    pusher.push(0, filled, written=written)
+    assert not published
+    gate.set()
+    pusher.last.result()
+    assert published[0].tensors == buckets.packed(0, {"w": values}, 1 << 20).push.tensors
+
+
 def test_what_changes_little_goes_as_deltas_until_they_are_as_many_bytes_as_a_whole_one(store: list[Any]) -> None:
     published: list[tuple[Push, list[Any]]] = []
     pusher = pusher_to(lambda push, refs: published.append((push, [store[ref] for ref in refs])))

@@ -1,0 +1,93 @@
+"""The passes over a batch before its first step: of the policy, its critic, the reference and a teacher.
+
+B trajectories of the batch, T completion tokens (padded).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamppo.config.sections import Config
+from streamppo.errors import UpdateError
+from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.device import add_up, to_device
+from streamppo.learner.division import STAND_IN
+from streamppo.learner.objective import Objective
+from streamppo.learner.policy import Part, Policy, Scored, nothing, release
+from streamppo.learner.reference import Without
+from streamppo.learner.targets import Frozen, Targets, find_targets, of_server
+from streamppo.process import phase
+
+
+class Scorer(NamedTuple):
+    """Scores the micro-batches `pieces` of this rank, and gathers those of all ranks of `group`.
+
+    Calls are collectives.
+    """
+
+    policy: Policy
+    reference: Policy | Without | None
+    teacher: Policy | None
+    config: Config
+    group: dist.ProcessGroup
+    pieces: list[Tensor]
+
+    def prepare(self, objective: Objective, batch: PaddedBatch, *, beta: float) -> tuple[Targets, Scored | None]:
+        """The targets of `batch`, and the graph of the pass that found them, if a step can be made from it.
+
+        `beta` is the weight of the KL in the reward. Raises `UpdateError` for data that must not be trained on.
+        """
+        scored, graph = self._before(objective, batch)
+        try:
+            frozen = Frozen(self._frozen(self.reference, batch), self._taught(batch))
+            with phase("targets"):
+                return find_targets(objective, self.config, batch, scored, frozen, beta=beta), graph
+        except ValueError as error:
+            raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
+
+    def _before(self, objective: Objective, batch: PaddedBatch) -> tuple[Scored, Scored | None]:
+        """The scores of the whole batch; and the graph of that pass, where nothing moves before the only step."""
+        part = objective.scored
+        if part is None:
+            return nothing(batch), None
+        single = part != "critic" and objective.one_step and len(self.pieces) == 1
+        with torch.set_grad_enabled(single):
+            scores = [score(self.policy, batch, rows, part) for rows in self.pieces]
+        return self._gather(batch, scores), scores[0] if single else None
+
+    def _frozen(self, model: Policy | Without | None, batch: PaddedBatch) -> Tensor | None:
+        """[B, T] log-probs of `model`, the reference or the teacher, by its own routes, or None without it."""
+        if model is None:
+            return None
+        with torch.no_grad():
+            scores = [score(model, batch._replace(routes_BLE=None), rows, "policy") for rows in self.pieces]
+        if isinstance(model, Policy):
+            release(model)
+        return self._gather(batch, scores).logprobs_BT
+
+    def _taught(self, batch: PaddedBatch) -> Tensor | None:
+        """[B, T] log-probs of the teacher, by a pass here or by its server's answers; None without a teacher."""
+        is_server = bool(self.config.algorithm.teacher.url)
+        return of_server(batch) if is_server else self._frozen(self.teacher, batch)
+
+    def _gather(self, batch: PaddedBatch, scores: list[Scored]) -> Scored:
+        """The scores of every rank's rows, whole and detached, on every rank."""
+        whole = nothing(batch)
+        for rows, scored in zip(self.pieces, scores, strict=True):
+            here = to_device(rows, batch.mask_BT.device)
+            for into, part in zip(whole, scored, strict=True):
+                where = (here, slice(part.shape[1])) if part.dim() == 2 else (here,)
+                into[where] = part[: len(rows)].detach().to(into.dtype)
+        for column in whole:
+            add_up(column, self.group)
+        return whole
+
+
+@phase("forward")
+def score(policy: Policy | Without, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
+    """`policy` on some rows. An empty micro-batch still passes one row: the pass is a collective."""
+    if isinstance(policy, Policy):
+        policy.routers.counts = len(rows) > 0
+    return policy(batch.select(rows if len(rows) else STAND_IN), part)

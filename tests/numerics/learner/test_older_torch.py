@@ -1,0 +1,66 @@
+"""The learner with a torch that lacks what younger ones brought, as 2.9 to 2.11: it trains, or says what it needs."""
+
+from pathlib import Path
+
+import learner_case as case
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+from streamppo.errors import ModelError
+from streamppo.learner import parallel
+from streamppo.learner.batch import pad
+
+PLACEMENT = (_fsdp_common, "ShardPlacementResult")
+"""FSDP2's own modules keep what they have imported; they call collectives by their names of today."""
+COLLECTIVES = ((dist, "all_gather_single"), (dist, "reduce_scatter_single"))
+CUT = ("learner.mesh.tensor=2",)
+
+
+def trained(ranks: int, folder: Path, older: bool, overrides: tuple[str, ...]) -> case.Weights | str:
+    """The weights of an update on each of so many ranks; what is said where there is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if older:
+            patch.delattr(*PLACEMENT, raising=False)
+        try:
+            chosen = f"learner.ranks={ranks}", "model.dtype=bfloat16", *overrides
+            return case.updated(folder, pad(case.batch()), *chosen)[0]
+        except ModelError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("learner.mesh.replicate=2",), ("learner.mesh.context=2",)], ids=["all", "copies", "slices"]
+)
+def test_an_older_torch_makes_the_bits_of_a_younger_one(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    case.save_model(tmp_path / "model")
+    found: list[case.Weights] = []
+    for older in (False, True):
+        (tmp_path / str(older)).mkdir()
+        found.append(case.by_ranks(trained, 2, tmp_path / str(older), tmp_path / "model", older, overrides))
+    case.assert_same_weights(*found, atol=0)
+
+
+def test_weights_cannot_be_cut_by_an_older_torch_which_is_said(tmp_path: Path) -> None:
+    case.save_model(tmp_path / "model")
+    said = case.by_ranks(trained, 2, tmp_path, tmp_path / "model", True, CUT)
+    assert "need a newer torch than" in said
+
+
+def moved(ranks: int, older: bool) -> list[torch.Tensor]:
+    """What the two moves of tensor parallelism make of this rank's numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in COLLECTIVES if older else ():
+            patch.delattr(module, name, raising=False)
+        group, mine = dist.group.WORLD, torch.arange(24.0).view(2, 4, 3) * (1 + dist.get_rank())
+        assert group is not None
+        return [parallel._gathered(mine, group), parallel._scattered(mine, group)]
+
+
+def test_slices_are_gathered_and_scattered_by_the_older_names_too(tmp_path: Path) -> None:
+    found: list[list[torch.Tensor]] = []
+    for older in (False, True):
+        (tmp_path / str(older)).mkdir()
+        found.append(case.by_ranks(moved, 2, tmp_path / str(older), older))
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
