@@ -156,11 +156,16 @@ def critic(
     return start
 
 
-def _at(path: str, attention: str, weights: bool, apart: Collection[str]) -> CriticStart:
+def critic_kind(path: str | Path) -> Kind:
+    """The class of a critic's own model. Raises `ModelError` if there is no configuration."""
     names = settings(path).architectures or []
-    if not any(name.endswith("ForSequenceClassification") for name in names):
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
+    return "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
+
+
+def _at(path: str, attention: str, weights: bool, apart: Collection[str]) -> CriticStart:
+    if (kind := critic_kind(path)) == "AutoModelForCausalLM":
         return CriticStart(read(path, attention, weights=weights, body=True, apart=apart).base_model)
-    kind: Kind = "AutoModelForSequenceClassification"
     if not weights:
         return CriticStart(read(path, attention, kind, weights=False).base_model)
     loaded = models.load(path, kind, attention=attention, body=True)

@@ -35,7 +35,7 @@ from streamppo.rollout.episode import FAILURES, Episode, Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Batch, Identity, Prompt, Trajectory, floats, ints
+from streamppo.types import Batch, Identity, Prompt, Trajectory, ints
 from streamppo.weights.ledger import Published
 
 UPDATES, BATCH, SAMPLES = 3, 6, 2
@@ -45,7 +45,7 @@ SAID = "Are you sure?"
 CLOSE = {"float32": 3e-4, "bfloat16": 0.15}
 """The furthest that two log-probs of one token may be from each other, by the type of the computation."""
 
-REWARD = '''\
+REWARD = """\
 import datetime
 import decimal
 
@@ -78,8 +78,8 @@ def trl(prompts, completions, completion_ids, answer, **columns):
 
 def verl(data_source, solution_str, ground_truth, extra_info):
     return worth(solution_str, {"ground_truth": ground_truth, "extra_info": extra_info})
-'''
-TURNS = '''\
+"""
+TURNS = """\
 from streamppo.tasks.environments import Done
 from streamppo.types import Message
 
@@ -94,7 +94,7 @@ class Turns:
     async def step(self, text):
         self._left -= 1
         return Done(0.25) if self._left == 0 else [Message(role="user", content=self._said)]
-'''
+"""
 
 
 @dataclass
@@ -403,15 +403,11 @@ class _Played:
         special = set(tokenizer.all_special_ids) | {
             number for number, one in tokenizer.added_tokens_decoder.items() if one.special
         }
-        ours, theirs = (
-            sum(one in special for one in row) for row in (ids, oracle.prompt_ids(tokenizer, bare))
-        )
+        ours, theirs = (sum(one in special for one in row) for row in (ids, oracle.prompt_ids(tokenizer, bare)))
         if ours != theirs:
             self.wrong.append(f"control tokens in a row's text: {ours} in the prompt, {theirs} of the template")
 
-    def _compare_export(
-        self, out: Path, trained: policy.Policy, played: Sequence[tuple[Episode, Trajectory]]
-    ) -> None:
+    def _compare_export(self, out: Path, trained: policy.Policy, played: Sequence[tuple[Episode, Trajectory]]) -> None:
         loaded = oracle.load(out)
         if loaded.missing:
             self.wrong.append(f"export: transformers reports {loaded.missing[:3]}")

@@ -27,6 +27,8 @@ QUANTISED = ("qweight", "qzeros", "weight_scale", "weight_scale_inv", "weight_pa
 """Last parts of the names of tensors that belong to quantised weights."""
 NARROW = ("F8", "F4", "F6")
 """The first letters of safetensors' names of types with less than 16 bits."""
+INSIDE = ("*/config.json", "*/*/config.json", "snapshots/*/config.json")
+"""Places of a model's folder in the one that was named."""
 NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files that say how weights are quantised, beside config.json."""
 
@@ -118,10 +120,12 @@ def _other_format(folder: Path) -> str:
         ("model_index.json", "is a pipeline of diffusers, not a language model"),
         (".metadata", "is a checkpoint of torch.distributed: `streamppo export` makes a model's folder of a run's own"),
         ("*.safetensors*", "has weights and no config.json: copy or download that too"),
+        ("*.bin", "has weights and no config.json: copy or download that too"),
     ):
         if next(folder.glob(pattern), None) is not None:
             return f"{folder} {text}"
-    return f"{folder}: no config.json: it is no model's folder"
+    inner = next((path.parent for one in INSIDE for path in sorted(folder.glob(one))), None)
+    return f"{folder}: no config.json: it is no model's folder" + (f"; {inner} may be meant" if inner else "")
 
 
 def _quantised(folder: Path | str, why: str) -> str:

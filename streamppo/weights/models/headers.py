@@ -63,6 +63,11 @@ def of_folder(folder: Path) -> dict[str, Header] | None:
     return found
 
 
+def has_weights(folder: Path) -> bool:
+    """Tell if a folder has a file of weights or an index of several, whatever is in it."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX, PICKLE, PICKLE_INDEX))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Name the files that transformers reads weights from. Raises `ModelError` if there are none, or if one is missing.
 
