@@ -50,6 +50,11 @@ class Tokenizer:
             raise TaskError(f"{path}: no tokenizer is there")
         self._encoded = lru_cache(maxsize=KEPT)(self._encode)
 
+    @property
+    def hf(self) -> PreTrainedTokenizerFast:
+        """The tokenizer as transformers has it."""
+        return self._tokenizer
+
     def numbers(self) -> dict[str, int]:
         """Return the id of every token by its text."""
         return self._tokenizer.get_vocab()
@@ -57,6 +62,20 @@ class Tokenizer:
     def texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each of `tokens` by itself, special ones too."""
         return [self._tokenizer.decode([token]) for token in tokens]
+
+    def name(self, token: int) -> str:
+        """Return the text of one token, or what it is if it has none."""
+        return self._tokenizer.convert_ids_to_tokens(token) or "no token"
+
+    def unknown(self, vocabulary: int) -> tuple[int, ...]:
+        """Return the ids below `vocabulary` that are none of its tokens: rows that models have beyond them."""
+        return tuple(sorted(set(range(vocabulary)).difference(self.numbers().values())))
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, special ones too."""
+        if self._fast is not None and self._plain:
+            return self._fast.decode(tokens, skip_special_tokens=False)
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def spread(self, count: int) -> list[int]:
         """Return `count` token ids at most, in rising order and evenly over all that have a text."""
