@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -165,6 +166,31 @@ class Tokenizer:
         except TypeError as error:
             # Half of a surrogate pair, which JSON can write and UTF-8 cannot.
             raise TaskError(f"no text that can be tokenized: {text!r}") from error
+
+
+def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
+    """Return the ids below `rows` that the tokenizer at `path` does not have; none if there is no tokenizer.
+
+    transformers, which takes seconds to import, is asked only where the tokenizer's own file lacks some.
+    """
+    if _written(Path(path) / "tokenizer.json").issuperset(range(rows)):
+        return ()
+    try:
+        return Tokenizer(path).unknown(rows)
+    except TaskError:
+        # Token ids go in and come out.
+        return ()
+
+
+def _written(file: Path) -> set[int]:
+    """The ids in a tokenizer's file; none if there is no such file, or one of another form."""
+    try:
+        content = json.loads(file.read_bytes())
+        vocabulary = content["model"]["vocab"]
+        listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return {*listed, *(token["id"] for token in content["added_tokens"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:
