@@ -7,7 +7,7 @@ a sliding window                a row that is no longer than it sees all of itse
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamppo.errors import ModelError
 
@@ -35,7 +35,7 @@ def longest(hf_config: "PreTrainedConfig", otherwise: int) -> int:
     context = getattr(text_config, "max_position_embeddings", None) or otherwise
     for rope in _ropes(hf_config):
         if rope.get("rope_type") == "longrope":
-            context = min(context, int(rope.get("original_max_position_embeddings") or context))
+            context = min(context, rope.get("original_max_position_embeddings") or context)
     return context
 
 
@@ -71,7 +71,7 @@ def check(hf_config: "PreTrainedConfig", longest_row: int) -> None:
         raise ModelError(refused)
 
 
-def _ropes(hf_config: "PreTrainedConfig") -> Iterator[Mapping[str, object]]:
+def _ropes(hf_config: "PreTrainedConfig") -> Iterator[Mapping[str, Any]]:
     """The parameters of rotary embeddings; some models have others for each kind of layer."""
     rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
     yield rope

@@ -20,7 +20,7 @@ from streamppo.errors import ModelError
 from streamppo.types import Ints
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 SENTINEL = "\N{WHITE STAR}streamppo\N{BLACK STAR}"
 """The assistant's words in a conversation that a template writes down; no template has them of its own."""
@@ -78,7 +78,7 @@ class Stop(NamedTuple):
 def read(
     model: str | Path,
     hf_config: "PreTrainedConfig",
-    tokenizer: "PreTrainedTokenizerBase | None",
+    tokenizer: "PreTrainedTokenizerFast | None",
     configured: Sequence[str] = (),
 ) -> Stop:
     """Find all that ends a completion of the model at `model`; `configured` is rollout.stop.
@@ -99,7 +99,7 @@ def read(
     return Stop(found, tuple(name for name in configured if name not in added))
 
 
-def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def end_of_turn(tokenizer: "PreTrainedTokenizerFast") -> int | None:
     """Find the token that the chat template writes behind an assistant's message; None if it writes none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -118,7 +118,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 
 
 def _eos(
-    model: str | Path, hf_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase | None"
+    model: str | Path, hf_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast | None"
 ) -> list[tuple[str, object]]:
     """Read eos_token_id in each place."""
     from transformers import GenerationConfig

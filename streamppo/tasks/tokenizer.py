@@ -32,11 +32,12 @@ class Tokenizer:
     """A thin face on the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none."""
 
     def __init__(self, path: str | Path) -> None:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, StrictDataclassError) as error:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         if self._fast is not None:

@@ -105,9 +105,8 @@ class Rows:
             return
         self._decoder.reserve(room)
         wider = ((0, 0), (0, room - self._out.shape[1]))
-        self._out, self._logprobs, self._versions = (
-            np.pad(column, wider) for column in (self._out, self._logprobs, self._versions)
-        )
+        self._out, self._versions = np.pad(self._out, wider), np.pad(self._versions, wider)
+        self._logprobs = np.pad(self._logprobs, wider)
 
     @phase("prefill")
     def admit(self, requests: Sequence[Request], version: int) -> list[Request]:
