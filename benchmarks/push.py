@@ -185,9 +185,7 @@ class Way:
         if not self.serves:
             return step
         if self.decoder is None:
-            self.decoder = Decoder(
-                self.config, tensors, rows=1, max_tokens=8, dtype=torch.bfloat16, float32_head=True, device="cpu"
-            )
+            self.decoder = Decoder(self.config, tensors, rows=1, dtype=torch.bfloat16, float32_head=True, device="cpu")
         decoder = self.decoder
         parameters = step("copy", lambda: decoder.fuse(tensors, contents))
         step(PAUSED, lambda: decoder.adopt(parameters))

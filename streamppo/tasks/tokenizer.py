@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -41,11 +42,12 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path, clock: str = "") -> None:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, StrictDataclassError) as error:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         if self._fast is not None:
@@ -65,6 +67,11 @@ class Tokenizer:
         self._turn_end: int | None = UNKNOWN
         self._encoded: dict[tuple[str | bytes, int | None], Ints] = {}
 
+    @property
+    def hf(self) -> PreTrainedTokenizerFast:
+        """The tokenizer as transformers has it."""
+        return self._tokenizer
+
     def numbers(self) -> dict[str, int]:
         """Return the id of every token by its text."""
         return self._tokenizer.get_vocab()
@@ -72,6 +79,20 @@ class Tokenizer:
     def texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each of `tokens` by itself, special ones too."""
         return [self._tokenizer.decode([token]) for token in tokens]
+
+    def name(self, token: int) -> str:
+        """Return the text of one token, or what it is if it has none."""
+        return self._tokenizer.convert_ids_to_tokens(token) or "no token"
+
+    def unknown(self, vocabulary: int) -> tuple[int, ...]:
+        """Return the ids below `vocabulary` that are none of its tokens: rows that models have beyond them."""
+        return tuple(sorted(set(range(vocabulary)).difference(self.numbers().values())))
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, special ones too."""
+        if self._fast is not None and self._plain:
+            return self._fast.decode(tokens, skip_special_tokens=False)
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def spread(self, count: int) -> list[int]:
         """Return `count` token ids at most, in rising order and evenly over all that have a text."""
@@ -174,18 +195,18 @@ class Tokenizer:
     def completion(self, tokens: Ints, sampled: Flags | None = None) -> str:
         """Return the text of a completion [T] as environments and rewards read it; `sampled` [T] are the policy's own.
 
-        The policy's special tokens are text, such as `[TOOL_CALLS]` or `<|python_tag|>`, but for the one that ends a
-        turn, and for those that the tokenizer has by name (bos, eos, pad, unk). An observation has none of them.
+        The policy's special tokens are text, such as `[TOOL_CALLS]` or `<|python_tag|>`, but for those that the
+        tokenizer has by name (bos, eos, pad, unk). An observation has none of them. The end of a turn is not among
+        `tokens` (`stop.Stop.text`).
         """
         if self._control.special <= self._silent:
             return self.decode(tokens)
         ids, special = tokens.tolist(), self._control.special
         policys = [True] * len(ids) if sampled is None else sampled.tolist()
-        goes_on = [*policys[1:], False]
         shown = [
             one
-            for one, own, more in zip(ids, policys, goes_on, strict=True)
-            if one not in special or (own and more and one not in self._silent)
+            for one, own in zip(ids, policys, strict=True)
+            if one not in special or (own and one not in self._silent)
         ]
         if self._fast is not None and self._plain:
             return self._fast.decode(shown, skip_special_tokens=False)
@@ -230,6 +251,31 @@ class Tokenizer:
         except TypeError as error:
             # Half of a surrogate pair, which JSON can write and UTF-8 cannot.
             raise TaskError(f"no text that can be tokenized: {text!r}") from error
+
+
+def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
+    """Return the ids below `rows` that the tokenizer at `path` does not have; none if there is no tokenizer.
+
+    transformers, which takes seconds to import, is asked only where the tokenizer's own file lacks some.
+    """
+    if _written(Path(path) / "tokenizer.json").issuperset(range(rows)):
+        return ()
+    try:
+        return Tokenizer(path).unknown(rows)
+    except TaskError:
+        # Token ids go in and come out.
+        return ()
+
+
+def _written(file: Path) -> set[int]:
+    """The ids in a tokenizer's file; none if there is no such file, or one of another form."""
+    try:
+        content = json.loads(file.read_bytes())
+        vocabulary = content["model"]["vocab"]
+        listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return {*listed, *(token["id"] for token in content["added_tokens"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:

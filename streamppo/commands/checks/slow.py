@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import transformers
 
-from streamppo.commands.checks import memory, model, rows, task, turns, weights
+from streamppo.commands.checks import ends, memory, model, rows, task, turns, weights
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Finding
 from streamppo.config.sections import Config
@@ -30,6 +30,9 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None, *, c
     if prompts is not None:
         found += rows.score(config, prompts, loaded.tokenizer, call=call)
     if loaded.hf_config is not None:
+        if loaded.tokenizer is not None:
+            found += ends.ends(config, loaded.hf_config, loaded.tokenizer)
+        found += ends.rows(config, loaded.hf_config)
         mesh = config.learner.mesh
         for refused in (
             ulysses.refusal(loaded.hf_config, mesh.slices),

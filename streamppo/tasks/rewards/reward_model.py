@@ -9,7 +9,7 @@ The text is written in the reward model's own chat template, or is prompt and co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ray
 
@@ -40,7 +40,7 @@ class RewardModel:
         self._device = "cuda" if gpus else "cpu"
         self._label = label
         self._max_tokens = max_tokens
-        self._tokenizer = tokenizer.load(path)
+        self._tokenizer: Any = tokenizer.load(path)
         backend = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         self._control = ControlTokens(self._tokenizer, backend, sources(self._tokenizer))
         self._chat = ChatTemplate(self._tokenizer, self._control, "")
