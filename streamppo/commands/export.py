@@ -25,6 +25,7 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
     if adapter and lora is not None:
         adapters.write(found.adapters, lora, start, folder)
     else:
-        pretrained.export(found.tensors, start, folder, config.model.dtype)
+        for note in pretrained.export(found.tensors, start, folder, config.model.dtype):
+            echo(f"{folder}: {note}")
     echo(f"{folder}: version {found.version}, weights {found.digest[:16]}")
     return 0

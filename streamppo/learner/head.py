@@ -43,7 +43,9 @@ def check(lm: Any, path: str | Path) -> None:
     theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
     hidden_LD = lm.base_model(tokens_1L).last_hidden_state[0]
     ours_LV = chunk_logits(hidden_LD, head_VD, bias_of(lm), Extent(PROBED, None, shape=shape_of(lm)))
-    if (gap := (ours_LV.log_softmax(-1) - theirs_1LV[0]).abs().max().item()) > GAP:
+    gap = (ours_LV.log_softmax(-1) - theirs_1LV[0]).abs().max().item()
+    # A NaN is above no bound.
+    if not gap <= GAP:
         raise ModelError(
             f"the model {str(path)!r} does more to its logits than the learner knows (products with its head's "
             f"weights, a bias, a scale, a soft cap): the learner's log-probs would be up to {gap:.2g} nats from its own"

@@ -148,7 +148,8 @@ class Learner:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
         whole = policy.gathered(self.policy, self.config.model.dtype, self.config.model.lora)
         if dist.get_rank() == 0:
-            pretrained.export(whole, self.model_path, folder, self.config.model.dtype)
+            for note in pretrained.export(whole, self.model_path, folder, self.config.model.dtype):
+                log.info("%s: %s", folder, note)
         return self.pusher.last.result().digest
 
 

@@ -1,5 +1,6 @@
 """Makes the policy of a model's files: sharded first, without memory, then filled rank by rank."""
 
+from collections.abc import Collection
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,9 @@ from streamppo.learner.policy import Policy, local
 from streamppo.learner.pretrained import CriticStart
 from streamppo.learner.routing import Routers
 from streamppo.learner.ulysses import Slices
+from streamppo.weights.models.fit import first_not_finite
+from streamppo.weights.models.loading import fetch, not_finite
+from streamppo.weights.models.settings import is_tied, settings
 
 SHARD_LAYERS_ABOVE = 16_000_000
 """Parameters above which every layer is gathered on its own; a smaller model is gathered at once."""
@@ -67,13 +71,16 @@ def load(
     """
     device = mesh.device_type
     with torch.random.fork_rng(devices=[]):
-        plan = weight_files.plan(str(path), critic, adapted=lora is not None)
+        apart = _apart(str(path), critic)
+        plan = weight_files.plan(str(path), critic, adapted=lora is not None, apart=apart)
         whole = _whole(path, critic, lora, plan) if dist.get_rank() == 0 else None
     chosen = attention.choose(config, device)
     made = [] if whole is None else whole.transformers
     chosen = attention.without_leaks(chosen, config, path, made)
     share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
-    policy = sharded(config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices)
+    policy = sharded(
+        config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, apart=apart
+    )
     policy.temperature, policy.share_prompts = temperature, share_prompts
     policy.to_empty(device="cpu" if offload else device)
     if not isinstance(policy, FSDPModule):
@@ -83,7 +90,7 @@ def load(
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(policy, {} if whole is None else dict(whole.state_dict()), options=options)
     else:
-        _read_rows(policy, plan)
+        _read_rows(policy, plan, path)
     _send_buffers(policy, whole, device)
     return policy
 
@@ -99,15 +106,16 @@ def sharded(
     master: bool = True,
     lora: Lora | None = None,
     slices: Slices = ulysses.WHOLE,
+    apart: Collection[str] = (),
 ) -> Policy:
     """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
 
     In float32 a rank alone leaves it whole: FSDP would move nothing, and its hooks and DTensors cost a tenth of a small
-    model's update. `attends` is transformers' name of the attention. Raises `ModelError` for a model whose rows cannot
-    be cut into `slices`.
+    model's update. `attends` is transformers' name of the attention; `apart` is that of `settings`. Raises `ModelError`
+    for a model whose rows cannot be cut into `slices`.
     """
     with torch.device("meta"):
-        lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False)
+        lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False, apart=apart)
         if lora is not None:
             adapters.add(lm, lora, config.dtype)
         if not master:
@@ -160,8 +168,23 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
     parallel.shard_fully(policy, mesh, slices.cut, sharding)
 
 
-def _read(path: str | Path, critic: str, chosen: str, *, weights: bool) -> tuple[Any, CriticStart]:
-    return pretrained.read(path, chosen, weights=weights), pretrained.critic(critic, path, chosen, weights=weights)
+def _apart(path: str, critic: str) -> list[str]:
+    """The models whose head is no embedding, by the files that rank 0 sees, if not by config.json. A collective."""
+    made: list[list[str]] = [[]]
+    if dist.get_rank() == 0:
+        models = {path} | ({critic}.difference(pretrained.OWN_CRITICS))
+        for one in models:
+            fetch(one)
+        made = [[one for one in models if not is_tied(settings(one))]]
+    dist.broadcast_object_list(made, src=0)
+    return made[0]
+
+
+def _read(
+    path: str | Path, critic: str, chosen: str, *, weights: bool, apart: Collection[str] = ()
+) -> tuple[Any, CriticStart]:
+    lm = pretrained.read(path, chosen, weights=weights, apart=apart)
+    return lm, pretrained.critic(critic, path, chosen, weights=weights, apart=apart)
 
 
 def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.Plan | None) -> Policy:
@@ -181,14 +204,21 @@ def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.
 
 
 @torch.no_grad()
-def _read_rows(policy: Policy, plan: weight_files.Plan) -> None:
-    """Fill this rank's shards; a value head, which no file has, begins at 0."""
+def _read_rows(policy: Policy, plan: weight_files.Plan, path: str | Path) -> None:
+    """Fill this rank's shards; a value head, which no file has, begins at 0. A collective.
+
+    Raises `ModelError` on all ranks if a number is not finite.
+    """
     for name, parameter in policy.named_parameters():
         own = local(parameter)
         if own.numel():
             begin, *others = _place(parameter)
             rows = plan.read(name, begin.start, begin.stop)
             own.zero_() if rows is None else own.copy_(rows[(slice(None), *others)])
+    wrong = [""] * dist.get_world_size()
+    dist.all_gather_object(wrong, first_not_finite({name: local(one) for name, one in policy.named_parameters()}))
+    if name := next(filter(None, wrong), ""):
+        raise ModelError(not_finite(path, name))
 
 
 def _place(parameter: Tensor) -> list[slice]:

@@ -1,7 +1,8 @@
 """Models are read from Hugging Face folders or hub names, in float32, and written as such folders."""
 
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,9 +12,19 @@ from torch import Tensor
 
 from streamppo import durable
 from streamppo.errors import ModelError
+from streamppo.weights.models import generation
+from streamppo.weights.models import loading as models
+from streamppo.weights.models import tokenizer as tokenizers
+from streamppo.weights.models.fit import Kind
+from streamppo.weights.models.settings import naming, settings
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+OWN_CRITICS = ("head", "policy", "scratch")
+"""Critics that are no model of their own."""
+PART = "5GB"
+"""The size above which a model's weights are several files with an index, as of published ones."""
 
 
 class CriticStart(NamedTuple):
@@ -23,94 +34,144 @@ class CriticStart(NamedTuple):
     head_1D: Tensor | None = None
 
 
-def read(path: str | Path, attention: str, kind: str = "AutoModelForCausalLM", *, weights: bool = True) -> Any:
+def read(
+    path: str | Path,
+    attention: str,
+    kind: Kind = "AutoModelForCausalLM",
+    *,
+    weights: bool = True,
+    body: bool = False,
+    apart: Collection[str] = (),
+) -> Any:
     """The model at `path`; without `weights` its modules alone, for which config.json is enough.
 
-    Raises `ModelError` if it cannot be loaded.
+    With `body` its transformer alone has to be in its files; `apart` is that of `settings`. Raises `ModelError` if it
+    cannot be loaded, or lacks a tensor.
     """
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    factory, options = getattr(transformers, kind), {"dtype": torch.float32, "attn_implementation": attention}
-    try:
-        if weights:
-            return factory.from_pretrained(str(path), **options)
-        return factory.from_config(settings(path), **options).eval()
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
+    if weights:
+        return models.load(path, kind, attention=attention, body=body, apart=apart).model
+    return models.empty(path, kind, attention=attention, apart=apart)
 
 
-def write(lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Put model and tokenizer at `folder`, which exists only when it is complete.
+def write(
+    lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", folder: Path, start: str | None = None
+) -> tuple[str, ...]:
+    """Put a model and its tokenizer at `folder`, which exists only when it is complete.
 
-    Raises `ModelError` if the disk refuses.
+    Weights are never lost for what stands beside them: of settings that transformers refuses to write, and of a
+    tokenizer that it would write as another, those of the model at `start` are taken as they are, and a sentence about
+    each is returned. Without a tokenizer its files at `start` are copied. Raises `ModelError` if the disk refuses.
     """
     aside = durable.aside(folder)
     with durable.naming(folder, ModelError):
         shutil.rmtree(aside, ignore_errors=True)
-        try:
-            lm.save_pretrained(aside)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        tokenizer.save_pretrained(aside)
-        for path in aside.iterdir():
+        notes = _write_model(lm, aside)
+        if tokenizer is not None:
+            notes += [tokenizers.write(tokenizer, start or aside, aside)]
+        elif start is not None:
+            notes += [tokenizers.copy(start, aside, "transformers does not read them")]
+        for path in aside.rglob("*"):
             durable.flush(path)
         shutil.rmtree(folder, ignore_errors=True)
         durable.settle(folder)
+    return tuple(note for note in notes if note)
 
 
-def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) -> None:
-    """Write the model and the tokenizer of `start` with other `weights`, by their Hugging Face names, at `folder`."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+def _write_model(lm: "PreTrainedModel", folder: Path) -> list[str]:
+    from transformers import GenerationConfig
 
-    disable_progress_bar()
-    lm = AutoModelForCausalLM.from_pretrained(start, dtype=getattr(torch, dtype))
-    parameters = dict(lm.named_parameters())
+    for kept in (True, False):
+        try:
+            lm.save_pretrained(folder, max_shard_size=PART)
+            return [] if kept else ["generation_config.json is left out: transformers does not save it"]
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        except ValueError:
+            if not kept:
+                raise
+            lm.generation_config = GenerationConfig()
+    raise AssertionError("the second try returns or raises")
+
+
+def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) -> tuple[str, ...]:
+    """Write the model and the tokenizer of `start` with other `weights`, by their Hugging Face names, at `folder`.
+
+    Returns a sentence about each thing beside the weights that is not as it is at `start`. Raises `ModelError` if
+    `weights` are not all of the model's.
+    """
+    lm = models.load(start, dtype=getattr(torch, dtype)).model
+    parameters: dict[str, Tensor] = dict(lm.named_parameters())
+    if other := sorted(parameters.keys() ^ weights.keys()):
+        raise ModelError(f"the weights are not those of a model as {start!r}: {other[0]!r} is only in one of them")
     with torch.no_grad():
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
-    write(lm, AutoTokenizer.from_pretrained(start), folder)
+    return (*generation.of(start).notes, *write(lm, _tokenizer(start), folder, start))
 
 
-def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
+def _tokenizer(start: str) -> "PreTrainedTokenizerBase | None":
+    try:
+        return tokenizers.load(start)
+    except ModelError:
+        return None
+
+
+def rehearse(path: str) -> tuple[str, ...]:
+    """Write and read what an export has beside the weights of the model at `path`; returns what it will not have.
+
+    Raises `ModelError` for a configuration that cannot be saved.
+    """
+    from transformers import AutoConfig
+
+    made, settings_of = generation.of(path), settings(path)
+    with tempfile.TemporaryDirectory() as folder, naming(path):
+        settings_of.save_pretrained(folder)
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        made.config.save_pretrained(folder)
+        note = tokenizers.write(tokenizers.load(path), path, Path(folder))
+    return tuple(one for one in (*made.notes, note) if one)
+
+
+def critic(
+    choice: str, policy: str | Path, attention: str, *, weights: bool = True, apart: Collection[str] = ()
+) -> CriticStart:
     """The critic of a configuration: "head", a copy of the "policy", its architecture from "scratch", or a path.
 
-    At a path may be a causal LM or a sequence classification model of one label, whose head becomes the value head.
-    `weights` is that of `read`. Raises `ModelError` for a model that cannot be loaded, or has other labels or words.
+    At a path may be a causal LM or a sequence classification model of one label, whose head becomes the value head; the
+    transformer alone has to be in its files. `weights` and `apart` are those of `read`. Raises `ModelError` for a model
+    that cannot be loaded, or has other labels or words.
     """
     match choice:
         case "head":
             return CriticStart()
         case "policy":
-            return CriticStart(read(policy, attention, weights=weights).base_model)
+            return CriticStart(read(policy, attention, weights=weights, apart=apart).base_model)
         case "scratch":
             return CriticStart(read(policy, attention, "AutoModel", weights=False))
         case path:
-            start = _at(path, attention, weights)
+            start = _at(path, attention, weights, apart)
     own, wanted = start.transformer.config.vocab_size, settings(policy).vocab_size
     if own < wanted:
         raise ModelError(f"the critic {path!r} knows {own} tokens, and the policy writes {wanted}")
     return start
 
 
-def _at(path: str, attention: str, weights: bool) -> CriticStart:
+def critic_kind(path: str | Path) -> Kind:
+    """The class of a critic's own model. Raises `ModelError` if there is no configuration."""
     names = settings(path).architectures or []
-    if not any(name.endswith("ForSequenceClassification") for name in names):
-        return CriticStart(read(path, attention, weights=weights).base_model)
-    model = read(path, attention, "AutoModelForSequenceClassification", weights=weights)
-    if model.num_labels != 1:
-        raise ModelError(f"the critic {path!r} has {model.num_labels} labels: a value is one number")
-    if not hasattr(model, "score"):
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
+    return "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
+
+
+def _at(path: str, attention: str, weights: bool, apart: Collection[str]) -> CriticStart:
+    if (kind := critic_kind(path)) == "AutoModelForCausalLM":
+        return CriticStart(read(path, attention, weights=weights, body=True, apart=apart).base_model)
+    if not weights:
+        return CriticStart(read(path, attention, kind, weights=False).base_model)
+    loaded = models.load(path, kind, attention=attention, body=True)
+    if loaded.model.num_labels != 1:
+        raise ModelError(f"the critic {path!r} has {loaded.model.num_labels} labels: a value is one number")
+    if not hasattr(loaded.model, "score"):
         raise ModelError(f"the critic {path!r} has no head named 'score', as decoder models have")
-    return CriticStart(model.base_model, model.score.weight.detach())
-
-
-def settings(path: str | Path) -> "PretrainedConfig":
-    """The model's configuration. Raises `ModelError` if there is none."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(str(path))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model {str(path)!r} cannot be loaded: {error}") from error
+    head = None if "score.weight" in loaded.new else loaded.model.score.weight.detach()
+    return CriticStart(loaded.model.base_model, head)

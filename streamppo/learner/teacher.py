@@ -4,10 +4,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError, TaskError
-from streamppo.learner import loading, pretrained
+from streamppo.learner import loading
 from streamppo.learner.policy import Policy
 from streamppo.learner.ulysses import Slices
 from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.weights.models.settings import settings
 
 
 def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None, slices: Slices) -> Policy | None:
@@ -42,7 +43,7 @@ def check_tokens(teacher: str, model_path: str) -> None:
             f"the teacher {teacher!r} must have the policy's tokenizer: token {number}, {strange[0]!r}, is "
             f"{theirs.get(strange[0], 'unknown')} there ({len(strange)} of {len(ours)} tokens differ)"
         )
-    sizes = [pretrained.settings(path).get_text_config().vocab_size for path in (teacher, model_path)]
+    sizes = [settings(path).get_text_config().vocab_size for path in (teacher, model_path)]
     if sizes[0] < sizes[1]:
         raise ModelError(
             f"the teacher {teacher!r} has {sizes[0]:,} tokens and the policy {sizes[1]:,}, all of which it may sample"

@@ -7,22 +7,24 @@ names           those of the files, by transformers' own conversion: experts of 
 
 import hashlib
 import logging
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from streamppo.errors import ModelError
 from streamppo.learner import layers, pretrained
+from streamppo.weights.models import fit, headers
+from streamppo.weights.models.loading import fetch
+from streamppo.weights.models.settings import settings
 
 log = logging.getLogger(__name__)
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGE = 1 << 26
-"""Bytes of files below which rank 0 reads them faster than all ranks agree about them."""
+"""Bytes of a model in 16 bits below which rank 0 reads them faster than all ranks agree about them."""
 SAMPLED = 256
 """Tensors that are looked at to see whether all ranks have the same model."""
 FIRST = 2
@@ -76,11 +78,12 @@ class Plan(NamedTuple):
         return None if source is None else source.read(self.files, begin, end)
 
 
-def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
+def plan(path: str, critic: str, *, adapted: bool, apart: Collection[str] = ()) -> Plan | None:
     """Find out how all ranks can read the model at `path`, for a critic of the configuration. A collective.
 
     None if rank 0 reads for all: a small model; one that is `adapted`, or has a critic that is not of its files; files
-    that a rank does not see, or has others of; a family that is not read as it should be. Raises `ModelError`.
+    that a rank does not see, or has others of; a family that is not read as it should be. `apart` is that of
+    `settings`. Raises `ModelError`, on rank 0 also for files that are not of the model.
     """
     found = None if adapted or critic not in ("head", "policy") else _files(path)
     mine = "" if found is None else _digest(found)
@@ -88,10 +91,12 @@ def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
     dist.all_gather_object(seen, mine)
     if found is None or seen.count(mine) < len(seen):
         return None
+    if dist.get_rank() == 0:
+        fit.check(fetch(path), settings(path, apart))
     with torch.device("meta"):
-        whole = pretrained.read(path, "eager", weights=False)
+        whole = pretrained.read(path, "eager", weights=False, apart=apart)
     sources = {name: _source(whole, name, one) for name, one in whole.named_parameters()}
-    config = _of_first_layers(path, whole)
+    config = _of_first_layers(settings(path, apart), whole)
     known = {name: one for name, one in sources.items() if one and _has(found, one)}
     sees = [config is not None and len(known) == len(sources)]
     first: Any = None
@@ -120,36 +125,16 @@ def _tell(path: str) -> None:
 
 
 def _files(path: str) -> Files | None:
-    """The safetensors files of a large model; None for any other."""
-    from transformers.utils import cached_file
-    from transformers.utils.hub import get_checkpoint_shard_files
-
+    """The safetensors files of a large model; None for any other, and on ranks but the first for files not there."""
     try:
-        options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-        if index := cached_file(path, INDEX, **options):
-            found, about = cast("tuple[list[str], dict[str, Any]]", get_checkpoint_shard_files(path, index))
-            by_name = {Path(file).name: file for file in found}
-            names = {name: by_name[file] for name, file in about["weight_map"].items()}
-        elif single := cached_file(path, SINGLE, **options):
-            names = dict.fromkeys(_names(single), single)
-        else:
-            return None
-        files = Files(names)
-        size = sum(_bytes(files.tensor(name)) for name in names)
-    except (OSError, SafetensorError, KeyError) as error:
-        raise ModelError(f"the model {path!r} cannot be loaded: {error}") from error
-    return files if size >= LARGE else None
-
-
-def _names(file: str) -> list[str]:
-    with safe_open(file, framework="pt") as opened:
-        held: Any = opened
-        return list(held.keys())
-
-
-def _bytes(tensor: Any) -> int:
-    """At least two bytes for each entry."""
-    return 2 * torch.Size(tensor.get_shape()).numel()
+        found = headers.of_folder(fetch(path))
+    except ModelError:
+        if dist.get_rank() == 0:
+            raise
+        return None
+    if found is None or sum(2 * math.prod(one.shape) for one in found.values()) < LARGE:
+        return None
+    return Files({name: str(one.file) for name, one in found.items()})
 
 
 def _source(whole: Any, name: str, parameter: Tensor) -> Source | None:
@@ -175,12 +160,11 @@ def _has(files: Files, source: Source) -> bool:
     return all(name in files.names for row in source.rows for name in row)
 
 
-def _of_first_layers(path: str, whole: Any) -> Any:
+def _of_first_layers(config: Any, whole: Any) -> Any:
     """The configuration of the first layers, with one of every type; None for a model that cannot be cut off there.
 
     Buffers of layers, which are in no file, would be missing.
     """
-    config = pretrained.settings(path)
     text: Any = config.get_text_config()
     types = getattr(text, "layer_types", None) or []
     count = max(FIRST, *(1 + types.index(kind) for kind in types)) if types else FIRST

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from streamppo.config.sections import Config
-from streamppo.errors import ModelError, WeightsError
+from streamppo.errors import WeightsError
 from streamppo.process import phase
 from streamppo.types import Push
 from streamppo.weights.adapters import merged
 from streamppo.weights.content import check, content
+from streamppo.weights.models import loading as models
 from streamppo.weights.replica import Replica
 
 
@@ -80,14 +81,7 @@ def source(config: Config, model_path: str) -> Source:
     """Choose by the configuration. With adapters the model at `model_path` is read: raises `ModelError`."""
     if config.model.lora is None:
         return Pushed()
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    try:
-        # As the learner does: read in float32, then rounded once.
-        lm = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model {model_path!r} cannot be loaded: {error}") from error
+    # As the learner does: read in float32, then rounded once.
+    lm = models.load(model_path).model
     dtype = getattr(torch, config.model.dtype)
     return Merged({name: one.detach().to(dtype) for name, one in lm.named_parameters()}, config.model.lora.scale)

@@ -21,6 +21,7 @@ from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang import own, push, server, wire
 from streamppo.rollout.sglang.life import Setup
 from streamppo.rollout.sglang.link import Start
+from streamppo.weights.models.settings import as_pushed, settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,11 +38,9 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
 
     Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not fit the model.
     """
-    from transformers import AutoConfig
-
     if config.rollout.gpus and not torch.cuda.is_available():
         raise ModelError(f"rollout.gpus is {config.rollout.gpus:g}, and torch finds no GPU here")
-    hf_config = AutoConfig.from_pretrained(model_path)
+    hf_config = as_pushed(settings(model_path), tensors)
     eos_ids = _eos_ids(hf_config, model_path)
     seed = crc32(f"{config.seed}/{actor}".encode())
     match config.rollout.engine:

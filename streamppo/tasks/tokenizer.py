@@ -34,7 +34,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None

@@ -1,8 +1,6 @@
-"""Checks of model folders by the names of their files and by config.json alone: no torch, no transformers."""
+"""Checks of model folders by the names and first bytes of their files and by config.json: no torch, no transformers."""
 
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from streamppo.commands.checks.finding import Finding, Findings
@@ -10,13 +8,14 @@ from streamppo.config.algorithm import Critic
 from streamppo.config.engine import FAMILIES, EmbeddedEngine
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.teacher import Teacher
-from streamppo.errors import CheckpointError, JournalError
+from streamppo.errors import CheckpointError, JournalError, ModelError
+from streamppo.weights.models import folder as folders
+from streamppo.weights.models import headers
 
 OWN_CRITICS = ("head", "policy", "scratch")
 """Values of critic.model that name no folder."""
 ELSEWHERE = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt")
 """Values of model_type whose decoders keep their layers elsewhere than under `layers`: the learner refuses them."""
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def model(config: Config) -> Findings:
@@ -28,7 +27,8 @@ def model(config: Config) -> Findings:
     folder, finding = find(path, "model")
     yield finding
     if folder is not None:
-        yield from _content(Path(folder), embedded=isinstance(config.rollout.engine, EmbeddedEngine))
+        found = list(_content(Path(folder), embedded=isinstance(config.rollout.engine, EmbeddedEngine)))
+        yield from found or weights(path, "model")
 
 
 def find(path: str, subject: str) -> tuple[str | None, Finding]:
@@ -69,42 +69,40 @@ def looks_like_path(name: str) -> bool:
 
 
 def _content(folder: Path, *, embedded: bool) -> Findings:
-    path = folder / "config.json"
     try:
-        settings: object = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        yield Finding("model", "error", f"{path}: not the configuration of a model: {error}")
+        kind = folders.kind(folder).get("model_type")
+    except ModelError as error:
+        yield Finding("model", "error", str(error))
         return
-    kind = settings.get("model_type") if isinstance(settings, Mapping) else None
     if kind in ELSEWHERE:
         text = f"{folder} is a {kind}, whose layers are elsewhere than under `layers`: the learner does not run it"
         yield Finding("model", "error", text)
     elif embedded and kind not in FAMILIES:
         text = f"{folder} is a {kind}; the embedded engine runs {', '.join(FAMILIES)}: use another rollout.engine"
         yield Finding("model", "error", text)
-    yield from _weights(folder)
 
 
-def _weights(folder: Path) -> Findings:
-    indices = [path for name in WEIGHTS if (path := folder / f"{name}.index.json").is_file()]
-    if not indices and not any((folder / name).is_file() for name in WEIGHTS):
-        yield Finding("model", "error", f"{folder}: no weights: neither {WEIGHTS[0]} nor parts of it with an index")
-    for index in indices[:1]:
-        try:
-            parts = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            yield Finding("model", "error", f"{index}: not an index of weights: {error!r}")
-            return
-        missing = [part for part in parts if not (folder / part).is_file()]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            yield Finding("model", "error", f"{folder}: {missing[0]}{more} of the {len(parts)} parts are missing")
+def weights(path: str, subject: str) -> Findings:
+    """Look at the first bytes of a model's files. Those of a name on the hub may come when the run starts."""
+    folder, _ = find(path, subject)
+    if folder is None:
+        return
+    if not Path(path).is_dir() and not headers.has_weights(Path(folder)):
+        yield Finding(
+            subject, "later", f"{path}: its weights are not in the hub's cache; they come when the run starts"
+        )
+        return
+    try:
+        folders.check(Path(folder))
+    except ModelError as error:
+        yield Finding(subject, "error", str(error))
 
 
 def critic(critic: Critic) -> Findings:
     """Check the critic's own model, and the run that it learns from before it begins."""
     if critic.model not in OWN_CRITICS:
         yield find(critic.model, "critic")[1]
+        yield from weights(critic.model, "critic")
     if critic.pretrain:
         yield _pretraining(critic.pretrain)
 
@@ -113,6 +111,7 @@ def teacher(teacher: Teacher) -> Findings:
     """Check that the teacher is there; its tokenizer is compared with the policy's when the run starts."""
     if teacher.model:
         yield find(teacher.model, "teacher")[1]
+        yield from weights(teacher.model, "teacher")
     if teacher.url:
         missing = teacher.key_env and not os.environ.get(teacher.key_env)
         key = f"; the environment has no {teacher.key_env} here" if missing else ""

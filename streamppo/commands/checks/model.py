@@ -2,15 +2,16 @@
 
 from typing import NamedTuple
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from streamppo.commands.checks.finding import Finding, first_line
 from streamppo.commands.checks.folder import find
 from streamppo.config.sections import BUILTIN, Config
-from streamppo.errors import TaskError
+from streamppo.errors import ModelError, TaskError
 from streamppo.learner import tiny
 from streamppo.tasks import lesson
 from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
+from streamppo.weights.models.settings import settings
 
 
 class Loaded(NamedTuple):
@@ -28,8 +29,8 @@ def load(config: Config) -> tuple[Loaded, list[Finding]]:
     if folder is None:
         return Loaded(), []
     try:
-        hf_config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        hf_config = settings(folder)
+    except ModelError as error:
         return Loaded(), [Finding("model", "error", first_line(error))]
     try:
         tokenizer = Tokenizer(folder)

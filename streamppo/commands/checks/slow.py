@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import transformers
 
-from streamppo.commands.checks import memory, model, task
+from streamppo.commands.checks import memory, model, task, weights
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Finding
 from streamppo.config.sections import Config
@@ -16,6 +16,8 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> l
     transformers.utils.logging.set_verbosity_error()
     loaded, added = model.load(config)
     found = [*findings, *added]
+    if not any(one.state == "error" for one in added):
+        found += weights.findings(config)
     if loaded.tokenizer is not None:
         prompts, of_task = task.load(config, loaded.tokenizer)
         found = [one for one in found if one.subject != "task"] + of_task

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from streamppo.commands.checks.finding import Finding, Findings
-from streamppo.commands.checks.folder import find, looks_like_path
+from streamppo.commands.checks.folder import find, looks_like_path, weights
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
@@ -80,6 +80,8 @@ def rewards(config: Config, task: Task | None) -> Findings:
         subject = f"reward {name}"
         try:
             yield _scorer(subject, scorer, [one for one in prompts if _is_for(scorer, one)])
+            if isinstance(scorer, ModelScorer):
+                yield from weights(scorer.path, subject)
         except TaskError as error:
             yield Finding(subject, "error", str(error))
     try:

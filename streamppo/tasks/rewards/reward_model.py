@@ -31,14 +31,15 @@ class RewardModel:
         self, path: str, label: int, max_tokens: int, dtype: str, *, threads: int = 1, gpus: float = 0
     ) -> None:
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        from streamppo.weights.models import loading, tokenizer
 
         torch.set_num_threads(threads)
         self._device = "cuda" if gpus else "cpu"
         self._label = label
         self._max_tokens = max_tokens
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype))
+        self._tokenizer = tokenizer.load(path)
+        model = loading.load(path, "AutoModelForSequenceClassification", dtype=getattr(torch, dtype)).model
         if label >= model.config.num_labels:
             raise TaskError(f"{path} has {model.config.num_labels} outputs: there is no output {label}")
         if self._tokenizer.pad_token_id is None:

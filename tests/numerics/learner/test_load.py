@@ -128,5 +128,5 @@ def test_weights_that_are_missing_or_damaged_are_named(models: Path, content: by
     weights.unlink()
     if content is not None:
         weights.write_bytes(content)
-    with pytest.raises(ModelError, match=r"the model '.*policy' cannot be loaded"):
+    with pytest.raises(ModelError, match=r"policy(: no weights|/model.safetensors: not a file of safetensors)"):
         load(models / "0", "head", init_device_mesh("cpu", (1,)))

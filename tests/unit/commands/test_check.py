@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import hollow_weights
 import pytest
 import torch
 from conftest import COUNTERS, MATH, REPOSITORY
@@ -36,12 +37,12 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def model_folder(folder: Path, *, template: str | None = TEMPLATE, **settings: Any) -> Path:
-    """A folder with config.json, a tokenizer and the name of a file of weights: check reads none."""
-    Qwen2Config(**({"vocab_size": 200, "num_key_value_heads": 2} | settings)).save_pretrained(folder)
+    """A folder with config.json, a tokenizer and weights of zeros, which take no disk."""
+    folder.mkdir(exist_ok=True)
+    hollow_weights.write(folder, Qwen2Config(**({"vocab_size": 200, "num_key_value_heads": 2} | settings)))
     tokenizer = character_tokenizer("".join(map(chr, range(10, 127))))
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").touch()
     return folder
 
 
@@ -185,7 +186,7 @@ WRONG = {
     "mixtral is a mixtral; the embedded engine runs llama, qwen2, qwen3": ["model.path=mixtral"],
     "light: no weights": ["model.path=light"],
     "parts: model-2.safetensors of the 2 parts are missing": ["model.path=parts"],
-    "young/config.json: not the configuration of a model": ["model.path=young"],
+    "young: no config.json": ["model.path=young"],
     "must divide the 2 heads of keys and values": ["learner.ranks=4", "learner.mesh.context=4", "model.path=model"],
     "tensor = 4 must divide the 2 heads": ["learner.ranks=4", "learner.mesh={tensor=2, context=2}", "model.path=model"],
     "whose experts transformers knows how to cut": ["learner.ranks=2", "learner.mesh.expert=2", "model.path=model"],
@@ -215,7 +216,7 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     (tmp_path / "broken-late.jsonl").write_text(row * 100 + "{\n" + row)
     for other in (GPT2Config(n_embd=32, n_layer=2, n_head=4), MixtralConfig(**SMALL, vocab_size=200)):
         model_folder(tmp_path / other.model_type, **SMALL)
-        other.save_pretrained(tmp_path / other.model_type)
+        hollow_weights.write(tmp_path / other.model_type, other)
     (model_folder(tmp_path / "light", **SMALL) / "model.safetensors").unlink()
     parts = model_folder(tmp_path / "parts", **SMALL)
     (parts / "model.safetensors").rename(parts / "model-1.safetensors")
@@ -224,8 +225,8 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     model_folder(tmp_path / "model", **SMALL)
     model_folder(tmp_path / "plain", template=None, **SMALL)
     model_folder(tmp_path / "small", **SMALL, vocab_size=50)
-    Qwen2Config(**SMALL, num_key_value_heads=2).save_pretrained(tmp_path / "mute")
-    (tmp_path / "mute" / "model.safetensors").touch()
+    (tmp_path / "mute").mkdir()
+    hollow_weights.write(tmp_path / "mute", Qwen2Config(**SMALL, num_key_value_heads=2))
     code, output = checked(MATH, *WRONG[sentence])
     assert code == 1
     assert sentence in output, output
@@ -252,7 +253,7 @@ def test_what_cannot_be_looked_at_is_a_sentence_and_no_error(
     }
     if folder.name in settings:
         model_folder(folder, **SMALL)
-        settings[folder.name].save_pretrained(folder)
+        hollow_weights.write(folder, settings[folder.name])
     code, output = checked(MATH, *ABSENT[sentence])
     assert code == 0 and sentence in output, output
     assert f"0 errors, {len(ABSENT[sentence])} things that cannot be looked at here" in output

@@ -75,7 +75,7 @@ def test_a_run_that_finds_no_place_says_so_in_a_sentence(
 class Stub:
     """A model whose weights are refused, by the library that writes them and in its own way."""
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, **_: object) -> None:
         (folder / "model.safetensors").mkdir(parents=True)
         save_file({"weight": torch.zeros(3)}, folder / "model.safetensors")
 

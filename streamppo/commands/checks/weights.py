@@ -1,0 +1,73 @@
+"""Checks of each model's files against its configuration, and of an export, without loading a weight."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.commands.checks.folder import OWN_CRITICS, find
+from streamppo.config.sections import BUILTIN, Config
+from streamppo.errors import ModelError
+from streamppo.learner import pretrained
+from streamppo.weights.models import fit, headers
+from streamppo.weights.models.fit import Kind
+from streamppo.weights.models.settings import settings
+
+READ_MIB = 2048
+"""Files up to this size are read once for numbers that are not finite; of larger ones whoever loads them says so."""
+
+
+class Named(NamedTuple):
+    """A model of a configuration: the subject of its findings, its path, and what of it is loaded."""
+
+    subject: str
+    path: str
+    kind: Kind = "AutoModelForCausalLM"
+    body: bool = False
+
+
+def findings(config: Config) -> Findings:
+    """Compare every model that is here with its files, and rehearse an export of all but the policy's weights."""
+    for one in _models(config):
+        folder, _ = find(one.path, one.subject)
+        if folder is not None and headers.has_weights(Path(folder)):
+            yield _weights(one, Path(folder))
+    if config.model.path != BUILTIN and (folder := find(config.model.path, "model")[0]) is not None:
+        yield from _export(folder)
+
+
+def _models(config: Config) -> Iterator[Named]:
+    if config.model.path != BUILTIN:
+        yield Named("model", config.model.path)
+    if (critic := config.algorithm.critic.model) not in OWN_CRITICS:
+        yield Named("critic", critic, body=True)
+    if teacher := config.algorithm.teacher.model:
+        yield Named("teacher", teacher)
+    for name, scorer in config.reward.models().items():
+        yield Named(f"reward {name}", scorer.path, "AutoModelForSequenceClassification")
+
+
+def _weights(one: Named, folder: Path) -> Finding:
+    try:
+        count = fit.check(
+            folder, settings(folder), pretrained.critic_kind(folder) if one.body else one.kind, body=one.body
+        )
+        mib = sum(file.stat().st_size for file in headers.weight_files(folder)) / 2**20
+        name = fit.not_finite(folder) if mib <= READ_MIB else ""
+    except ModelError as error:
+        return Finding(one.subject, "error", str(error))
+    if name:
+        return Finding(one.subject, "error", f"{folder}: {name!r} has NaN or infinity: it is of a run that diverged")
+    values = "all numbers finite" if mib <= READ_MIB else "numbers are looked at when they are loaded"
+    return Finding(one.subject, "ok", f"{count} tensors, of the names and shapes of config.json; {values}")
+
+
+def _export(folder: str) -> Findings:
+    try:
+        notes = pretrained.rehearse(folder)
+    except ModelError as error:
+        yield Finding("export", "error", f"the settings beside the weights cannot be saved: {error}")
+        return
+    yield from (Finding("export", "note", note) for note in notes)
+    if not notes:
+        yield Finding("export", "ok", "settings, tokenizer and chat template are saved and read back as they are")

@@ -1,0 +1,218 @@
+"""Compares the files of a model with the model that its configuration describes, before a weight is read.
+
+transformers itself loads tensors without memory, of the names, types and shapes in the files, into a model without
+memory: whatever it renames, joins or ignores, its report is that of the real load.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from streamppo.errors import ModelError
+from streamppo.weights.models import folder, headers
+from streamppo.weights.models.settings import is_tied, naming, pairs
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Kind: TypeAlias = Literal["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+"""The class of transformers that makes a model."""
+Shape: TypeAlias = tuple[int, ...]
+SHOWN = 3
+"""Tensors that a message names."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of weights by safetensors' names; all others are those of buffers, and count alike here."""
+NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+"""The number of a layer in a tensor's name."""
+
+
+class Report(NamedTuple):
+    """Tensors that do not fit: by their names in the model, or in the files where these are known."""
+
+    missing: Collection[str] = ()
+    unexpected: Collection[str] = ()
+    misshaped: Mapping[str, tuple[Shape, Shape]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshaped)
+
+    def of_body(self, prefix: str, kind: Kind, *, body: bool) -> "Report":
+        """Leave out what is not asked for: with `body` everything but the transformer, and a classifier's old head."""
+
+        def is_inside(name: str) -> bool:
+            return not prefix or name.startswith(f"{prefix}.")
+
+        if body:
+            shapes = {name: pair for name, pair in self.misshaped.items() if is_inside(name)}
+            return Report([*filter(is_inside, self.missing)], [*filter(is_inside, self.unexpected)], shapes)
+        if kind == "AutoModelForSequenceClassification":
+            return self._replace(unexpected=[*filter(is_inside, self.unexpected)])
+        return self
+
+
+def check(here: Path, config: "PretrainedConfig", kind: Kind = "AutoModelForCausalLM", *, body: bool = False) -> int:
+    """Compare the files at `here` with the model of `config`; returns how many tensors there are.
+
+    With `body` its transformer alone has to be there: a critic brings a head of its own. Raises `ModelError` with the
+    names of tensors that are missing, unexpected or of other shapes, and as `folder.check` does.
+    """
+    found = _shapes(here)
+    tensors = dict(found)
+    for head, embedding in pairs(config) if is_tied(config) else ():
+        if head in tensors and embedding in tensors:
+            # Of equal values: transformers compares them, which takes memory.
+            tensors.pop(head)
+    with naming(here), quiet():
+        made = _class(config, kind)
+        reported = _report(made, config, tensors)
+    reported = reported.of_body(made.base_model_prefix, kind, body=body)
+    if reported:
+        refuse(here, config, _by_files(made, config, found, reported), found)
+    return len(found)
+
+
+def report(info: Mapping[str, object]) -> Report:
+    """Read the report of a load by transformers."""
+    missing, unexpected = (cast("set[str]", info[name]) for name in ("missing_keys", "unexpected_keys"))
+    shapes = cast("set[tuple[str, Shape, Shape]]", info["mismatched_keys"])
+    return Report(missing, unexpected, {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in shapes})
+
+
+def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Collection[str]) -> None:
+    """Raise `ModelError` for what is `reported` of the files at `here`, which have the names `found`."""
+    folder.refuse_names(here, found)
+    sentences = list(_sentences(config, reported, found))
+    more = f" (and {len(sentences) - SHOWN} more)" if len(sentences) > SHOWN else ""
+    hint = _hint(config, reported)
+    raise ModelError(
+        f"{here}: its files are not of the model in its config.json: {'; '.join(sentences[:SHOWN])}{more}{hint}"
+    )
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Keep transformers from writing its reports to the log: whoever raises one says it in a sentence."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def not_finite(here: Path) -> str:
+    """Name the first tensor of the files at `here` that has a NaN or an infinity; empty if there is none."""
+    from safetensors import safe_open
+
+    if (found := folder.check(here)) is None:
+        return first_not_finite(headers.pickled(here))
+    for file in sorted({one.file for one in found.values()}):
+        with safe_open(file, framework="pt") as opened:
+            for name in (name for name, one in found.items() if one.file == file):
+                if first := first_not_finite({name: opened.get_tensor(name)}):
+                    return first
+    return ""
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Name the first of `tensors` that has a NaN or an infinity; empty if there is none."""
+    for name, one in tensors.items():
+        # One pass and no memory: both are NaN if any entry is.
+        if one.is_floating_point() and one.numel() and not torch.stack(torch.aminmax(one)).isfinite().all():
+            return name
+    return ""
+
+
+# --- the report ----------------------------------------------------------------------------------------------
+
+
+def _shapes(here: Path) -> dict[str, Tensor]:
+    """Tensors without memory, as the files have them."""
+    found = folder.check(here)
+    if found is None:
+        pickled = headers.pickled(here, "meta")
+        folder.refuse_names(here, pickled)
+        return pickled
+    return {
+        name: torch.empty(one.shape, dtype=DTYPES.get(one.dtype, torch.float32), device="meta")
+        for name, one in found.items()
+    }
+
+
+def _class(config: "PretrainedConfig", kind: Kind) -> "type[PreTrainedModel]":
+    import transformers
+
+    known: Mapping[type, type[PreTrainedModel]] = getattr(transformers, kind)._model_mapping
+    if type(config) not in known:
+        raise ValueError(f"transformers has no {kind} of model_type {config.model_type!r}")
+    return known[type(config)]
+
+
+def _report(made: "type[PreTrainedModel]", config: "PretrainedConfig", tensors: dict[str, Tensor]) -> Report:
+    options: dict[str, Any] = {"device_map": {"": "meta"}, "dtype": torch.float32, "ignore_mismatched_sizes": True}
+    try:
+        loaded: Any = made.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **options)
+    except RuntimeError as error:
+        if "conversion" not in str(error):
+            raise
+        # Experts that are not of one shape or number: the files' names tell which.
+        return Report(missing=["experts"])
+    return report(loaded[1])
+
+
+def _by_files(
+    made: "type[PreTrainedModel]", config: "PretrainedConfig", found: Mapping[str, Tensor], reported: Report
+) -> Report:
+    """Name what is `reported` as files do, if most of these have the names of transformers' own files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        empty = made(config)
+    heads = {head for head, _ in pairs(config)} if is_tied(config) else set[str]()
+    own = {name: one for name, one in empty.state_dict().items() if name not in heads}
+    wanted = revert_weight_conversion(empty, own)
+    if 2 * len(wanted.keys() & found.keys()) < len(wanted):
+        return reported
+    shapes = {name: (tuple(found[name].shape), tuple(one.shape)) for name, one in wanted.items() if name in found}
+    misshaped = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
+    missing = sorted(wanted.keys() - found.keys())
+    if reported.missing == ["experts"]:
+        return Report(missing, sorted(found.keys() - wanted.keys() - heads), misshaped)
+    if missing or misshaped or reported.unexpected:
+        return Report(missing if reported.missing or reported.misshaped else (), reported.unexpected, misshaped)
+    return reported
+
+
+def _sentences(config: "PretrainedConfig", reported: Report, found: Collection[str]) -> Iterator[str]:
+    for name in sorted(reported.missing):
+        near = difflib.get_close_matches(name, reported.unexpected or found, 1)
+        yield f"{name!r} is missing" + (f" (the nearest name in them is {near[0]!r})" if near else "")
+    for name, (theirs, ours) in sorted(reported.misshaped.items()):
+        yield f"{name!r} is {list(theirs)} and would be {list(ours)}"
+    for name in sorted(reported.unexpected):
+        near = difflib.get_close_matches(name, reported.missing, 1)
+        yield f"{name!r} is no tensor of the model" + (f" (the nearest is {near[0]!r})" if near else "")
+
+
+def _hint(config: "PretrainedConfig", reported: Report) -> str:
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0)
+    numbers = [int(found[1]) for name in reported.unexpected if (found := NUMBERED.search(name))]
+    if any(number >= layers for number in numbers):
+        return f". num_hidden_layers is {layers}, and they have {max(numbers) + 1} layers"
+    heads = {head for head, _ in pairs(config)}
+    if heads & set(reported.missing):
+        return ". Set tie_word_embeddings = true in config.json if the model's head is its embedding"
+    if any("embed" in name or "wte" in name for name in reported.misshaped):
+        return f". vocab_size is {text.vocab_size:,} in config.json"
+    return ""

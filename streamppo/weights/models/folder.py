@@ -1,0 +1,135 @@
+"""Refuses a folder that is no model to train, by what lies in it: other formats, quantised weights, wrapped names.
+
+Neither torch nor transformers is needed.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+from streamppo.errors import ModelError
+from streamppo.weights.models import headers
+from streamppo.weights.models.headers import Headers
+
+WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Lightning",
+    "pretrained_model": "TRL's AutoModelForCausalLMWithValueHead",
+}
+"""Parts of names that a wrapper of a module adds, and the wrapper."""
+FIRST = {"module": "DistributedDataParallel or DeepSpeed", "base_model": "peft"}
+"""The same of wrappers whose word is a wrapper's only in front."""
+QUANTISED = ("qweight", "qzeros", "weight_scale", "weight_scale_inv", "weight_packed", "absmax", "quant_map", "g_idx")
+"""Last parts of the names of tensors that belong to quantised weights."""
+NARROW = ("F8", "F4", "F6")
+"""The first letters of safetensors' names of types with less than 16 bits."""
+INSIDE = ("*/config.json", "*/*/config.json", "snapshots/*/config.json")
+"""Places of a model's folder in the one that was named."""
+NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files that say how weights are quantised, beside config.json."""
+
+
+def check(folder: Path) -> Headers | None:
+    """Look at a model's folder without reading a weight; returns the headers of its tensors, None of pickles.
+
+    Raises `ModelError` for another format, quantised weights, names in a wrapper, and as `headers.of_folder` does.
+    """
+    kind(folder)
+    found = headers.of_folder(folder)
+    if found is not None:
+        refuse_names(folder, found)
+        quantised = [name for name, one in found.items() if one.dtype.startswith(NARROW) or name.endswith(QUANTISED)]
+        if quantised:
+            dtype = found[quantised[0]].dtype
+            raise ModelError(_quantised(folder, f"{quantised[0]!r} of type {dtype} is of quantised weights"))
+    return found
+
+
+def kind(folder: Path) -> Mapping[str, object]:
+    """Read config.json. Raises `ModelError` unless it is the configuration of a model with whole weights."""
+    adapter, path = folder / "adapter_config.json", folder / "config.json"
+    if adapter.is_file():
+        base = _base_of(adapter)
+        raise ModelError(
+            f"{folder} is a LoRA adapter{base}, not a model: merge it into its model first "
+            "(peft: `merge_and_unload()`, then `save_pretrained`) and name that folder; if it is a whole model all the "
+            "same, take adapter_config.json out"
+        )
+    if not path.is_file():
+        raise ModelError(_other_format(folder))
+    headers.refuse_pointer(path)
+    try:
+        content: object = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not the configuration of a model: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: not the configuration of a model: it is no table of names")
+    settings = cast("dict[str, object]", content)
+    refuse_quantised(folder, settings)
+    return settings
+
+
+def refuse_quantised(folder: Path | str, settings: Mapping[str, object]) -> None:
+    """Raise `ModelError` if the configuration, or a file beside it, says that weights are quantised."""
+    for name in ("quantization_config", "compression_config"):
+        if found := settings.get(name):
+            method = cast("dict[str, object]", found).get("quant_method") if isinstance(found, dict) else None
+            raise ModelError(_quantised(folder, f"{name} of config.json says {method or 'so'}"))
+    for name in NOTES_OF_QUANTISERS:
+        if Path(folder, name).is_file():
+            raise ModelError(_quantised(folder, f"{name} says so"))
+
+
+def refuse_names(folder: Path, names: Iterable[str]) -> None:
+    """Raise `ModelError` if most `names` are those of a wrapped module or of a model with adapters."""
+    parts = [name.split(".") for name in names]
+    inside = Counter(part for one in parts for part in set(one) & WRAPPERS.keys())
+    inside.update(one[0] for one in parts if one[0] in FIRST)
+    for part, count in inside.most_common(1):
+        if 2 * count > len(parts):
+            example = next(".".join(one) for one in parts if part in one)
+            shown = "base_model.model." if part == "base_model" else f"{part}."
+            raise ModelError(
+                f"{folder}: its tensors have {shown!r} in their names ({example!r}), which {(WRAPPERS | FIRST)[part]} "
+                "adds: save the model inside of the wrapper (its own `save_pretrained`), or take that out of the names"
+            )
+    adapted = [".".join(one) for one in parts if "lora_A" in one or "base_layer" in one]
+    if adapted:
+        raise ModelError(
+            f"{folder}: {adapted[0]!r} is of adapters that are not merged: `merge_and_unload()`, then save"
+        )
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        content: object = json.loads(adapter.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    base = cast("dict[str, object]", content).get("base_model_name_or_path") if isinstance(content, dict) else None
+    return f" of {base}" if base else ""
+
+
+def _other_format(folder: Path) -> str:
+    for pattern, text in (
+        ("*.gguf", "is of GGUF, which llama.cpp reads: name the folder or hub name of the model that it was made from"),
+        ("consolidated*", "is in its author's own format: convert it with transformers, or name its converted folder"),
+        ("model_index.json", "is a pipeline of diffusers, not a language model"),
+        (".metadata", "is a checkpoint of torch.distributed: `streamppo export` makes a model's folder of a run's own"),
+        ("*.safetensors*", "has weights and no config.json: copy or download that too"),
+        ("*.bin", "has weights and no config.json: copy or download that too"),
+    ):
+        if next(folder.glob(pattern), None) is not None:
+            return f"{folder} {text}"
+    inner = next((path.parent for one in INSIDE for path in sorted(folder.glob(one))), None)
+    return f"{folder}: no config.json: it is no model's folder" + (f"; {inner} may be meant" if inner else "")
+
+
+def _quantised(folder: Path | str, why: str) -> str:
+    return (
+        f"{folder} is quantised ({why}): weights are trained in 16 or 32 bits; name the model that it was made from, "
+        "or write it in bfloat16 first (transformers: `dequantize()`, then `save_pretrained`)"
+    )

@@ -1,0 +1,180 @@
+"""The tensors of a model folder by the first bytes of its files: names, types, shapes and places.
+
+Only pickles need torch.
+
+    model.safetensors                   one file
+    model.safetensors.index.json        parts, and the part of each tensor
+    pytorch_model.bin, .bin.index.json  pickles, whose names torch alone can read
+
+transformers takes the first of these that is there, and so does this file.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, NamedTuple, cast
+from zipfile import is_zipfile
+
+from streamppo.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+LFS = b"version https://git-lfs.github.com/spec/"
+"""The first bytes of a pointer of git-LFS, which stands where a file should be."""
+LARGEST_HEADER = 100_000_000
+"""Bytes of a header of safetensors at most, as its own library has it."""
+
+
+class Header(NamedTuple):
+    """A tensor in a file: its type by safetensors' name, its shape, and its bytes from `begin` to `end`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+Headers = Mapping[str, Header]
+
+
+def of_folder(folder: Path) -> dict[str, Header] | None:
+    """Read the headers of a folder's safetensors files; None for a folder that has pickles alone.
+
+    Raises `ModelError` for a file that is missing, damaged, or a pointer of git-LFS, and for an index that lies.
+    """
+    files = weight_files(folder)
+    if files[0].suffix == ".bin":
+        for file in files:
+            refuse_pointer(file)
+        return None
+    found: dict[str, Header] = {}
+    for file in files:
+        for name, header in of_file(file).items():
+            if name in found:
+                raise ModelError(f"{folder}: {name!r} is in {found[name].file.name} and in {file.name}")
+            found[name] = header
+    if not (folder / SINGLE).is_file():
+        _compare(folder / INDEX, found)
+    return found
+
+
+def has_weights(folder: Path) -> bool:
+    """Tell if a folder has a file of weights or an index of several, whatever is in it."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX, PICKLE, PICKLE_INDEX))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Name the files that transformers reads weights from. Raises `ModelError` if there are none, or if one is missing.
+
+    They may be links, as in the hub's cache.
+    """
+    for single, index in ((SINGLE, INDEX), (PICKLE, PICKLE_INDEX)):
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            return _parts(folder / index)
+    raise ModelError(f"{folder}: no weights: neither {SINGLE} nor parts of it with an index")
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Read the part of each tensor. Raises `ModelError` for a file that is no index."""
+    refuse_pointer(index)
+    try:
+        content: object = json.loads(index.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{index}: not an index of weights: {error}") from error
+    named = cast("Mapping[str, object]", content).get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(named, dict) or not named or not all(isinstance(part, str) for part in named.values()):
+        raise ModelError(f"{index}: not an index of weights: it has no weight_map of names and files")
+    return cast("dict[str, str]", named)
+
+
+def _parts(index: Path) -> list[Path]:
+    parts = [index.parent / part for part in sorted(set(weight_map(index).values()))]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{index.parent}: {missing[0]}{more} of the {len(parts)} parts are missing: copy or download them again"
+        )
+    return parts
+
+
+def _compare(index: Path, found: Headers) -> None:
+    """Raise `ModelError` if the index names a tensor that its part has not."""
+    for name, part in weight_map(index).items():
+        if name not in found or found[name].file.name != part:
+            elsewhere = f" ({found[name].file.name} has it)" if name in found else ""
+            raise ModelError(
+                f"{index}: it says that {name!r} is in {part}, which has no such tensor{elsewhere}: index and parts "
+                "are not of one model; copy or download the folder again"
+            )
+
+
+def of_file(file: Path) -> dict[str, Header]:
+    """Read the header of a safetensors file. Raises `ModelError` if it is damaged or cut off."""
+    refuse_pointer(file)
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
+                raise ValueError(f"its first bytes are no header ({size:,} bytes in all)")
+            content: object = json.loads(opened.read(length))
+        found = dict(_tensors(file, content, 8 + length))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        text = f"{file}: not a file of safetensors: {error}; copy or download it again"
+        raise ModelError(text) from error
+    if (end := max((one.end for one in found.values()), default=8 + length)) != size:
+        raise ModelError(f"{file}: {size:,} bytes, and its header says {end:,}: copy or download it again")
+    return found
+
+
+def _tensors(file: Path, content: object, first: int) -> Iterator[tuple[str, Header]]:
+    if not isinstance(content, dict):
+        raise TypeError("its header is no table")
+    for name, one in cast("dict[str, dict[str, object]]", content).items():
+        if name != "__metadata__":
+            begin, end = cast("list[int]", one["data_offsets"])
+            shape = tuple(cast("list[int]", one["shape"]))
+            yield name, Header(file, str(one["dtype"]), shape, first + begin, first + end)
+
+
+def pickled(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
+    """The tensors of a folder's pickles, mapped and not read; on "meta" names, types and shapes alone.
+
+    Raises `ModelError` for a pickle of anything but tensors.
+    """
+    import torch
+
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        refuse_pointer(file)
+        try:
+            # A file of before torch 1.6 cannot be mapped.
+            content: object = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            text = " ".join(str(error).split())[:200]
+            raise ModelError(f"{file}: not a pickle of tensors: {text}; save the model as safetensors") from error
+        if not isinstance(content, dict) or not all(isinstance(one, torch.Tensor) for one in content.values()):
+            raise ModelError(f"{file}: a pickle of more than tensors by their names: save the model as safetensors")
+        found |= cast("dict[str, Tensor]", content)
+    return found
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raise `ModelError` if a pointer of git-LFS stands where `file` should be, or if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            first = opened.read(len(LFS))
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error}") from error
+    if first == LFS:
+        raise ModelError(
+            f"{file}: a pointer of git-LFS and not the file itself: `git lfs pull` in its folder brings it"
+        )

@@ -1,0 +1,107 @@
+"""Loads a model of transformers with all of its weights, or says which of them are not in its files."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from streamppo.errors import ModelError
+from streamppo.weights.models import fit, generation, headers
+from streamppo.weights.models.fit import Kind
+from streamppo.weights.models.settings import is_tied, naming, pairs, settings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Loaded(NamedTuple):
+    """A model in evaluation mode, and the parameters that are not in its files: of a critic's head alone."""
+
+    model: Any
+    new: Collection[str] = ()
+
+
+def load(
+    path: str | Path,
+    kind: Kind = "AutoModelForCausalLM",
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    body: bool = False,
+    apart: Iterable[str] = (),
+) -> Loaded:
+    """Load the model at `path`, a folder or a name on the hub, in `dtype`, with transformers' `attention`.
+
+    With `body` its transformer alone has to be in the files. `apart` is that of `settings`. Raises `ModelError` for a
+    tensor that is missing, unexpected, of another shape or not finite, and for everything that transformers refuses.
+    """
+    import transformers
+
+    here, config = fetch(path), settings(path, apart)
+    fit.check(here, config, kind, body=body)
+    options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
+    with naming(path), fit.quiet():
+        model, info = getattr(transformers, kind).from_pretrained(
+            str(path),
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            generation_config=generation.of(path).config,
+            **options,
+        )
+    reported = fit.report(info)
+    if inside := reported.of_body(model.base_model_prefix, kind, body=body):
+        fit.refuse(here, config, inside, ())
+    if kind == "AutoModelForCausalLM":
+        _compare_ties(path, config, model)
+    if name := fit.first_not_finite(dict(model.named_parameters())):
+        raise ModelError(not_finite(path, name))
+    return Loaded(model, reported.missing)
+
+
+def empty(path: str | Path, kind: Kind, *, attention: str, apart: Iterable[str] = ()) -> Any:
+    """Make the modules of the model at `path`, whose weights are random: config.json is enough. Raises `ModelError`."""
+    import transformers
+
+    config = settings(path, apart)
+    with naming(path):
+        options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
+        return getattr(transformers, kind).from_config(config, **options).eval()
+
+
+def not_finite(path: str | Path, name: str) -> str:
+    """Return the sentence about a tensor of a model that is not finite."""
+    return f"the model {str(path)!r} has NaN or infinity in {name!r}: its weights are those of a run that diverged"
+
+
+def fetch(path: str | Path) -> Path:
+    """Find the folder of a model, which comes from the hub if it is a name there. Raises `ModelError`."""
+    if Path(path).is_dir():
+        return Path(path)
+    from transformers.utils import cached_file
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    with naming(path):
+        config = cast("str", cached_file(str(path), "config.json"))
+        lenient: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+        cached_file(str(path), generation.FILE, **lenient)
+        for single, index in ((headers.SINGLE, headers.INDEX), (headers.PICKLE, headers.PICKLE_INDEX)):
+            if cached_file(str(path), single, **lenient):
+                break
+            if found := cached_file(str(path), index, **lenient):
+                get_checkpoint_shard_files(str(path), found)
+                break
+    return Path(config).parent
+
+
+def _compare_ties(path: str | Path, config: "PretrainedConfig", model: Any) -> None:
+    """Raise `ModelError` if transformers has decided in another way than `settings`."""
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    for head, embedding in pairs(config):
+        if head in by_name and embedding in by_name and (by_name[head] is by_name[embedding]) != is_tied(config):
+            raise ModelError(
+                f"the model {str(path)!r} has its head apart from its embedding, or not, against its config.json: "
+                "set tie_word_embeddings there as its files are"
+            )

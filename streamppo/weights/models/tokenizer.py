@@ -1,0 +1,68 @@
+"""Writes a model's tokenizer so that what is read back is the same; else the files that the model came with."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streamppo.weights.models.settings import REFUSALS, local_folder, naming
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates"),
+)
+"""Patterns of the names of a tokenizer's files."""
+PROBE = "  1 + 1 = 2,\n\tnaïve façade: 東京 ½ 🙂  "
+"""A text that tokenizers of different rules take apart in different ways."""
+
+
+def load(path: str | Path) -> "PreTrainedTokenizerBase":
+    """Read the tokenizer of the model at `path`. Raises `ModelError`."""
+    from transformers import AutoTokenizer
+
+    with naming(path):
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+
+
+def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path, folder: Path) -> str:
+    """Write the `tokenizer` of the model at `start` into `folder`; returns a sentence if its files are copied instead.
+
+    Raises `OSError` if the disk refuses.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+        if (why := _difference(tokenizer, folder)) == "":
+            return ""
+    except OSError:
+        raise
+    except REFUSALS as error:
+        why = f"transformers does not save it: {' '.join(str(error).split()) or type(error).__name__}"
+    return copy(start, folder, why)
+
+
+def copy(start: str | Path, folder: Path, why: str) -> str:
+    """Copy the files of the tokenizer at `start` into `folder` in place of others; returns a sentence that says `why`.
+
+    Raises `OSError` if the disk refuses.
+    """
+    source = local_folder(start)
+    for pattern in FILES:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in source.glob(pattern) if source else ():
+            take = shutil.copytree if path.is_dir() else shutil.copyfile
+            take(path, folder / path.name)
+    return f"the tokenizer's files are copied as they are: {why}"
+
+
+def _difference(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> str:
+    from transformers import AutoTokenizer
+
+    again = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    if again.chat_template != tokenizer.chat_template:
+        return "transformers saves another chat template"
+    if again(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+        return "what transformers saves makes other tokens of a text"
+    return ""
