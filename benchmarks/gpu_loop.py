@@ -17,6 +17,7 @@ from streamppo.learner import loading, objective, optimizer, policy, tiny
 from streamppo.learner.batch import pad
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks import task as tasks
 from streamppo.tasks.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ def _stages(config: Config, folder: Path, device: str) -> Stages:
         version=0,
         slots=config.rollout.slots,
         max_total_tokens=32,
-        eos_ids={tokenizer.eos_id or 0},
+        ends=Ends({tokenizer.eos_id or 0}),
         seed=config.seed,
         dtype=torch.bfloat16,
         device=device,

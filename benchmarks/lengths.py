@@ -107,11 +107,14 @@ def make_models(config: Path, folder: Path) -> tuple[Path, Path]:
 def without_end(model: Path, folder: Path) -> None:
     """Copy a model, without the tokens that end a completion and with room for the longest."""
     shutil.copytree(model, folder)
-    settings = folder / "generation_config.json"
-    kept = {name: value for name, value in json.loads(settings.read_text()).items() if name != "eos_token_id"}
-    settings.write_text(json.dumps(kept))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    none: dict[str, dict[str, object]] = {
+        "generation_config.json": {"eos_token_id": None},
+        "tokenizer_config.json": {"eos_token": None},
+        "config.json": {"eos_token_id": None, "max_position_embeddings": CONTEXT},
+    }
+    for name, changed in none.items():
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**settings, **changed}))
 
 
 def main() -> None:

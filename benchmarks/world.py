@@ -17,6 +17,7 @@ from streamppo.config.sections import Config
 from streamppo.learner import loading, objective, optimizer, policy
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
@@ -60,7 +61,7 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
         version=0,
         slots=slots,
         max_total_tokens=max_total_tokens,
-        eos_ids={tokenizer.eos_id or 0},
+        ends=Ends({tokenizer.eos_id or 0}),
         seed=config.seed,
     )
     task, rewards = tasks.build(config.task, config.seed, tokenizer), Rewards(config.reward)

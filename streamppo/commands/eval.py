@@ -151,7 +151,8 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
     await rewards.start(task.sources())
     try:
         async with alone.engine(config, "eval", subject.path, subject.version, subject.tensors) as engine:
-            player = Player(engine, tokenizer, config.environment)
+            stop = build.stop(config, subject.path, tokenizer)
+            player = Player(engine, tokenizer, config.environment, stop)
             asked = _Asked(config, player, rewards, len(prompts) * (1 + samples))
             greedy = build.sampling(config)._replace(temperature=0.0, top_p=1.0, top_k=0)
             kinds = [greedy, *[build.sampling(config)] * samples]
@@ -176,7 +177,9 @@ class _Asked:
             try:
                 limited = sampling._replace(max_tokens=self._limit(prompt, None))
                 episode = await self._player.play(prompt, limited)
-                scored = await self._rewards.score(prompt, episode.text(prompt, self._player.tokenizer))
+                scored = await self._rewards.score(
+                    prompt, episode.text(prompt, self._player.tokenizer, self._player.stop)
+                )
             except FAILURES as error:
                 return Answer(None, reason=str(error))
             finally:

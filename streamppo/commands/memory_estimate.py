@@ -272,11 +272,11 @@ def _own_body(config: Config, model: Sizes) -> int:
     return model.body if config.algorithm.critic.model != "head" else 0
 
 
-def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMemory | None:
+def engine(config: Config, model: Sizes, longest: int, free: float) -> EngineMemory | None:
     """One engine on one of its GPUs, of which `free` bytes are free when it starts. None for a server that is not ours.
 
     On a GPU SGLang keeps `mem_fraction_static` of the free memory for weights and cache. Everywhere else the cache
-    holds `context` tokens for every slot from the start.
+    holds the `longest` row for every slot from the start.
     """
     gpus = max(1, int(config.rollout.gpus))
     weights = model.parameters * model.element // gpus
@@ -284,7 +284,7 @@ def engine(config: Config, model: Sizes, context: int, free: float) -> EngineMem
     def fit(share: float) -> int:
         return int(max(0.0, share * free - weights) * gpus / model.cache_per_token)
 
-    asked = config.rollout.slots * context
+    asked = config.rollout.slots * longest
     tokens = config.rollout.engine.cache_tokens(asked, fit if config.rollout.gpus else None)
     if tokens is None:
         return None
@@ -299,6 +299,38 @@ def object_store(model: Sizes) -> int:
 def host(config: Config, model: Sizes) -> int:
     """Bytes that all rollout actors hold of the weights in the memory of their machines, beside their engines."""
     return config.rollout.actors * COPIES * model.parameters * model.element
+
+
+class MachineMemory(NamedTuple):
+    """Bytes that the stages of a run have in the memory of one machine, if they are all on it."""
+
+    ranks: int
+    engines: int
+    weights: int
+    object_store: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(self)
+
+
+def machine(config: Config, model: Sizes, rank: RankMemory, engine: EngineMemory | None) -> MachineMemory:
+    """A run on one machine. On GPUs are ranks that are not offloaded, and engines.
+
+    An embedded engine has memory for the weights twice: the next version is written beside the one that is served.
+    """
+    on_cpu = 0 if config.learner.gpus else rank.total
+    offloaded = state(config, model) if config.learner.offload else 0
+    spare = config.rollout.engine.spare_weights
+    cached = 0 if engine is None or config.rollout.gpus else engine.total + spare * engine.weights
+    store = min(object_store(model), config.cluster.object_store_mib * 2**20)
+    return MachineMemory(
+        ranks=config.learner.ranks * (on_cpu + offloaded),
+        engines=config.rollout.actors * cached,
+        weights=host(config, model),
+        object_store=store,
+    )
 
 
 def candidate_bytes(config: Config, model: Sizes) -> int:

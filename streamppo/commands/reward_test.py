@@ -72,7 +72,7 @@ async def _try(
             given = list(_given(completions, task, _written_as(config), tokenizer))
             return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
         async with alone.engine(config, "reward-test", path, 0, weights.of_model(path, config.model.dtype)) as engine:
-            player = Player(engine, tokenizer, config.environment)
+            player = Player(engine, tokenizer, config.environment, build.stop(config, path, tokenizer))
             sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
         return list(sampled), rewards.report()
     finally:
@@ -86,7 +86,7 @@ async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prom
         episode = await player.play(prompt, sampling._replace(max_tokens=limit(prompt, None)))
     except FAILURES as error:
         return Tried("", None, str(error), 0.0)
-    text = episode.text(prompt, player.tokenizer)
+    text = episode.text(prompt, player.tokenizer, player.stop)
     tried = await _score(rewards, prompt, text)
     return tried._replace(reward=tried.reward and episode.reward(tried.reward))
 

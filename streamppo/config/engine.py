@@ -30,6 +30,11 @@ class EngineKind(Kind, frozen=True):
 class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
     """Our own torch engine: any device, small models."""
 
+    @property
+    def spare_weights(self) -> int:
+        """Copies of the weights beside those that it decodes with."""
+        return 1
+
     def at(self, place: int) -> Self:
         """The engine of the actor in `place`: the same in all."""
         return self
@@ -57,7 +62,7 @@ class EmbeddedEngine(EngineKind, frozen=True, tag="embedded"):
         return f"rollout.gpus ({gpus:g}) must be 1 with the embedded engine" if gpus > 1 else ""
 
     def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
-        """Tokens that its cache holds: `asked`, which are all slots at their full length."""
+        """Tokens that its cache holds: `asked`, which are the longest rows of all slots."""
         return asked
 
 
@@ -72,7 +77,9 @@ DECIDED = {
     "max_total_tokens": "by rollout.engine.max_total_tokens",
     "disable_radix_cache": "by rollout.engine.prefix_cache",
     "random_seed": "by seed",
-    "skip_tokenizer_init": "token ids go in and come out",
+    "skip_tokenizer_init": "token ids go in and come out; a string of rollout.stop needs the tokenizer",
+    "sampling_defaults": "log-probs are of the distribution that [rollout] says",
+    "preferred_sampling_params": "log-probs are of the distribution that [rollout] says",
     "load_format": "all weights come from the learner",
     "host": "our engines listen on loopback",
     "enable_return_routed_experts": "by rollout.engine.routes",
@@ -96,7 +103,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     mem_fraction_static: Annotated[float, Meta(gt=0, lt=1)] = 0.8
     """Share of the GPU memory free at its start that weights and cache get; a learner there needs the rest."""
     max_total_tokens: Count = 0
-    """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is `slots` completions of full length."""
+    """Tokens that the cache holds; 0 fills mem_fraction_static, and on a CPU is the longest rows of all `slots`."""
     prefix_cache: bool = True
     """Prompts share the cache of a common beginning, within one version."""
     args: dict[str, Argument] = field(default_factory=dict[str, Argument])
@@ -109,6 +116,11 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     def at(self, place: int) -> Self:
         """The engine of the actor in `place`: with `urls`, it uses the server of that number alone."""
         return structs.replace(self, urls=self.urls[place : place + 1])
+
+    @property
+    def spare_weights(self) -> int:
+        """Copies of the weights beside those that it decodes with: it loads in place."""
+        return 0
 
     def contradictions(self) -> Iterator[str]:
         """Fields that belong to one transport alone."""
@@ -158,7 +170,7 @@ class SGLangEngine(EngineKind, frozen=True, tag="sglang"):
     def cache_tokens(self, asked: int, fit: Fit | None) -> int | None:
         """Tokens that its cache holds, where `fit` is for a GPU and None for a CPU; None for a server elsewhere.
 
-        On a GPU it fills its share of the memory, else it holds `asked`, which are all slots at their full length.
+        On a GPU it fills its share of the memory, else it holds `asked`, which are the longest rows of all slots.
         """
         if self.urls:
             return None

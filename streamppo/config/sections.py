@@ -19,7 +19,7 @@ from streamppo.config.learner import Learner
 from streamppo.config.lora import Lora
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
-from streamppo.config.task import Environment, Task
+from streamppo.config.task import DataTask, Environment, Task
 from streamppo.config.telemetry import Telemetry
 
 BUILTIN = "builtin:tiny"
@@ -109,6 +109,8 @@ class Rollout(Machine, frozen=True):
     """Completions that one engine decodes at once."""
     max_tokens: Positive = 256
     """Tokens of one completion at most."""
+    stop: tuple[str, ...] = ()
+    """Further ends of a completion: names of added tokens, and strings; those of the model always end it."""
     limit: str = ""
     """`package.module:name` or `path/file.py:name` of a function: (prompt, identity) -> a lower max_tokens for it."""
     temperature: PositiveFloat = 1.0
@@ -125,6 +127,8 @@ class Rollout(Machine, frozen=True):
 
     def contradictions(self) -> Iterator[str]:
         """Sampling that teaches nothing, or that the engine is not capable of."""
+        if "" in self.stop:
+            yield 'stop has "", which would end a completion at its first token'
         if self.top_k == 1:
             yield "top_k (1) leaves every token without an alternative: all log-probs are 0, and nothing is learned"
         if refused := self.engine.refuses_sampling(self.top_p, self.top_k):
@@ -330,6 +334,17 @@ def _names_folder(name: str) -> bool:
 
 def _short(name: str) -> str:
     return repr(name if len(name) <= 40 else f"{name[:40]}...")
+
+
+PROMPT = 256
+"""Tokens that prompts are taken to have where the configuration does not bound them."""
+
+
+def longest_row(config: Config) -> int:
+    """Tokens of the longest prompt with the longest completion, as far as the configuration bounds them."""
+    if not isinstance(config.task, DataTask):
+        return PROMPT + longest_completion(config)
+    return max(source.max_prompt_tokens for source in config.task.sources.values()) + longest_completion(config)
 
 
 def longest_completion(config: Config) -> int:

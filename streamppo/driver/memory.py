@@ -37,6 +37,12 @@ class MemoryKills:
         return sum(map(_kills, self._levels))
 
 
+def limit(cgroups: Path = CGROUPS, own: Path = OWN) -> int | None:
+    """The bytes that this process's cgroups allow it, with all that is in them; None without a limit."""
+    levels = _levels(cgroups, own.read_text() if own.exists() else "")
+    return min((found for level in levels if (found := _limit(level)) is not None), default=None)
+
+
 def _levels(cgroups: Path, own: str) -> list[Path]:
     """Find the folder of the memory cgroup of a process, and all above it, that count kills."""
     found: list[Path] = []

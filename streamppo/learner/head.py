@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from streamppo.algorithms.chunked_head import Extent, Shape, chunk_logits
 from streamppo.errors import ModelError
+from streamppo.tasks import tokenizer
 
+UNSAMPLED = -1e9
+"""A bias with which a token has no probability; no product of it with 0 is NaN."""
 GAP, PROBED = 1e-3, 4
 """Nats between a model's log-probs and the learner's in float32, and the tokens on which they are compared."""
 
@@ -30,9 +34,25 @@ def shape_of(lm: Any) -> Shape:
     return Shape(float(scale) / float(divisor), float(getattr(settings, "final_logit_softcapping", None) or 0.0))
 
 
-def bias_of(lm: Any) -> Tensor | None:
-    """The bias of a model's head, [V]."""
-    return getattr(lm.get_output_embeddings(), "bias", None)
+def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
+    """The bias of a model's head, [V], with that of tokens which are never sampled."""
+    bias_V = getattr(lm.get_output_embeddings(), "bias", None)
+    if bias_V is None or unknown_V is None:
+        return unknown_V if bias_V is None else bias_V
+    return bias_V + unknown_V
+
+
+def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
+    """A bias [V] that takes the rows of a head out of its distribution that are no tokens of the tokenizer at `path`.
+
+    Rank 0 reads the tokenizer. A collective. None if it has them all, or if there is none. With a soft cap the bias
+    takes them down to the cap.
+    """
+    bias_V = torch.zeros(rows, device=device)
+    if dist.get_rank() == 0:
+        bias_V[list(tokenizer.unknown(path, rows))] = UNSAMPLED
+    dist.broadcast(bias_V, src=0)
+    return bias_V if bool(bias_V.any()) else None
 
 
 @torch.no_grad()

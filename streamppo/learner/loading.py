@@ -92,6 +92,7 @@ def load(
     else:
         _read_rows(policy, plan, path)
     _send_buffers(policy, whole, device)
+    policy.unknown_V = head.unknown(path, len(policy.lm.get_output_embeddings().weight), device)
     return policy
 
 

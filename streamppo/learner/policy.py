@@ -55,7 +55,8 @@ class Policy(nn.Module):
     read rows in the same `layout`; with `share_prompts` samples of a prompt as one, where that is less work.
     `detach_context` leaves the context of completions without gradient (learner/context.py). Rows are cut into `slices`
     (learner/ulysses.py), and every rank of these has the scores of all tokens. With `replays_routes`, tokens go to the
-    experts that the engine chose (learner/routing.py).
+    experts that the engine chose (learner/routing.py). Log-probs and entropies are of all tokens but those that
+    `unknown_V` takes out (learner/head.py).
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Policy(nn.Module):
         self.checkpointing: Checkpointing = "off"
         self.replays_routes = False
         self.head_shape = head.shape_of(lm)
+        self.unknown_V: Tensor | None = None
         self.value_head = nn.Linear((lm if critic is None else critic).config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -110,7 +112,7 @@ class Policy(nn.Module):
                 chunk=HEAD_CHUNK,
                 float32_matmul=self.float32_head,
                 candidates=None if rows.candidates is None else rows.candidates.at(own_BT),
-                bias_V=head.bias_of(self.lm),
+                bias_V=head.bias_of(self.lm, self.unknown_V),
                 shape=self.head_shape,
             )
             scored = scored._replace(

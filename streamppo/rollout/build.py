@@ -1,30 +1,40 @@
 """Builds the engine that the configuration chooses: the one place that asks which it is."""
 
 import asyncio
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
-from streamppo.config.sections import Config
-from streamppo.errors import ModelError
+from streamppo.config.sections import Config, longest_row
+from streamppo.errors import ModelError, TaskError
+from streamppo.rollout import positions
 from streamppo.rollout.embedded import engine as embedded
+from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.engine import Engine, Sampling
 from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang import own, push, server, wire
 from streamppo.rollout.sglang.life import Setup
 from streamppo.rollout.sglang.link import Start
+from streamppo.tasks import stop as stops
+from streamppo.tasks.stop import Stop
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Ints
 from streamppo.weights.models.settings import as_pushed, settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+log = logging.getLogger(__name__)
 
 
 def sampling(config: Config) -> Sampling:
@@ -33,74 +43,131 @@ def sampling(config: Config) -> Sampling:
     return Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
 
 
-async def engine(config: Config, actor: str, model_path: str, version: int, tensors: Mapping[str, Tensor]) -> Engine:
+def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
+    """Find all that ends a completion. Raises `ModelError` for an end that is no token."""
+    return stops.read(
+        model_path, settings(model_path), None if tokenizer is None else tokenizer.hf, config.rollout.stop
+    )
+
+
+async def engine(
+    config: Config,
+    actor: str,
+    model_path: str,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+) -> Engine:
     """Build the engine of `actor`, holding `tensors` as `version`; of `urls` there is that of this actor alone.
 
-    Raises `ModelError` for a model that it cannot run, and `WeightsError` for tensors that do not fit the model.
+    Without a `tokenizer` it is that of the model, if it has one. Raises `ModelError` for a model that it cannot run,
+    and `WeightsError` for tensors that do not fit the model.
     """
     if config.rollout.gpus and not torch.cuda.is_available():
         raise ModelError(f"rollout.gpus is {config.rollout.gpus:g}, and torch finds no GPU here")
-    hf_config = as_pushed(settings(model_path), tensors)
-    eos_ids = _eos_ids(hf_config, model_path)
+    model = _model(config, model_path, tensors, tokenizer or _tokenizer(model_path))
     seed = crc32(f"{config.seed}/{actor}".encode())
     match config.rollout.engine:
         case EmbeddedEngine(kv=kv):
-            return embedded.EmbeddedEngine(
-                hf_config,
+            made = embedded.EmbeddedEngine(
+                model.hf_config,
                 tensors,
                 version=version,
                 slots=config.rollout.slots,
-                max_total_tokens=hf_config.max_position_embeddings,
-                eos_ids=eos_ids,
+                max_total_tokens=model.context,
+                ends=Ends(model.stop.ids, model.completes, model.unknown),
                 seed=seed,
                 kv=kv,
                 dtype=getattr(torch, config.model.dtype),
                 float32_head=config.model.float32_head,
                 device="cuda" if config.rollout.gpus else "cpu",
             )
+            made.reserve(model.room)
+            return made
         case SGLangEngine() as chosen:
-            await asyncio.to_thread(Architecture(hf_config).check_names, model_path)
-            start = _start(config, chosen, model_path, hf_config.max_position_embeddings, seed)
-            connect = _connect(config, chosen, actor)
+            positions.check(model.hf_config, model.room)
+            await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
+            tokens = config.rollout.slots * model.room
             setup = Setup(
-                start,
-                connect,
+                _start(config, chosen, model_path, tokens, seed, strings=model.stop.strings),
+                _connect(config, chosen, actor),
                 chosen.kv,
-                hf_config.vocab_size,
+                model.vocabulary,
                 chosen.start_s,
                 cuts=sampling(config).cuts,
                 segments=config.queue.segments is not None,
                 routes=chosen.routes,
+                strings=model.stop.strings,
+                unknown=model.unknown,
             )
             return await sglang.start(
                 setup,
-                hf_config,
+                model.hf_config,
                 version=version,
                 tensors=tensors,
-                eos_ids=eos_ids,
-                max_total_tokens=hf_config.max_position_embeddings,
+                eos_ids=model.stop.ids,
+                max_total_tokens=model.context,
             )
 
 
-def _start(config: Config, chosen: SGLangEngine, model_path: str, context: int, seed: int) -> Start:
+class Model(NamedTuple):
+    """The settings of a model, and the bounds of its rows: `room` tokens by the configuration, `context` by the model.
+
+    `unknown` are the tokens of its `vocabulary` that the tokenizer does not have; `completes` is that of `Ends`.
+    """
+
+    hf_config: "PreTrainedConfig"
+    stop: Stop
+    vocabulary: int
+    context: int
+    room: int
+    unknown: Sequence[int] = ()
+    completes: Callable[[Ints], bool] | None = None
+
+
+def _model(config: Config, model_path: str, names: Iterable[str], tokenizer: Tokenizer | None) -> Model:
+    """Read the model, and tell the log once of its ends and of the tokens that are never sampled."""
+    hf_config, longest = as_pushed(settings(model_path), names), longest_row(config)
+    ends = stop(config, model_path, tokenizer)
+    vocabulary, context = hf_config.get_text_config().vocab_size, positions.longest(hf_config, longest)
+    model = Model(hf_config, ends, vocabulary, context, min(context, longest))
+    if tokenizer is None:
+        return model
+    log.info("completions end at %s", ends.described(tokenizer.name) or "nothing but their length")
+    if unknown := tokenizer.unknown(vocabulary):
+        log.info("%d rows of the vocabulary are no tokens of the tokenizer, and never sampled", len(unknown))
+    return model._replace(unknown=unknown, completes=ends.completed(tokenizer.spell))
+
+
+def _tokenizer(model_path: str) -> Tokenizer | None:
+    try:
+        return Tokenizer(model_path)
+    except TaskError:
+        # Token ids go in and come out: an engine needs none.
+        return None
+
+
+def _start(
+    config: Config, chosen: SGLangEngine, model_path: str, tokens: int, seed: int, *, strings: Sequence[str]
+) -> Start:
     """Choose how SGLang starts: as a server that runs already, or in processes of the actor's own."""
     slots = config.rollout.slots
     if chosen.urls:
         (url,) = chosen.urls
         key = os.environ.get(chosen.api_key_env, "")
         server.check_address(url, key)
-        return partial(server.connect, chosen, key, slots)
+        return partial(server.connect, chosen, key, slots, strings)
     version = wire.installed()
-    settings = own.Settings(
+    chosen_settings = own.Settings(
         version,
-        wire.arguments(config, chosen, model_path, slots * context, version),
+        wire.arguments(config, chosen, model_path, tokens, version, spells=bool(strings)),
         wire.environment(config, local=Path(model_path).is_dir()),
         capacity=slots,
         ranks=wire.ranks(config),
         seed=seed % 2**31,
         start_s=chosen.start_s,
     )
-    return partial(own.start, settings)
+    return partial(own.start, chosen_settings)
 
 
 def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:
@@ -114,14 +181,3 @@ def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:
             return partial(push.by_group, bucket_bytes, chosen.urls[0] if chosen.urls else "", apart)
         case "disk":
             return partial(push.by_disk, Path(chosen.folder) / actor)
-
-
-def _eos_ids(hf_config: "PreTrainedConfig", model_path: str) -> set[int]:
-    """Find every token that ends a completion: the generation settings know more of them than the model's own."""
-    from transformers import GenerationConfig
-
-    try:
-        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:
-        eos = hf_config.eos_token_id
-    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)

@@ -20,6 +20,7 @@ from streamppo.rollout.engine import Candidates, Completion, Cuts, Engine, Sampl
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
 from streamppo.tasks.stalls import Stalls
+from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import (
     Flags,
@@ -38,6 +39,7 @@ from streamppo.types import (
 
 FAILURES = (TaskError, ModelError)
 """Errors that cost one trajectory and nothing else, while it is played or scored."""
+NO_STOP = Stop()
 EXPLAINED = 2000
 """Characters of a reward's explanation that go with its trajectory."""
 
@@ -76,13 +78,18 @@ class Episode(NamedTuple):
             routes_SE=None if self.routes_SE is None else self.routes_SE[: len(self.prompt_tokens) + end - 1],
         )
 
-    def text(self, prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
-        """Decode the part of it that rewards see. It has come to its end."""
+    def text(self, prompt: Prompt, tokenizer: Tokenizer, stop: Stop = NO_STOP) -> ScoredText:
+        """Decode the part of it that rewards see. It has come to its end.
+
+        Of several turns the tokens that end each are left out, and a string that ends the last.
+        """
         assert self.finish != "cut"
         sampled = self.tokens[self.mask]
+        inner = [end for end in self.turn_ends[:-1] if int(self.tokens[end]) in stop.origins]
+        tokens = np.delete(self.tokens, inner) if inner else self.tokens
         return ScoredText(
             prompt=prompt.text,
-            completion=tokenizer.decode(self.tokens),
+            completion=stop.text(tokens, self.finish, tokenizer.decode),
             finish=self.finish,
             num_tokens=len(sampled),
             tokens=sampled.tobytes(),
@@ -147,9 +154,11 @@ class Cutter(Protocol):
 class Player:
     """Plays prompts with one engine and, if there is one, a new environment for each."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, environment: EnvironmentConfig | None) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, environment: EnvironmentConfig | None, stop: Stop = NO_STOP
+    ) -> None:
         self._engine = engine
-        self.tokenizer = tokenizer
+        self.tokenizer, self.stop = tokenizer, stop
         self._environment = environment
         self._make = environments.load(environment) if environment else None
         self._stalls = Stalls(environment.name, environment.timeout_s) if environment else None
@@ -185,7 +194,8 @@ class Player:
             completion = await self._engine.generate(
                 columns.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room)), cuts
             )
-            columns.add_turn(completion, self.tokenizer.decode(completion.tokens))
+            text = self.stop.text(completion.tokens, completion.finish, self.tokenizer.decode)
+            columns.add_turn(completion, text)
             if completion.finish == "length":
                 return columns.episode("length", Done())
             if cutter:

@@ -103,8 +103,8 @@ async def start(
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
     source = await asyncio.to_thread(adapters.source, config, model_path)
     tensors, _ = await source.of(replica)
-    engine = await build.engine(config, name, model_path, push.version, tensors)
-    player = Player(engine, tokenizer, config.environment)
+    engine = await build.engine(config, name, model_path, push.version, tensors, tokenizer)
+    player = Player(engine, tokenizer, config.environment, build.stop(config, model_path, tokenizer))
     follower = Follower(puller, engine, source)
     return Worker(
         config, name, queue, task, player, rewards, follower=follower, teacher=taught_by, shards=Shards.of(config)
@@ -271,7 +271,7 @@ class Worker:
 
     async def _score(self, prompt: Prompt, episode: Episode) -> Reward:
         begin = time.perf_counter()
-        text = episode.text(prompt, self._player.tokenizer)
+        text = episode.text(prompt, self._player.tokenizer, self._player.stop)
         scored = await self._rewards.score(prompt, text)
         process.add("reward", time.perf_counter() - begin)
         reward = episode.reward(scored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -31,11 +32,12 @@ class Tokenizer:
     """A thin face on the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none."""
 
     def __init__(self, path: str | Path) -> None:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, StrictDataclassError) as error:
             raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         if self._fast is not None:
@@ -50,6 +52,11 @@ class Tokenizer:
             raise TaskError(f"{path}: no tokenizer is there")
         self._encoded = lru_cache(maxsize=KEPT)(self._encode)
 
+    @property
+    def hf(self) -> PreTrainedTokenizerFast:
+        """The tokenizer as transformers has it."""
+        return self._tokenizer
+
     def numbers(self) -> dict[str, int]:
         """Return the id of every token by its text."""
         return self._tokenizer.get_vocab()
@@ -57,6 +64,20 @@ class Tokenizer:
     def texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each of `tokens` by itself, special ones too."""
         return [self._tokenizer.decode([token]) for token in tokens]
+
+    def name(self, token: int) -> str:
+        """Return the text of one token, or what it is if it has none."""
+        return self._tokenizer.convert_ids_to_tokens(token) or "no token"
+
+    def unknown(self, vocabulary: int) -> tuple[int, ...]:
+        """Return the ids below `vocabulary` that are none of its tokens: rows that models have beyond them."""
+        return tuple(sorted(set(range(vocabulary)).difference(self.numbers().values())))
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, special ones too."""
+        if self._fast is not None and self._plain:
+            return self._fast.decode(tokens, skip_special_tokens=False)
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def spread(self, count: int) -> list[int]:
         """Return `count` token ids at most, in rising order and evenly over all that have a text."""
@@ -146,6 +167,31 @@ class Tokenizer:
         except TypeError as error:
             # Half of a surrogate pair, which JSON can write and UTF-8 cannot.
             raise TaskError(f"no text that can be tokenized: {text!r}") from error
+
+
+def unknown(path: str | Path, rows: int) -> tuple[int, ...]:
+    """Return the ids below `rows` that the tokenizer at `path` does not have; none if there is no tokenizer.
+
+    transformers, which takes seconds to import, is asked only where the tokenizer's own file lacks some.
+    """
+    if _written(Path(path) / "tokenizer.json").issuperset(range(rows)):
+        return ()
+    try:
+        return Tokenizer(path).unknown(rows)
+    except TaskError:
+        # Token ids go in and come out.
+        return ()
+
+
+def _written(file: Path) -> set[int]:
+    """The ids in a tokenizer's file; none if there is no such file, or one of another form."""
+    try:
+        content = json.loads(file.read_bytes())
+        vocabulary = content["model"]["vocab"]
+        listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return {*listed, *(token["id"] for token in content["added_tokens"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -18,6 +18,7 @@ from streamppo.learner import attention, device, optimizer, pretrained
 from streamppo.learner import policy as model
 from streamppo.learner.batch import PaddedBatch, pad
 from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.engine import Sampling
 from streamppo.weights.content import AT_ONCE_ON_A_GPU, BLOCK, content
 
@@ -38,7 +39,7 @@ def test_the_engine_samples_on_cuda_with_the_log_probs_of_transformers(dtype: to
 
     async def generate() -> list[tuple[np.ndarray, np.ndarray]]:
         engine = EmbeddedEngine(
-            config, weights, version=0, slots=4, max_total_tokens=64, eos_ids=set(), seed=0, dtype=dtype, device="cuda"
+            config, weights, version=0, slots=4, max_total_tokens=64, ends=Ends(), seed=0, dtype=dtype, device="cuda"
         )
         requests = [np.arange(2, 5 + n, dtype=np.int32) for n in range(9)]
         done = await asyncio.gather(*(engine.generate(prompt, Sampling(20)) for prompt in requests))

@@ -93,17 +93,18 @@ def test_the_reward_reads_up_to_the_first_end(tmp_path: Path) -> None:
 
 
 def test_the_model_without_end_is_the_model_with_no_token_that_ends_a_completion(tmp_path: Path) -> None:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     from streamppo.learner import tiny
-    from streamppo.rollout import build
+    from streamppo.tasks import stop
 
     config = configfile.load(MATH, ["model.tiny={hidden_size=16, layers=1, max_steps=1}"])
     tiny.make(config, tmp_path / "model")
     lengths.without_end(tmp_path / "model", tmp_path / "endless")
     found = [AutoConfig.from_pretrained(tmp_path / name) for name in ("model", "endless")]
-    assert build._eos_ids(found[0], str(tmp_path / "model")) == {END}
-    assert build._eos_ids(found[1], str(tmp_path / "endless")) == set()
+    both = [AutoTokenizer.from_pretrained(tmp_path / name) for name in ("model", "endless")]
+    assert stop.read(tmp_path / "model", found[0], both[0]).ids == {END}
+    assert stop.read(tmp_path / "endless", found[1], both[1]).ids == set()
     assert found[1].max_position_embeddings >= lengths.LONGEST + len("99+99=")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "endless")]
     assert weights[0] == weights[1]

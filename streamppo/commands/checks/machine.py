@@ -8,7 +8,7 @@ from pathlib import Path
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import LOCAL, Config, shares_gpus
-from streamppo.driver import placement
+from streamppo.driver import memory, placement
 from streamppo.errors import ModelError
 
 DEVICES = Path("/dev")
@@ -52,8 +52,9 @@ def gpus_here() -> int:
 
 
 def memory_mib() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    """The memory of this machine, or what a container leaves of it."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(physical, memory.limit() or physical) // 2**20
 
 
 def places(config: Config) -> Findings:

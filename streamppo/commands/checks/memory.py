@@ -6,10 +6,12 @@ import torch
 from transformers import PretrainedConfig
 
 from streamppo.commands import memory_estimate as estimate
+from streamppo.commands.checks import machine
 from streamppo.commands.checks.finding import Finding, Findings, first_line
-from streamppo.config.sections import LOCAL, Config, longest_completion, shares_gpus
-from streamppo.config.task import DataTask
+from streamppo.config.sections import LOCAL, Config, longest_completion, longest_row, shares_gpus
+from streamppo.driver import placement
 from streamppo.errors import ModelError
+from streamppo.rollout import positions
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
@@ -40,15 +42,18 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
         yield Finding("memory", "not here", first_line(error))
         return
     yield Finding("parameters", "ok", f"{model.parameters:,} in {model.layers} layers, {config.model.dtype}")
-    allowed, context = _longest(config), hf_config.max_position_embeddings
+    allowed = longest_row(config)
+    context = positions.longest(hf_config, allowed)
     if allowed > context:
         text = f"prompt and completion may have {allowed} tokens; the model takes {context}: completions end there"
         yield Finding("context", "note", text)
-    yield from _rank_and_engine(config, model, min(allowed, context), context, gpu)
+    longest = min(allowed, context)
+    yield from _rank_and_engine(config, model, longest, gpu)
     text = f"rollout actors hold {_gib(estimate.host(config, model))} of weights: the served and the next version"
     if config.learner.offload:
         text += f"; every rank {_gib(estimate.state(config, model))} of weights, gradients and moments"
     yield Finding("host memory", "ok", text)
+    yield from _machine(config, model, longest)
     yield from _candidates(config, model)
     yield from _object_store(config, model)
 
@@ -63,7 +68,22 @@ def _candidates(config: Config, model: estimate.Sizes) -> Findings:
     yield Finding("candidates", "ok", text)
 
 
-def _rank_and_engine(config: Config, model: estimate.Sizes, longest: int, context: int, gpu: Gpu) -> Findings:
+def _machine(config: Config, model: estimate.Sizes, longest: int) -> Findings:
+    """Compare what a run on this machine alone has in its memory with what there is."""
+    engine = estimate.engine(config, model, longest, 0.0)
+    needed, has = estimate.machine(config, model, estimate.rank(config, model, longest), engine), machine.memory_mib()
+    if config.cluster.address != LOCAL or needed.total <= has * 2**20:
+        return
+    parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)
+    text = f"about {_gib(needed.total)} are too much for this machine, which has {_gib(has * 2**20)}: {parts}"
+    advice = "; a smaller cache needs less of rollout.slots, rollout.max_tokens or max_prompt_tokens"
+    is_here = placement.plan(config).total("GPU") <= machine.gpus_here()
+    yield Finding(
+        "host memory", "error" if is_here else "not here", text + advice * (needed.engines > needed.total // 4)
+    )
+
+
+def _rank_and_engine(config: Config, model: estimate.Sizes, longest: int, gpu: Gpu) -> Findings:
     rank, shared = estimate.rank(config, model, longest), shares_gpus(config)
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank._asdict().items() if size)
     yield Finding("rank", "ok", f"about {_gib(rank.total)}: {parts}")
@@ -71,7 +91,7 @@ def _rank_and_engine(config: Config, model: estimate.Sizes, longest: int, contex
         yield from _fits("rank", rank.total, gpu)
     # An engine starts on the first version, when the learner holds everything that it keeps.
     free = gpu.gib * GIB - (rank.state + rank.reference if shared else 0)
-    engine = estimate.engine(config, model, context, free)
+    engine = estimate.engine(config, model, longest, free)
     if engine is None:
         return
     yield from _cache(engine, longest, gpu)
@@ -80,13 +100,6 @@ def _rank_and_engine(config: Config, model: estimate.Sizes, longest: int, contex
         yield from _fits("rank and engine", rank.total + engines_per_rank * engine.total, gpu)
     elif config.rollout.gpus:
         yield from _fits("engine", engine.total, gpu)
-
-
-def _longest(config: Config) -> int:
-    """Tokens of the longest row that is possible, as far as the configuration bounds it."""
-    if not isinstance(config.task, DataTask):
-        return longest_completion(config)
-    return max(source.max_prompt_tokens for source in config.task.sources.values()) + longest_completion(config)
 
 
 def _cache(engine: estimate.EngineMemory, longest: int, gpu: Gpu) -> Findings:

@@ -11,6 +11,7 @@ A small model spends more time on launching operations than on arithmetic, so th
 - Keys and values lie side by side in the cache and are written together.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from streamppo.config.engine import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.process import phase
+from streamppo.rollout import positions
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
 from streamppo.rollout.embedded.spans import Span
@@ -30,7 +32,8 @@ from streamppo.weights.content import compare, content, write
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+"""Those that are the same at every place that `positions.longest` allows."""
 
 
 class _Filling(NamedTuple):
@@ -49,7 +52,7 @@ class _Decoding(NamedTuple):
 
 
 class Decoder:
-    """The model with a cache: rows 0 .. `rows`-1 hold one sequence each, of up to `max_tokens` tokens.
+    """The model with a cache: rows 0 .. `rows`-1 hold one sequence each, of as many tokens as `reserve` was asked for.
 
     Raises `ModelError` for a model that it would not compute exactly, and `WeightsError` for `tensors` (HF names) that
     do not fit.
@@ -61,7 +64,6 @@ class Decoder:
         tensors: Mapping[str, Tensor],
         *,
         rows: int,
-        max_tokens: int,
         dtype: torch.dtype,
         float32_head: bool,
         device: str,
@@ -73,15 +75,35 @@ class Decoder:
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.max_tokens = max_tokens
         self._expected = Architecture(config).shapes
         self._spare: Parameters | None = None
         self.parameters = self.fuse(tensors)
         # What is decoded with from here on is not what the next ones are written to.
         self._spare = None
-        self.rotation_TD = _rotation(config, max_tokens, self.device)
-        shape = (config.num_hidden_layers, rows, max_tokens, 2 * self.kv_heads, self.head_width)
-        self.cache = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.cache = torch.empty((config.num_hidden_layers, rows, 0, 0, 0), dtype=dtype, device=self.device)
+        self.rotation_TD = _rotation(config, 0, self.device)
+
+    @property
+    def room(self) -> int:
+        """Tokens that a row of the cache holds."""
+        return self.cache.shape[2]
+
+    def reserve(self, room: int) -> None:
+        """Let each row hold `room` tokens, and keep what it holds. Raises `ModelError` if there is no memory for it."""
+        layers, rows, before = self.cache.shape[:3]
+        shape = (layers, rows, room, 2 * self.kv_heads, self.head_width)
+        try:
+            cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:
+            size = math.prod(shape) * self.dtype.itemsize / 2**30
+            raise ModelError(
+                f"there is no memory for a cache of {rows} completions of {room} tokens, {size:.1f} GiB: "
+                "lower rollout.slots, rollout.max_tokens or max_prompt_tokens"
+            ) from error
+        if before:
+            cache[:, :, :before] = self.cache
+        self.cache = cache
+        self.rotation_TD = _rotation(self.config, room, self.device)
 
     @phase("swap")
     def fuse(self, tensors: Mapping[str, Tensor], contents: Mapping[str, int] | None = None) -> Parameters:
@@ -215,7 +237,7 @@ def _refuse_unknown(config: "PreTrainedConfig") -> None:
     problems = {
         f"model_type {config.model_type!r} (known are {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
         f"activation {getattr(config, 'hidden_act', 'silu')!r}": getattr(config, "hidden_act", "silu") != "silu",
-        "sliding-window attention": bool(getattr(config, "use_sliding_window", False)),
+        "sliding-window attention": positions.window(config) is not None,
         "a bias in the MLP": bool(getattr(config, "mlp_bias", False)),
         f"rope type {rope!r}": rope not in ROPE_TYPES,
     }
@@ -224,12 +246,12 @@ def _refuse_unknown(config: "PreTrainedConfig") -> None:
         raise ModelError(f"the embedded engine does not run {' or '.join(found)}: use another rollout.engine")
 
 
-def _rotation(config: "PreTrainedConfig", max_tokens: int, device: torch.device) -> Tensor:
+def _rotation(config: "PreTrainedConfig", room: int, device: torch.device) -> Tensor:
     """Tabulate exp(i * place * frequency) for every place and pair: [T, D / 2] complex64, scaled as the model asks."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     # It reads the rope parameters alone, which all `FAMILIES` spell alike.
     rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
-    angles_TD = torch.arange(max_tokens)[:, None].float() * rope.inv_freq[None].float()
+    angles_TD = torch.arange(room)[:, None].float() * rope.inv_freq[None].float()
     scale = torch.full_like(angles_TD, float(rope.attention_scaling))
     return torch.polar(scale, angles_TD).to(device)

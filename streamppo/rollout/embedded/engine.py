@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
-from streamppo.rollout.embedded.rows import Request, Rows
+from streamppo.rollout.embedded.rows import Ends, Request, Rows
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
 from streamppo.rollout.fit import check_prompt
 from streamppo.types import Ints
@@ -41,8 +41,9 @@ Arguments = TypeVarTuple("Arguments")
 class EmbeddedEngine:
     """Implements `Engine`: `slots` rows of up to `max_total_tokens` tokens, prompt included.
 
-    To be made in a running event loop, in which it decodes until `stop`. Raises `ModelError` for a model that it does
-    not run, and `WeightsError` for tensors that do not fit the model.
+    The cache grows with the rows that come, beyond what `reserve` was asked for. To be made in a running event loop, in
+    which it decodes until `stop`. Raises `ModelError` for a model that it does not run, and `WeightsError` for tensors
+    that do not fit the model.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class EmbeddedEngine:
         version: int,
         slots: int,
         max_total_tokens: int,
-        eos_ids: set[int],
+        ends: Ends,
         seed: int,
         kv: Literal["keep", "recompute"] = "keep",
         dtype: torch.dtype = torch.float32,
@@ -64,12 +65,12 @@ class EmbeddedEngine:
             hf_config,
             tensors,
             rows=slots,
-            max_tokens=max_total_tokens,
             dtype=dtype,
             float32_head=float32_head,
             device=device,
         )
-        self._rows = Rows(self._decoder, eos_ids, torch.Generator(device).manual_seed(seed))
+        self._most = max_total_tokens
+        self._rows = Rows(self._decoder, ends, torch.Generator(device).manual_seed(seed), max_total_tokens)
         # transformers' configurations are slow to ask.
         self._vocabulary = hf_config.vocab_size
         self._checked: Ints | None = None
@@ -92,13 +93,17 @@ class EmbeddedEngine:
         """The version of the weights that the next token will be sampled with."""
         return self._version
 
+    def reserve(self, tokens: int) -> None:
+        """Let the cache hold rows of so many tokens, before any comes. Raises `ModelError` if there is no memory."""
+        self._rows.reserve(min(tokens, self._most))
+
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
         if prompt is not self._checked:
             # The samples of a prompt come one after another, with the very same array.
-            check_prompt(prompt, self._decoder.max_tokens - 1, self._vocabulary)
+            check_prompt(prompt, self._most - 1, self._vocabulary)
             self._checked = prompt
-        limit = min(sampling.max_tokens, self._decoder.max_tokens - len(prompt))
+        limit = min(sampling.max_tokens, self._most - len(prompt))
         request = Request(prompt, sampling, limit, asyncio.get_running_loop().create_future(), cuts)
         self._wake()
         self._waiting.append(request)

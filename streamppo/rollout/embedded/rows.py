@@ -5,9 +5,9 @@ places. `at` tokens of a row are in the cache; `fed` is the token that the next 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,21 @@ from streamppo.types import Ints
 
 REORDER = 1.2
 """Long rows are brought to the front where attention looks at so many times the places that it would look at then."""
+GROWTH = 4
+"""The cache grows to hold this part more than it has to."""
 PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k that leave the model's distribution as it is."""
+
+
+class Ends(NamedTuple):
+    """Tokens that end completions, and a function that tells if the last of some tokens [T] completes a string.
+
+    Beside them the `unknown` tokens, which the tokenizer does not have: they are never sampled.
+    """
+
+    ids: Collection[int] = ()
+    completes: Callable[[Ints], bool] | None = None
+    unknown: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +70,17 @@ class Request:
 
 
 class Rows:
-    """Admits, steps and ends completions: as many at a time as the decoder has rows."""
+    """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each."""
 
-    def __init__(self, decoder: Decoder, eos_ids: set[int], generator: torch.Generator) -> None:
-        capacity, width = decoder.cache.shape[1], decoder.max_tokens
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, ends: Ends, generator: torch.Generator, most: int) -> None:
+        capacity, width = decoder.cache.shape[1], decoder.room
+        self._decoder, self._most = decoder, most
         self._generator = generator
         self._ends = np.zeros(decoder.config.vocab_size, np.bool_)
         # Settings name -1, or a token beyond the vocabulary, for a model that ends no completion.
-        self._ends[[one for one in sorted(eos_ids) if 0 <= one < len(self._ends)]] = True
+        self._ends[[one for one in sorted(ends.ids) if 0 <= one < len(self._ends)]] = True
+        self._completes = ends.completes
+        self._unknown = torch.tensor(ends.unknown, dtype=torch.int64, device=decoder.device) if ends.unknown else None
         self._capacity = capacity
         self.requests: list[Request] = []
         self.tokens = 0
@@ -84,9 +99,22 @@ class Rows:
         """Number of running rows."""
         return len(self.requests)
 
+    def reserve(self, room: int) -> None:
+        """Let every row hold `room` tokens. Raises `ModelError` if there is no memory for it."""
+        if room <= self._decoder.room:
+            return
+        self._decoder.reserve(room)
+        wider = ((0, 0), (0, room - self._out.shape[1]))
+        self._out, self._versions = np.pad(self._out, wider), np.pad(self._versions, wider)
+        self._logprobs = np.pad(self._logprobs, wider)
+
     @phase("prefill")
     def admit(self, requests: Sequence[Request], version: int) -> list[Request]:
         """Prefill new rows and sample their first tokens. Returns the requests that end at once."""
+        longest = max(len(request.prompt) + request.limit for request in requests)
+        if longest > self._decoder.room:
+            # Some more, so that few prompts are the next to be too long.
+            self.reserve(min(longest + longest // GROWTH, self._most))
         first = self.count
         rows = np.arange(first, first + len(requests))
         self.requests += requests
@@ -145,7 +173,7 @@ class Rows:
 
     def _divided(self) -> list[Span]:
         """Divide the running rows into spans for a step; long rows are brought to the front where that pays."""
-        lengths, most = self._at[: self.count] + 1, self._decoder.max_tokens
+        lengths, most = self._at[: self.count] + 1, self._decoder.room
         found = spans.divide(lengths, most)
         if max(span.longest for span in found) <= spans.SHORT:
             return found
@@ -177,6 +205,8 @@ class Rows:
     @torch.inference_mode()
     def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:
         """Sample a token for each of `rows`, note it, and end the rows that are complete."""
+        if self._unknown is not None:
+            logits_BV.index_fill_(1, self._unknown, -torch.inf)
         drawn = sample(logits_BV, self._draws(rows), self._generator)
         tokens, length = drawn.tokens_B.cpu().numpy(), self._length[rows]
         self._out[rows, length] = tokens
@@ -187,6 +217,8 @@ class Rows:
         self._length[rows] += 1
         self.tokens += len(rows)
         stopped = self._ends[tokens]
+        if self._completes is not None:
+            stopped |= [self._completes(self._out[row, : self._length[row]]) for row in rows]
         ended = stopped | (self._length[rows] >= self._limit[rows])
         for row in rows[~ended & (self._length[rows] >= self._next_cut[rows])]:
             self._cut_row(int(row))

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -56,7 +56,7 @@ async def start(
     *,
     version: int,
     tensors: Mapping[str, Tensor],
-    eos_ids: set[int],
+    eos_ids: Collection[int],
     max_total_tokens: int,
 ) -> "SGLangEngine":
     """Start SGLang on `tensors` as `version`. Completions have at most `max_total_tokens` tokens, prompt included.
@@ -81,13 +81,14 @@ class SGLangEngine:
         version: int,
         tensors: Mapping[str, Tensor],
         *,
-        eos_ids: set[int],
+        eos_ids: Collection[int],
         max_total_tokens: int,
     ) -> None:
         self._setup, self._life, self._architecture = setup, life, architecture
         self._version = self._held = version
         self._tensors = tensors
         self._eos_ids, self._longest = sorted(eos_ids), max_total_tokens - 1
+        self._biases = wire.biases(setup.unknown)
         self._capacity = asyncio.Semaphore(life.link.capacity)
         self._run = uuid.uuid4().hex[:8]
         self._swapping = asyncio.Lock()
@@ -229,6 +230,8 @@ class SGLangEngine:
             sampling,
             room=self._longest + 1 - len(prompt),
             eos_ids=self._eos_ids,
+            strings=self._setup.strings,
+            biases=self._biases,
             rid=rid,
             # Prefixes of an older version are not found under the key of this one.
             key=f"{self._run}-{self._held}",

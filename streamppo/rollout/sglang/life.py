@@ -5,7 +5,7 @@ swap     stage -> pause -> load -> continue -> see that every tensor has arrived
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Literal, NamedTuple
 
@@ -22,7 +22,8 @@ class Setup(NamedTuple):
     """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions.
 
     With `cuts`, completions are sampled with top-p or top-k; with `segments`, they hand over parts of them; with
-    `routes`, they say which experts each token went to.
+    `routes`, they say which experts each token went to. They end where they complete one of `strings`, and `unknown`
+    tokens, which the tokenizer does not have, are never sampled.
     """
 
     start: Start
@@ -33,6 +34,8 @@ class Setup(NamedTuple):
     cuts: bool = False
     segments: bool = False
     routes: bool = False
+    strings: Sequence[str] = ()
+    unknown: Sequence[int] = ()
 
 
 class Life:

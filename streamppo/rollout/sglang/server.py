@@ -4,7 +4,7 @@ import asyncio
 import ipaddress
 import socket
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from urllib.parse import urlsplit
 
@@ -86,11 +86,11 @@ async def _events(response: httpx.Response) -> AsyncGenerator[Answer]:
             yield answer
 
 
-async def connect(chosen: SGLangEngine, key: str, slots: int, life: int) -> Server:
+async def connect(chosen: SGLangEngine, key: str, slots: int, strings: Sequence[str], life: int) -> Server:
     """Wait for the only server of `chosen.urls`, and undo what a client that died may have left behind in it.
 
-    A `Start` once all but `life` is given; at most `slots` completions run at once. Raises `ModelError` for a server
-    that cannot be reached or used.
+    A `Start` once all but `life` is given; at most `slots` completions run at once, and end with `strings`. Raises
+    `ModelError` for a server that cannot be reached or used.
     """
     (url,) = chosen.urls
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -101,6 +101,7 @@ async def connect(chosen: SGLangEngine, key: str, slots: int, life: int) -> Serv
         info = await _answer(client, url, chosen.start_s)
         server = Server(client, url, slots, info)
         wire.check_server(info, chosen.kv, server.version, routes=chosen.routes)
+        wire.check_strings(info, strings)
         with suppress(ValueError, NotImplementedError):
             await server.call("end_weight_update")
         await server.call("continue_generation")

@@ -32,8 +32,26 @@ NAMES_CANDIDATES = (0, 5, 21)
 NAMES_ROUTES = (0, 5, 21)
 """The first version known to return the experts of every token."""
 
+NAMES_DEFAULTS = (0, 5, 21)
+"""The first version known to take sampling parameters from the model unless it is told not to."""
+MOST_BIASES = 16384
+"""Biases that a request may have: SGLang reads all of them for each completion."""
+UNSAMPLED = -1e9
+"""A bias with which no token is sampled; as a number that JSON has, and float32 makes no NaN of."""
+
 STREAMS = (0, 5, 21)
 """The first version whose streams are known: tokens at an interval that the request names, without those before."""
+
+
+NEUTRAL = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+}
+"""Sampling parameters that change nothing."""
 
 
 class Drawn(NamedTuple):
@@ -63,14 +81,23 @@ def supported(version: str, what: str) -> tuple[int, ...]:
 
 
 def arguments(
-    config: Config, engine: SGLangEngine, model_path: str, tokens: int, version: tuple[int, ...]
+    config: Config,
+    engine: SGLangEngine,
+    model_path: str,
+    tokens: int,
+    version: tuple[int, ...],
+    *,
+    spells: bool = False,
 ) -> dict[str, object]:
-    """Write SGLang's arguments for an engine of our own, of `version`. On a CPU its cache holds `tokens`."""
+    """Write SGLang's arguments for an engine of our own, of `version`. On a CPU its cache holds `tokens`.
+
+    It `spells` completions, by the model's tokenizer, to find the strings that end them.
+    """
     rollout, model = config.rollout, config.model
     unflushed = engine.kv == "recompute" and version < FLUSHES_PAUSED
     made: dict[str, object] = {
         "model_path": model_path,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not spells,
         "dtype": model.dtype,
         "enable_fp32_lm_head": model.float32_head,
         "tp_size": ranks(config),
@@ -86,6 +113,7 @@ def arguments(
         "sleep_on_idle": True,
         # Otherwise every message of a stream repeats the tokens before.
         **({"incremental_streaming_output": True} if version >= STREAMS else {}),
+        **({"sampling_defaults": "openai"} if version >= NAMES_DEFAULTS else {}),
         **({"enable_return_routed_experts": True} if engine.routes else {}),
     }
     if rollout.gpus:
@@ -136,6 +164,8 @@ def request(
     *,
     room: int,
     eos_ids: Sequence[int],
+    strings: Sequence[str] = (),
+    biases: Mapping[str, float] | None = None,
     rid: str,
     key: str,
     interval: int = 0,
@@ -143,7 +173,8 @@ def request(
 ) -> dict[str, object]:
     """Write the fields of a `generate` call. Prompts of one `key` share a cache of prefixes.
 
-    With `interval`, so many tokens are sent at a time, and the first at once; with `routes`, the experts of all.
+    All that a server could take from preferences of its own is said: log-probs are of this distribution. With
+    `interval`, so many tokens are sent at a time, and the first at once; with `routes`, the experts of all.
     """
     routed: dict[str, object] = {"return_routed_experts": True} if routes else {}
     candidates: dict[str, object] = {"return_sampling_mask": True} if sampling.cuts else {}
@@ -161,11 +192,24 @@ def request(
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            **NEUTRAL,
             "stop_token_ids": list(eos_ids),
+            "stop": list(strings),
+            **({"logit_bias": biases} if biases else {}),
             "skip_special_tokens": False,
             **({"stream_interval": interval} if interval else {}),
         },
     }
+
+
+def biases(unknown: Sequence[int]) -> dict[str, float] | None:
+    """Write the biases with which `unknown` tokens are never sampled. Raises `ModelError` if they are too many."""
+    if len(unknown) > MOST_BIASES:
+        raise ModelError(
+            f"the tokenizer lacks {len(unknown):,} tokens of the model's vocabulary, and SGLang is told of "
+            f"{MOST_BIASES:,} at most: cut the model's embeddings to its tokenizer (resize_token_embeddings)"
+        )
+    return {str(token): UNSAMPLED for token in unknown} or None
 
 
 def completion(
@@ -302,6 +346,15 @@ def _refuse_older(version: tuple[int, ...], wanted: tuple[int, ...], what: str) 
     if version < wanted:
         least, found = (".".join(map(str, one)) for one in (wanted, version))
         raise ModelError(f"{what} need SGLang {least} or newer, and it is {found}")
+
+
+def check_strings(info: Mapping[str, Answer], strings: Sequence[str]) -> None:
+    """Refuse a server that cannot find `strings` in completions. Raises `ModelError`."""
+    if strings and info.get("skip_tokenizer_init"):
+        raise ModelError(
+            f"rollout.stop has the string {strings[0]!r}, which a server finds by its tokenizer: start it without "
+            "--skip-tokenizer-init, or stop at the names of tokens alone"
+        )
 
 
 def check_server(info: Mapping[str, Answer], kv: str, version: tuple[int, ...], *, routes: bool = False) -> None:

@@ -16,7 +16,7 @@ from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import REORDER
+from streamppo.rollout.embedded.rows import REORDER, Ends
 from streamppo.rollout.embedded.sampling import Drawn, Draws, sample
 from streamppo.rollout.embedded.spans import SHORT, Span, cost, leaders
 from streamppo.rollout.engine import Completion, Cuts, Sampling
@@ -67,7 +67,7 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def engine(model: Any, *, slots: int = 4, eos: int = 1, **options: Any) -> EmbeddedEngine:
-    settings = {"version": 0, "max_total_tokens": 64, "eos_ids": {eos}, "seed": 7, **options}
+    settings = {"version": 0, "max_total_tokens": 64, "ends": Ends({eos}), "seed": 7, **options}
     return EmbeddedEngine(model.config, tensors(model), slots=slots, **settings)
 
 
@@ -126,7 +126,7 @@ def test_long_completions_come_first_and_are_in_nobodys_way(long: set[int], monk
 
     as_it_is = Decoder.step
     monkeypatch.setattr(Decoder, "step", step)
-    completions = completions_of(model, requests, samplings, slots=20, max_total_tokens=128, eos_ids=set())
+    completions = completions_of(model, requests, samplings, slots=20, max_total_tokens=128, ends=Ends())
     for prompt, sampling, done in zip(requests, samplings, completions, strict=True):
         np.testing.assert_allclose(done.logprobs, reference(model, prompt, done.tokens), atol=3e-5, rtol=0)
         assert len(done.tokens) == sampling.max_tokens

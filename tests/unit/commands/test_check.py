@@ -191,7 +191,7 @@ WRONG = {
     "tensor = 4 must divide the 2 heads": ["learner.ranks=4", "learner.mesh={tensor=2, context=2}", "model.path=model"],
     "whose experts transformers knows how to cut": ["learner.ranks=2", "learner.mesh.expert=2", "model.path=model"],
     "are too much for one GPU: the GPU has 0 GiB": ["learner.gpus=1", "model.path=model", "--gpu-gib", "0.01"],
-    "the cache does not hold one completion of 5 tokens": [
+    "the cache does not hold one completion of 261 tokens": [
         "rollout.engine.kind=sglang",
         "rollout.gpus=1",
         "model.path=model",
@@ -333,7 +333,7 @@ def test_weights_that_the_object_store_cannot_hold_are_noted(
     checked: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
     folder = model_folder(tmp_path / "model", **SMALL, vocab_size=1_000_000, tie_word_embeddings=True)
-    code, output = checked(MATH, f"model.path={folder}")
+    code, output = checked(MATH, f"model.path={folder}", "learner.micro_batch_tokens=64")
     assert code == 0 and "object store note weights spill to disk: cluster.object_store_mib = 367" in output
 
 

@@ -30,6 +30,7 @@ from streamppo.rollout.episode import Episode
 from streamppo.rollout.follower import Follower
 from streamppo.rollout.puller import Puller
 from streamppo.rollout.worker import GATHER_S, Worker
+from streamppo.tasks.stop import Stop
 from streamppo.types import (
     EvaluationReport,
     Failure,
@@ -133,6 +134,7 @@ class Player:
     """Says 2 to every prompt that does not name a fault."""
 
     tokenizer = SimpleNamespace(decode=lambda tokens: "2")
+    stop = Stop()
 
     def prepare(self, prompt: Prompt) -> None:
         if prompt.text == "no template":

@@ -1,0 +1,78 @@
+"""Checks of sampling: the settings of generation_config.json that are not followed. No torch, no transformers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.commands.checks.folder import find
+from streamppo.config.sections import BUILTIN, Config
+
+NEUTRAL: Mapping[str, object] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "stop_strings": [],
+}
+"""Settings of transformers that change which token is sampled, or where a completion ends, and their value without."""
+NONE: tuple[object, ...] = (None, [], {}, "")
+
+
+def ignored(config: Config) -> Findings:
+    """Name once the settings of the model's generation that tokens are not sampled with."""
+    if config.model.path == BUILTIN:
+        return
+    folder, _ = find(config.model.path, "model")
+    settings = {} if folder is None else _read(Path(folder) / "generation_config.json")
+    rollout = config.rollout
+    same: dict[str, object] = {
+        **NEUTRAL,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+    }
+    others = {name: value for name, value in settings.items() if name in same and not _equal(value, same[name])}
+    if others:
+        named = ", ".join(f"{name} {json.dumps(value)}"[:60] for name, value in others.items())
+        yield Finding(
+            "sampling",
+            "note",
+            f"the model's generation_config.json has {named}, which is not followed: tokens are sampled with [rollout] "
+            f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k} and nothing else, "
+            "for the learner's log-probs are of that distribution",
+        )
+
+
+def _equal(value: object, wanted: object) -> bool:
+    return value == wanted or (value in NONE and wanted in (*NONE, 0, 1)) or (value is False and wanted is None)
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    try:
+        settings: object = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        # A model need not have one; a damaged one is found where the model is read.
+        return {}
+    return settings if isinstance(settings, Mapping) else {}
