@@ -143,7 +143,7 @@ def _of_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
 
 async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: int) -> list[list[Answer]]:
     """For each held-out prompt its greedy answer, and behind it its samples."""
-    tokenizer = Tokenizer(subject.path)
+    tokenizer = Tokenizer(subject.path, config.model.clock)
     task = tasks.build(config.task, config.seed, tokenizer)
     prompts = task.held_out(config.evaluation.prompts)
     if not prompts:

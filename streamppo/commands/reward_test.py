@@ -47,7 +47,7 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
         path = model_path(config, Path(folder))
         if config.model.path == BUILTIN:
             tiny.make(config, Path(path))
-        tokenizer = Tokenizer(path)
+        tokenizer = Tokenizer(path, config.model.clock)
         task = tasks.build(config.task, config.seed, tokenizer)
         tried, reports = asyncio.run(_try(config, task, tokenizer, path, count, completions, models=models))
     _print_table(tried)

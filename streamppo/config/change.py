@@ -11,7 +11,7 @@ from streamppo.config.teacher import OF_SERVER
 
 KEPT = ("model", "algorithm.critic.model", "learner.ranks", "learner.mesh", "queue.shards")
 """Fields and sections that a run keeps from its beginning to its end."""
-FREE = ("model.float32_head", "model.float32_router", "model.gradient_checkpointing", "model.compile")
+FREE = ("model.clock", "model.float32_head", "model.float32_router", "model.gradient_checkpointing", "model.compile")
 """Fields of these sections that may change all the same."""
 NOT_LEARNING = (
     "name",
@@ -25,6 +25,7 @@ NOT_LEARNING = (
     "cluster",
     "watchdog",
     "telemetry",
+    "model.clock",
     "learner.bucket_bytes",
     "learner.deltas",
     "learner.transport",

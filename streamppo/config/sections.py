@@ -6,6 +6,7 @@ the queue in queue.py, rewards in reward.py, engines in engine.py, ranks in lear
 """
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -71,11 +72,15 @@ class Model(Section, frozen=True):
     """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
     lora: Lora | None = None
     """Adapters are trained beside frozen weights, if there are any; `{}` takes their defaults."""
+    clock: str = ""
+    """Time that a chat template writes where it writes one (2026-01-31T12:00); a run takes that of its start."""
     tiny: Tiny = Tiny()
     """The model behind "builtin:tiny"."""
 
     def contradictions(self) -> Iterator[str]:
-        """Flash-attn computes in 16 bits; a compiler makes its own selection."""
+        """Flash-attn computes in 16 bits; a compiler makes its own selection; a clock shows a time."""
+        if self.clock and not _is_time(self.clock):
+            yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
         if self.attention in FLASH and self.dtype != "bfloat16":
             yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
         if self.compile and self.float32_router:
@@ -325,6 +330,14 @@ def _proximal(config: Config) -> Iterator[str]:
             f"'behavior' and queue.max_lag ({max_lag}) that counts the age of the data: it would end updates that "
             "have not moved"
         )
+
+
+def _is_time(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _names_folder(name: str) -> bool:

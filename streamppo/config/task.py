@@ -1,11 +1,13 @@
 """The `[task]` part of the configuration: the source of prompts. docs/rewards.md has examples."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from streamppo.config.base import Count, Fraction, Kind, Positive, PositiveFloat, Section, Timed
+
+ControlTokens: TypeAlias = Literal["text", "parse"]
 
 
 class Addition(Kind, frozen=True):
@@ -56,6 +58,12 @@ class Source(HeldOut, frozen=True, kw_only=True):
     """Make a user message of the chat template out of a prompt that is a string."""
     system: str = ""
     """System message put first; it makes messages of prompts that are strings."""
+    tools: str = "tools"
+    """Column of the tools that the chat template describes, JSON schemas, in rows that have it; "" is none."""
+    template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Arguments of the chat template: `{ enable_thinking = false }`; a row's `chat_template_kwargs` take precedence."""
+    control_tokens: ControlTokens = "text"
+    """Names of control tokens in a row, such as <|im_end|>, are text; or they are parsed, where you trust the rows."""
     max_prompt_tokens: Positive = 1024
     """Prompts longer than this are too long."""
     too_long: Literal["error", "skip", "truncate"] = "error"
@@ -110,6 +118,10 @@ class Environment(Timed, frozen=True, kw_only=True):
     """`package.module:Class` or `path/file.py:Class`; one instance for each trajectory."""
     arguments: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
     """Keyword arguments of the class's constructor."""
+    template: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict[str, str | int | float | bool])
+    """Further arguments of the chat template for the environment's messages."""
+    control_tokens: ControlTokens = "text"
+    """Names of control tokens in its words are text; or they are parsed, where it writes a chat template by itself."""
     max_turns: Positive = 8
     """Turns of the policy at most."""
     max_tokens: Positive = 4096

@@ -13,12 +13,15 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from streamppo import durable
+from streamppo.config import file as configfile
 from streamppo.config.algorithm import CRITICS
 from streamppo.config.reward import FunctionScorer, ModelScorer
 from streamppo.config.sections import Config, model_path
@@ -45,6 +48,18 @@ class Named(NamedTuple):
     field: str
     path: str
     kept: bool
+
+
+def with_clock(config: Config, folder: Path) -> Config:
+    """Give a configuration without `model.clock` that of the run in `folder`, or the present time if it has none.
+
+    A chat template may write the date: a run that goes on has the same prompts the day after.
+    """
+    if config.model.clock:
+        return config
+    saved = configfile.load(folder / configfile.CONFIG).model.clock if (folder / configfile.CONFIG).is_file() else ""
+    clock = saved or datetime.now().isoformat(timespec="minutes")
+    return structs.replace(config, model=structs.replace(config.model, clock=clock))
 
 
 def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import structs
 
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
@@ -21,7 +22,7 @@ from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
 from streamppo.tasks.stalls import Stalls
 from streamppo.tasks.stop import Stop
-from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.tasks.tokenizer import Said, Tokenizer
 from streamppo.types import (
     Flags,
     Floats,
@@ -45,7 +46,10 @@ EXPLAINED = 2000
 
 
 class Episode(NamedTuple):
-    """A finished completion of T tokens before it is scored. `turn_ends` are the places of the turns' last tokens."""
+    """A finished completion of T tokens before it is scored. `turn_ends` are the places of the turns' last tokens.
+
+    `opening` is the environment's wording of the prompt, and `observations` are its messages after the turns.
+    """
 
     prompt_tokens: Ints
     tokens: Ints
@@ -60,6 +64,8 @@ class Episode(NamedTuple):
     end: Done = Done()
     candidates: Candidates | None = None
     routes_SE: Routes | None = None
+    opening: Prompt | None = None
+    observations: tuple[tuple[Message, ...], ...] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -86,16 +92,17 @@ class Episode(NamedTuple):
         assert self.finish != "cut"
         sampled = self.tokens[self.mask]
         inner = [end for end in self.turn_ends[:-1] if int(self.tokens[end]) in stop.origins]
-        tokens = np.delete(self.tokens, inner) if inner else self.tokens
+        tokens, mask = (np.delete(one, inner) if inner else one for one in (self.tokens, self.mask))
         return ScoredText(
             prompt=prompt.text,
-            completion=stop.text(tokens, self.finish, tokenizer.decode),
+            completion=stop.text(tokens, self.finish, lambda kept: tokenizer.completion(kept, mask[: len(kept)])),
             finish=self.finish,
             num_tokens=len(sampled),
             tokens=sampled.tobytes(),
-            messages=prompt.messages,
+            messages=(self.opening or prompt).messages,
             turns=self.turns,
             source=prompt.source,
+            observations=self.observations,
         )
 
     def reward(self, scored: Reward) -> Reward:
@@ -186,15 +193,15 @@ class Player:
     async def _converse(
         self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: World, cutter: Cutter | None
     ) -> Episode:
-        opening = _opening(prompt, await world.begin(prompt))
-        columns = Columns(self.tokenizer.encode(opening))
+        opening = _opening(prompt, await world.begin(prompt), limits)
+        columns = Columns(self.tokenizer.encode(opening), opening)
         for turn in range(1, limits.max_turns + 1):
             room = limits.max_tokens - columns.length
             cuts = cutter.cuts(columns.cut, columns.versions()) if cutter else None
             completion = await self._engine.generate(
                 columns.context(), sampling._replace(max_tokens=min(sampling.max_tokens, room)), cuts
             )
-            text = self.stop.text(completion.tokens, completion.finish, self.tokenizer.decode)
+            text = self.stop.text(completion.tokens, completion.finish, self.tokenizer.completion)
             columns.add_turn(completion, text)
             if completion.finish == "length":
                 return columns.episode("length", Done())
@@ -204,18 +211,21 @@ class Player:
             columns.rewards.append(answer.reward)
             if isinstance(answer, Done):
                 return columns.episode("stop", answer)
-            observed = self.tokenizer.observation(answer.said if isinstance(answer.said, str) else tuple(answer.said))
+            said = answer.said if isinstance(answer.said, str) else tuple(answer.said)
+            observed = self.tokenizer.observation(said, opening.template, int(completion.tokens[-1]))
             if turn == limits.max_turns or columns.length + len(observed) >= limits.max_tokens:
                 break
-            columns.add_observation(observed)
+            columns.add_observation(observed, said)
         return columns.episode("length", Done())
 
 
 class Columns:
     """The columns of an episode as they grow, turn by turn."""
 
-    def __init__(self, prompt_tokens: Ints) -> None:
+    def __init__(self, prompt_tokens: Ints, opening: Prompt | None = None) -> None:
         self.prompt_tokens = prompt_tokens
+        self.opening = opening
+        self.observations: list[tuple[Message, ...]] = []
         self.turns: list[str] = []
         self.rewards: list[float] = []
         self.length = 0
@@ -254,8 +264,9 @@ class Columns:
         self.turns.append(text)
         self._turn_ends.append(self.length - 1)
 
-    def add_observation(self, tokens: Ints) -> None:
+    def add_observation(self, tokens: Ints, said: Said = ()) -> None:
         """Add an observation: it has no log-prob, the version of the token before it, and is never trained on."""
+        self.observations.append((Message(role="user", content=said),) if isinstance(said, str) else said)
         version = self._parts[-1][2][-1]
         self._candidates.append(None)
         self._add(tokens, np.zeros(len(tokens), np.float32), np.full(len(tokens), version, np.int32), sampled=False)
@@ -282,6 +293,8 @@ class Columns:
             end,
             self._joined_candidates(),
             self._whole_routes(),
+            self.opening,
+            tuple(self.observations),
         )
 
     def _whole_routes(self) -> Routes | None:
@@ -320,12 +333,17 @@ def _one_turn(prompt_tokens: Ints, completion: Completion) -> Episode:
     )
 
 
-def _opening(prompt: Prompt, worded: str | tuple[Message, ...]) -> Prompt:
+def _opening(prompt: Prompt, worded: Said, environment: EnvironmentConfig) -> Prompt:
     """Replace the prompt's content by the environment's wording of it."""
+    template = structs.replace(
+        prompt.template,
+        arguments=prompt.template.arguments | environment.template,
+        control_tokens=environment.control_tokens,
+    )
     if isinstance(worded, str):
-        return Prompt(text=worded, columns={}, max_tokens=prompt.max_tokens)
-    text = "\n\n".join(message.content for message in worded)
-    return Prompt(text=text, columns={}, messages=worded, max_tokens=prompt.max_tokens)
+        return Prompt(text=worded, columns={}, max_tokens=prompt.max_tokens, template=template)
+    text = "\n\n".join(message.text for message in worded)
+    return Prompt(text=text, columns={}, messages=worded, max_tokens=prompt.max_tokens, template=template)
 
 
 def place(reward: Reward, mask: Flags, turn_ends: Sequence[int], prefix: int = 0) -> bytes:

@@ -91,7 +91,7 @@ async def start(
     model_path: str,
 ) -> "Worker":
     """Load tokenizer, task and reward, and start the engine on the newest version."""
-    tokenizer = Tokenizer(model_path)
+    tokenizer = Tokenizer(model_path, config.model.clock)
     task = tasks.build(config.task, config.seed, tokenizer)
     for kind, count in task.lengths().items():
         log.info("%d prompts are too long: %s", count, kind)
@@ -375,6 +375,6 @@ def _stage(error: Exception) -> Literal["engine", "environment", "reward", "teac
 
 
 def _shown(text: ScoredText, reward: float, version: int) -> Sample:
-    prompt = text.messages[-1].content if text.messages else text.prompt
+    prompt = text.messages[-1].text if text.messages else text.prompt
     shown, completion = utf8_safe(prompt[-Sample.LENGTH :]), utf8_safe(text.completion[: Sample.LENGTH])
     return Sample(prompt=shown, completion=completion, reward=reward, version=version)

@@ -1,6 +1,6 @@
 """From the rows of data sets to prompts."""
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from itertools import islice
 from typing import Protocol
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from streamppo.config.task import Source
 from streamppo.errors import TaskError
-from streamppo.tasks import read
+from streamppo.tasks import chat, read
 from streamppo.tasks.read import Row
-from streamppo.types import Message, Prompt
+from streamppo.types import Message, Prompt, Template
 
 SPECIALS = 8
 """Tokens that a tokenizer may add to a text; all others stand for at least a byte of it."""
@@ -91,7 +91,7 @@ class Data:
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
     """Map one row as the source says. Raises `TaskError` that names a column that is missing."""
     text, messages = content(_column(row, source.prompt, where), where, source)
-    columns = {key: value for key, value in row.items() if key not in (source.prompt, source.answer)}
+    columns = {key: value for key, value in row.items() if key != source.prompt}
     columns |= {new: _column(row, old, where) for new, old in source.columns.items()}
     if source.answer:
         columns["answer"] = _column(row, _answer_column(row, source.answer), where)
@@ -102,7 +102,14 @@ def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
         messages=messages,
         source=of if isinstance(of, str) else name,
         max_tokens=source.max_prompt_tokens if source.too_long == "truncate" else None,
+        template=_template(row, where, source, chats=bool(messages)),
     )
+
+
+def _template(row: Row, where: str, source: Source, *, chats: bool) -> Template:
+    """Return the inputs of the chat template besides the messages; a text has none of its row's."""
+    base = Template(arguments=source.template, control_tokens=source.control_tokens)
+    return chat.template(row, source.tools, base, where) if chats else base
 
 
 def _answer_column(row: Row, name: str) -> str:
@@ -133,18 +140,9 @@ def content(value: object, where: str, source: Source) -> tuple[str, tuple[Messa
             return value, ()
         messages = [Message(role="user", content=value)]
     elif isinstance(value, list) and value:
-        messages = list(_messages(value, where))
+        messages = [chat.message(item, where) for item in value]
     else:
         raise TaskError(f"{where}: the prompt must be a string or a list of messages that is not empty, not {value!r}")
     if source.system:
         messages.insert(0, Message(role="system", content=source.system))
-    return "\n\n".join(message.content for message in messages), tuple(messages)
-
-
-def _messages(value: Iterable[object], where: str) -> Iterable[Message]:
-    for item in value:
-        match item:
-            case {"role": str(role), "content": str(content)}:
-                yield Message(role=role, content=content)
-            case _:
-                raise TaskError(f"{where}: a message has the texts `role` and `content`, this is {item!r}")
+    return "\n\n".join(message.text for message in messages), tuple(messages)

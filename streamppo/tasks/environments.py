@@ -147,7 +147,7 @@ def _said(value: object) -> Said:
 
 def _is_message(value: object) -> bool:
     match value:
-        case Message(role=str(), content=str()):
+        case Message(role=str(), content=str() | None):
             return True
         case _:
             return False

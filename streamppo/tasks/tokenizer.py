@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from jinja2 import TemplateError
 
 from streamppo.errors import TaskError
-from streamppo.types import Ints, Message, Prompt
+from streamppo.tasks import chat_template
+from streamppo.tasks.chat_template import PLAIN, ChatTemplate
+from streamppo.tasks.control_tokens import MARK, ControlTokens
+from streamppo.types import Flags, Ints, Message, Prompt, Template, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,12 +27,21 @@ SPECIALS = 3
 
 KEPT = 256
 """Prompts whose tokens are kept: more than begin together, and their samples are played one soon after another."""
+PROBE = "a"
+"""A text whose tokens are looked for between those that a tokenizer adds."""
+UNKNOWN = -1
+"""In place of a token that has not been asked for."""
+NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Special tokens that every tokenizer may have, by name: they are never part of an answer."""
 
 
 class Tokenizer:
-    """A thin face on the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none."""
+    """A thin face on the Hugging Face tokenizer of a model folder or hub name. Raises `TaskError` if there is none.
 
-    def __init__(self, path: str | Path) -> None:
+    A chat template that writes the time writes that of `clock` (ISO 8601); without one that of the call.
+    """
+
+    def __init__(self, path: str | Path, clock: str = "") -> None:
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoTokenizer
 
@@ -50,7 +60,12 @@ class Tokenizer:
         # Without its files transformers makes one that knows nothing but its special tokens.
         if self.vocabulary <= len(self._tokenizer.all_special_ids):
             raise TaskError(f"{path}: no tokenizer is there")
-        self._encoded = lru_cache(maxsize=KEPT)(self._encode)
+        self._control = ControlTokens(self._tokenizer, self._fast, chat_template.sources(self._tokenizer))
+        self._chat = ChatTemplate(self._tokenizer, self._control, clock)
+        self._silent = {getattr(self._tokenizer, f"{name}_token_id") for name in NAMED}
+        self._before = self._put_before()
+        self._turn_end: int | None = UNKNOWN
+        self._encoded: dict[tuple[str | bytes, int | None], Ints] = {}
 
     @property
     def hf(self) -> PreTrainedTokenizerFast:
@@ -88,48 +103,83 @@ class Tokenizer:
     def render(self, prompt: Prompt) -> str:
         """Return the text of a prompt: its messages in the chat template, with the opening of the answer; or its text.
 
-        Raises `TaskError` if it has messages and the tokenizer no template, or one that refuses them.
+        An assistant's message at the end is continued. Raises `TaskError` if it has messages and the tokenizer no
+        template, or one that refuses them.
         """
         if not prompt.messages:
             return prompt.text
-        return self._chat(prompt.messages, open_turn=True)
+        return self._control.restore(self._chat.render(prompt.messages, prompt.template))
+
+    def spelled(self, prompt: Prompt) -> str | None:
+        """Return the first special token that the words of a prompt spell, if there is one."""
+        texts = [message.text for message in prompt.messages] or [
+            prompt.text.removeprefix(self._tokenizer.bos_token or "")
+        ]
+        return next((name for text in texts if (name := self._control.found(text))), None)
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Return all token ids of a prompt. Raises `TaskError` if there are none."""
-        # The template writes its special tokens itself.
-        ids = self._ids(self.render(prompt), specials=not prompt.messages)
+        """Return all token ids of a prompt. Raises `TaskError` if there are none.
+
+        The template writes its special tokens itself. A text gets those that the tokenizer puts before a text, once,
+        and none behind it: the policy goes on there.
+        """
+        if prompt.messages:
+            ids = self._rendered_ids(self._chat.render(prompt.messages, prompt.template))
+        else:
+            ids = self._prompt_text_ids(prompt.text, prompt.template)
         if not ids:
             raise TaskError(f"the prompt {prompt.text!r} has no tokens")
         return ids
 
     def encode(self, prompt: Prompt) -> Ints:
         """Return the token ids [P] of a prompt, cut to its `max_tokens`; read-only, for its samples share them."""
-        return self._encoded(prompt.text, prompt.messages, prompt.max_tokens)
-
-    def _encode(self, text: str, messages: tuple[Message, ...], max_tokens: int | None) -> Ints:
-        ids = self.ids(Prompt(text=text, columns={}, messages=messages))
-        made = np.asarray(ids if max_tokens is None else ids[-max_tokens:], dtype=np.int32)
+        is_plain = not prompt.messages and prompt.template.control_tokens == "text"
+        key = prompt.text if is_plain else encode((prompt.text, prompt.messages, prompt.template))
+        kept = self._encoded.get((key, prompt.max_tokens))
+        if kept is not None:
+            return kept
+        ids = self.ids(prompt)
+        made = np.asarray(ids if prompt.max_tokens is None else ids[-prompt.max_tokens :], dtype=np.int32)
         made.flags.writeable = False
+        if len(self._encoded) >= KEPT:
+            del self._encoded[next(iter(self._encoded))]
+        self._encoded[key, prompt.max_tokens] = made
         return made
 
-    def observation(self, said: Said) -> Ints:
+    def turn_end(self) -> int | None:
+        """Return the token that the chat template writes behind an assistant's message; None if it writes none.
+
+        It is the first special or added token there: `<|im_end|>` of Qwen, `<end_of_turn>` of Gemma, none of GLM, whose
+        turns end with the role of the next one.
+        """
+        if self._turn_end is UNKNOWN:
+            try:
+                ids = self._ids(self._chat.after_turn((), PLAIN))
+            except TaskError:
+                ids = []
+            self._turn_end = next((one for one in ids if one in self._control.added), None)
+        return self._turn_end
+
+    def observation(self, said: Said, template: Template = PLAIN, last: int | None = None) -> Ints:
         """Return the token ids [O] of an environment's words after a turn, with the opening of the next turn.
 
-        The policy's own tokens are not tokenised again: the chat template is asked for the tokens that follow the
-        end-of-sequence token of an assistant's turn. A text is taken as it is. Raises `TaskError` without a template,
-        and for one that refuses the messages, rewrites earlier turns, or ends the assistant's turn in another way.
+        The policy's own tokens are not tokenised again: a conversation is rendered with other words in their place,
+        and what the template writes behind them follows. The token that ends the turn is among it only if `last`, the
+        turn's last token, is none that ends one. A text is taken as it is. Raises `TaskError` without a template, and
+        for one that refuses the messages, rewrites earlier turns, or ends the assistant's turn with no token.
         """
         if isinstance(said, str):
-            return np.asarray(self._ids(said), dtype=np.int32)
-        turn = (Message(role="user", content="?"), Message(role="assistant", content="!"))
-        before = self._ids(self._chat(turn, open_turn=False))
-        after = self._ids(self._chat((*turn, *said), open_turn=True))
-        if after[: len(before)] != before:
-            raise TaskError("the chat template rewrites earlier turns: an environment's messages cannot be appended")
-        if self.eos_id not in before:
-            raise TaskError("the chat template does not end an assistant's turn with the end-of-sequence token")
-        end = len(before) - before[::-1].index(self.eos_id)
-        return np.asarray(after[end:], dtype=np.int32)
+            return np.asarray(self._text_ids(said, template), dtype=np.int32)
+        ids, end = self._rendered_ids(self._chat.after_turn(said, template)), self.turn_end()
+        # Turns that end with the role of the next one: the policy has sampled that role, or another one.
+        begins_next = end is None and bool(ids) and ids[0] in self._control.added
+        if begins_next:
+            end = ids[0]
+        if end not in ids:
+            raise TaskError("the chat template does not end an assistant's turn with a token: no turn can follow it")
+        ends = (end,) if begins_next else (end, self.eos_id, *self._control.special)
+        begin = ids.index(end) + 1 if last is None or last in ends else 0
+        return np.asarray(ids[begin:], dtype=np.int32)
 
     def sampled(self, completion: str, finish: str) -> Ints:
         """Return the token ids [T] of a turn of the policy, with the end of the turn for a `finish` of "stop".
@@ -142,6 +192,26 @@ class Tokenizer:
             raise TaskError(f"the completion {completion!r} has no tokens")
         return np.asarray(ids, dtype=np.int32)
 
+    def completion(self, tokens: Ints, sampled: Flags | None = None) -> str:
+        """Return the text of a completion [T] as environments and rewards read it; `sampled` [T] are the policy's own.
+
+        The policy's special tokens are text, such as `[TOOL_CALLS]` or `<|python_tag|>`, but for the one that ends a
+        turn, and for those that the tokenizer has by name (bos, eos, pad, unk). An observation has none of them.
+        """
+        if self._control.special <= self._silent:
+            return self.decode(tokens)
+        ids, special = tokens.tolist(), self._control.special
+        policys = [True] * len(ids) if sampled is None else sampled.tolist()
+        goes_on = [*policys[1:], False]
+        shown = [
+            one
+            for one, own, more in zip(ids, policys, goes_on, strict=True)
+            if one not in special or (own and more and one not in self._silent)
+        ]
+        if self._fast is not None and self._plain:
+            return self._fast.decode(shown, skip_special_tokens=False)
+        return self._tokenizer.decode(shown, skip_special_tokens=False)
+
     def decode(self, tokens: Ints) -> str:
         """Return the text of `tokens` [T], special tokens left out."""
         if self._fast is not None and self._plain:
@@ -149,14 +219,28 @@ class Tokenizer:
             return self._fast.decode(tokens.tolist())
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
-    def _chat(self, messages: tuple[Message, ...], *, open_turn: bool) -> str:
-        if not self._tokenizer.chat_template:
-            raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            return self._tokenizer.apply_chat_template(chat, add_generation_prompt=open_turn, tokenize=False)
-        except TemplateError as error:
-            raise TaskError(f"the chat template refuses the messages: {error}") from error
+    def _rendered_ids(self, rendered: str) -> list[int]:
+        return self._control.ids(rendered) if MARK in rendered else self._ids(rendered)
+
+    def _text_ids(self, text: str, template: Template) -> list[int]:
+        if template.control_tokens == "text" and self._control.found(text):
+            return self._control.text_ids(text)
+        return self._ids(text)
+
+    def _prompt_text_ids(self, text: str, template: Template) -> list[int]:
+        """The ids of a text with those that the tokenizer puts before it; a bos that the text spells is one of them."""
+        bos, before = self._tokenizer.bos_token, self._before
+        if bos and text.startswith(bos):
+            text = text.removeprefix(bos)
+            before = before if self._tokenizer.bos_token_id in before else [self._tokenizer.bos_token_id, *before]
+        ids = self._text_ids(text, template)
+        return ids if before and ids[: len(before)] == before else [*before, *ids]
+
+    def _put_before(self) -> list[int]:
+        """The ids that the post-processor puts before a text."""
+        with_them, alone = self._ids(PROBE, specials=True), self._ids(PROBE)
+        places = range(len(with_them) - len(alone) + 1)
+        return with_them[: next((n for n in places if with_them[n : n + len(alone)] == alone), 0)]
 
     def _ids(self, text: str, *, specials: bool = False) -> list[int]:
         try:

@@ -1,6 +1,7 @@
 # ruff: noqa: RUF001  DeepSeek writes its control tokens with these signs.
 """Small tokenizers of the kinds that published models have, with the control tokens of a chat template."""
 
+import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -232,7 +233,10 @@ def _spm_bpe() -> Tokenizer:
         vocab_size=360, special_tokens=["<unk>", *_byte_names()], show_progress=False, max_token_length=12
     )
     made.train_from_iterator(TEXT, trainer)
-    return made
+    # The trainer makes control tokens of the bytes; published tokenizers have them as words alone.
+    content = json.loads(made.to_str())
+    content["added_tokens"] = content["added_tokens"][:1]
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def _unigram() -> Tokenizer:

@@ -33,7 +33,7 @@ def load(config: Config) -> tuple[Loaded, list[Finding]]:
     except ModelError as error:
         return Loaded(), [Finding("model", "error", first_line(error))]
     try:
-        tokenizer = Tokenizer(folder)
+        tokenizer = Tokenizer(folder, config.model.clock)
     except (OSError, ValueError, TaskError) as error:
         return Loaded(hf_config), [Finding("model", "error", first_line(error))]
     return Loaded(hf_config, tokenizer), [_vocabulary(tokenizer, hf_config)]

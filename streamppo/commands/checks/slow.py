@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import transformers
 
-from streamppo.commands.checks import ends, memory, model, task, weights
+from streamppo.commands.checks import ends, memory, model, task, turns, weights
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Finding
 from streamppo.config.sections import Config
@@ -21,7 +21,9 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> l
     if loaded.tokenizer is not None:
         prompts, of_task = task.load(config, loaded.tokenizer)
         found = [one for one in found if one.subject != "task"] + of_task
-        found += answers(config, prompts, loaded.tokenizer) if prompts is not None else ()
+        if prompts is not None:
+            found += turns.findings(config, prompts, loaded.tokenizer)
+            found += answers(config, prompts, loaded.tokenizer)
     if loaded.hf_config is not None:
         if loaded.tokenizer is not None:
             found += ends.ends(config, loaded.hf_config, loaded.tokenizer)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from streamppo.config.task import VerifiersTask
 from streamppo.errors import TaskError
+from streamppo.tasks import chat
 from streamppo.tasks.environments import Done
 from streamppo.tasks.read import Row
 from streamppo.types import Message, Prompt
@@ -114,7 +115,7 @@ class Verifiers:
         messages = asked.result()
         # Earlier messages, and the policy's own turn, are in the context as they were sampled.
         fresh, self._seen = messages[self._seen :], len(messages) + 1
-        return tuple(Message(role=message.role, content=_text(message.content)) for message in fresh)
+        return tuple(_message(message) for message in fresh)
 
     async def _verdict(self, state: Row) -> Done:
         if state.get("error") is not None:
@@ -161,10 +162,17 @@ class _Client(Protocol):
 
 def _prompt(row: Row, source: str) -> Prompt:
     given = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-    messages = tuple(Message(role=message["role"], content=_text(message["content"])) for message in given)
+    messages = tuple(chat.message(message, f"a row of {source}") for message in given)
     columns = {"answer": row.get("answer", ""), "row": json.dumps(row, default=str)}
-    text = "\n\n".join(message.content for message in messages)
+    text = "\n\n".join(message.text for message in messages)
     return Prompt(text=text, messages=messages, columns=columns, source=source)
+
+
+def _message(theirs: TheirMessage) -> Message:
+    call = getattr(theirs, "tool_call_id", None)
+    return Message(
+        role=theirs.role, content=_text(theirs.content), tool_call_id=call if isinstance(call, str) else None
+    )
 
 
 def _text(content: object) -> str:

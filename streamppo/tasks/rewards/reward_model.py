@@ -15,6 +15,8 @@ import ray
 
 from streamppo.config.reward import ModelScorer, Reward
 from streamppo.errors import Retryable, TaskError
+from streamppo.tasks.chat_template import PLAIN, ChatTemplate, sources
+from streamppo.tasks.control_tokens import MARK, ControlTokens
 from streamppo.tasks.rewards.batcher import CallBatch
 from streamppo.tasks.rewards.outcome import Outcome, check, failed
 from streamppo.tasks.rewards.signature import Columns, Texts
@@ -39,6 +41,9 @@ class RewardModel:
         self._label = label
         self._max_tokens = max_tokens
         self._tokenizer = tokenizer.load(path)
+        backend = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
+        self._control = ControlTokens(self._tokenizer, backend, sources(self._tokenizer))
+        self._chat = ChatTemplate(self._tokenizer, self._control, "")
         model = loading.load(path, "AutoModelForSequenceClassification", dtype=getattr(torch, dtype)).model
         if label >= model.config.num_labels:
             raise TaskError(f"{path} has {model.config.num_labels} outputs: there is no output {label}")
@@ -68,15 +73,15 @@ class RewardModel:
         return encode(tuple(outcomes))
 
     def _ids(self, text: ScoredText) -> list[int]:
+        """The tokens of prompt and completion. A control token that one of them spells is text, as in a prompt."""
         if not text.messages:
-            return self._tokenizer(text.prompt + text.completion)["input_ids"]
+            return self._tokenizer(text.prompt + text.completion, split_special_tokens=True)["input_ids"]
         if not self._tokenizer.chat_template:
             raise TaskError("the prompts are messages, but the reward model's tokenizer has no chat template")
-        chat = [{"role": message.role, "content": message.content} for message in text.messages]
-        chat.append({"role": "assistant", "content": text.completion})
-        return self._tokenizer(self._tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)[
-            "input_ids"
-        ]
+        rendered = self._chat.whole((*text.prompt_messages, *text.completion_messages), PLAIN)
+        if MARK in rendered:
+            return self._control.ids(rendered)
+        return self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     def _forward(self, rows: list[list[int]]) -> list[float]:
         import torch

@@ -65,6 +65,7 @@ def _question(text: ScoredText, columns: Row) -> dict[str, object]:
     return {
         "prompt": text.prompt,
         "messages": text.messages,
+        "completion_messages": text.completion_messages,
         "completion": text.completion,
         "finish": text.finish,
         "source": text.source,

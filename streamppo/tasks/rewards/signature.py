@@ -16,7 +16,7 @@ from streamppo.errors import TaskError
 from streamppo.tasks import places, plugins
 from streamppo.tasks.read import Row
 from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failed
-from streamppo.types import ScoredText
+from streamppo.types import Message, ScoredText
 
 Texts: TypeAlias = tuple[ScoredText, ...]
 Columns: TypeAlias = tuple[Row, ...]
@@ -170,18 +170,19 @@ def _listed(rows: list[dict[str, object]]) -> dict[str, list[object]]:
 
 
 def _batched(texts: Texts) -> dict[str, object]:
-    """Return TRL's keyword arguments: chats are lists of messages."""
+    """Return TRL's keyword arguments: of a chat, prompts and completions are lists of messages.
+
+    A completion that continues an assistant's message begins with it, and the prompt ends before it.
+    """
     return {
-        "prompts": [_chat(text) if text.messages else text.prompt for text in texts],
-        "completions": [
-            [{"role": "assistant", "content": text.completion}] if text.messages else text.completion for text in texts
-        ],
+        "prompts": [_chat(text.prompt_messages) if text.messages else text.prompt for text in texts],
+        "completions": [_chat(text.completion_messages) if text.messages else text.completion for text in texts],
         "completion_ids": [text.token_ids for text in texts],
     }
 
 
-def _chat(text: ScoredText) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in text.messages]
+def _chat(messages: Iterable[Message]) -> list[dict[str, object]]:
+    return [message.plain() for message in messages]
 
 
 def _verl(text: ScoredText, row: Row) -> dict[str, object]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import COUNTERS, trajectory
+from conftest import COUNTERS, MATH, trajectory
+from msgspec import structs
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import preflight
-from streamppo.errors import CheckpointError, JournalError, StreamppoError
+from streamppo.driver import inputs, preflight
+from streamppo.errors import CheckpointError, ConfigError, JournalError, StreamppoError
 from streamppo.learner import manifest
 from streamppo.learner.manifest import Files, State
 from streamppo.queue.archive import Archive
@@ -238,3 +239,16 @@ def test_a_changed_function_of_the_user_is_a_note(
     Path("maths.py").write_text("def mine(inputs): return None\n")
     preflight.verify(chosen, Path("run"))
     assert "maths.py is not what the run had: changed: maths.py; the run goes on with it" in logged.text
+
+
+def test_a_run_keeps_the_time_of_its_start_for_chat_templates(tmp_path: Path) -> None:
+    config = configfile.load(MATH)
+    configfile.save(config, tmp_path)
+    begun = inputs.with_clock(config, tmp_path)
+    assert begun.model.clock[:2] == "20" and inputs.with_clock(begun, tmp_path) is begun
+    configfile.save(structs.replace(begun, model=structs.replace(begun.model, clock="2026-01-31T12:05")), tmp_path)
+    # By `resume`, which reads that file, and by `run --resume`, which reads the user's.
+    for given in (configfile.load(tmp_path / configfile.CONFIG), config):
+        assert inputs.with_clock(given, tmp_path).model.clock == "2026-01-31T12:05"
+    with pytest.raises(ConfigError, match="is a date, or a date and a time"):
+        configfile.load(MATH, ["model.clock=noon"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizer_kinds
 from conftest import SUPPORT
 from scripted import TEMPLATE, Scripted
 
@@ -265,6 +266,7 @@ def test_a_text_that_is_no_text_fails_its_trajectory(tokenizer: Tokenizer) -> No
     [
         ("{{ messages[-1].content }}<eos>", "rewrites earlier turns"),
         ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "does not end an assistant's turn"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}<eos>{% endfor %}", "words 2 times"),
         ("{{ raise_exception('no tools here') }}", "the chat template refuses the messages: no tools here"),
         ("", "no chat template"),
     ],
@@ -273,6 +275,52 @@ def test_templates_that_cannot_be_continued_are_refused(tmp_path: Path, template
     tokenizer = made(tmp_path, template)
     with pytest.raises(TaskError, match=message):
         tokenizer.observation((Message(role="tool", content="4"),))
+
+
+@pytest.mark.parametrize("family", sorted(name for name in tokenizer_kinds.CONTROLS if name))
+def test_a_family_plays_two_turns_with_an_environment_and_rewards_read_them_as_messages(
+    tmp_path: Path, family: str
+) -> None:
+    made_of = tokenizer_kinds.make("byte_bpe", family)
+    made_of.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+
+    class Ends(Scripted):
+        """Ends its turns as the template does; GLM's with the role of the next one."""
+
+        async def generate(self, prompt: Any, sampling: Any, cuts: Any = None) -> Any:
+            said = await super().generate(prompt, sampling, cuts)
+            end = tokenizer.turn_end()
+            said.tokens[-1] = tokenizer.numbers()["<|user|>"] if end is None else end
+            return said
+
+    prompt = Prompt(text="hi", columns={}, messages=(Message(role="user", content="hi"),))
+    config = Environment(name=f"{HERE}:Asks", max_tokens=256)
+    engine = Ends(tokenizer, "ab", "bye")
+    episode = asyncio.run(Player(engine, tokenizer, config).play(prompt, Sampling(32)))
+    text = episode.text(prompt, tokenizer)
+    assert (episode.turns, text.turns) == (("ab", "bye"), ("ab", "bye"))
+    assert [(one.role, one.content) for one in text.completion_messages] == [
+        ("assistant", "ab"),
+        ("user", "abab<eos>"),
+        ("assistant", "bye"),
+    ]
+    assert [one.content for one in text.prompt_messages] == ["say hi"]
+    # The engine saw the end of what the template writes of the conversation; the spelled token was text.
+    turns = (("user", "say hi"), ("assistant", "ab"), ("user", "abab<eos>"))
+    whole = Prompt(text="", columns={}, messages=tuple(Message(role=role, content=said) for role, said in turns))
+    assert text_of(tokenizer, engine.asked[1]).endswith(tokenizer.render(whole)[-14:])
+    assert text_of(tokenizer, engine.asked[1][-14:]) == text_of(tokenizer, tokenizer.ids(whole)[-14:])
+
+
+class Asks(Echo):
+    """Asks as a user, and spells a control token."""
+
+    async def reset(self, prompt: Prompt) -> list[Message]:
+        return [Message(role="user", content=f"say {prompt.text}")]
+
+    async def step(self, text: str) -> Any:
+        return Done(1.0) if text == "bye" else [Message(role="user", content=f"{text}{text}<eos>")]
 
 
 def test_without_an_environment_there_is_one_turn(tokenizer: Tokenizer) -> None:

@@ -13,65 +13,72 @@ a thousand tokens cost less than a microsecond to encode, against tens for a lis
 """
 
 import hashlib
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, Literal
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
-from streamppo.process import Spent
-
-Ints: TypeAlias = NDArray[np.int32]
-Floats: TypeAlias = NDArray[np.float32]
-Flags: TypeAlias = NDArray[np.bool_]
-Routes: TypeAlias = NDArray[np.int16]
-T = TypeVar("T")
-
-
-class Crossing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of what crosses a process: immutable, compared by value, and a tree, in which nothing makes a cycle."""
-
-
-def encode(value: object) -> bytes:
-    """`value` (a Crossing, or a tuple of them) as msgpack bytes."""
-    return msgspec.msgpack.encode(value)
+from streamppo.types.crossing import Crossing
+from streamppo.types.crossing import Flags as Flags
+from streamppo.types.crossing import Floats as Floats
+from streamppo.types.crossing import Ints as Ints
+from streamppo.types.crossing import Routes as Routes
+from streamppo.types.crossing import decode as decode
+from streamppo.types.crossing import encode as encode
+from streamppo.types.crossing import flags as flags
+from streamppo.types.crossing import floats as floats
+from streamppo.types.crossing import ints as ints
+from streamppo.types.crossing import routes as routes
+from streamppo.types.crossing import utf8_safe as utf8_safe
+from streamppo.types.reports import EngineReport as EngineReport
+from streamppo.types.reports import EvaluationReport as EvaluationReport
+from streamppo.types.reports import QueueReport as QueueReport
+from streamppo.types.reports import Sample as Sample
+from streamppo.types.reports import ScorerReport as ScorerReport
+from streamppo.types.reports import UpdateReport as UpdateReport
 
 
-def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """The inverse of `encode`. Raises `msgspec.ValidationError` when `data` is not a `kind`."""
-    return msgspec.msgpack.decode(data, type=kind)
+class Message(Crossing, frozen=True, omit_defaults=True, repr_omit_defaults=True):
+    """One turn of a chat. `role` is system, user, assistant or tool.
 
-
-def utf8_safe(text: object) -> str:
-    """`text` as UTF-8 can hold it, so that it can cross a process: half of a surrogate pair becomes a question mark."""
-    return str(text).encode(errors="replace").decode()
-
-
-def ints(column: bytes) -> Ints:
-    """A bytes column of int32, as a read-only array without a copy."""
-    return np.frombuffer(column, dtype="<i4")
-
-
-def floats(column: bytes) -> Floats:
-    """A bytes column of float32, as a read-only array without a copy."""
-    return np.frombuffer(column, dtype="<f4")
-
-
-def routes(column: bytes) -> Routes:
-    """A bytes column of int16, as a read-only array without a copy."""
-    return np.frombuffer(column, dtype="<i2")
-
-
-def flags(column: bytes) -> Flags:
-    """A bytes column of booleans, one byte each, as a read-only array without a copy."""
-    return np.frombuffer(column, dtype=np.bool_)
-
-
-class Message(Crossing, frozen=True):
-    """One turn of a chat. `role` is system, user, assistant or tool."""
+    The chat template gets every field that is there. `content` is None where an assistant only calls tools; the call
+    with the id `tool_call_id` is the one that a tool answers. `fields` are those of other names, `reasoning_content`
+    for example.
+    """
 
     role: str
-    content: str
+    content: str | None
+    name: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_call_id: str | None = None
+    fields: dict[str, Any] = {}
+
+    def __hash__(self) -> int:
+        """A hash of what is always there: dicts have none."""
+        return hash((self.role, self.content))
+
+    @property
+    def text(self) -> str:
+        """The content, empty where there is none."""
+        return self.content or ""
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates and TRL's rewards read it: a dict of the fields that it has."""
+        known = {"name": self.name, "tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id}
+        given = {key: value for key, value in known.items() if value}
+        return {"role": self.role, "content": self.content, **self.fields, **given}
+
+
+class Template(Crossing, frozen=True, omit_defaults=True, repr_omit_defaults=True):
+    """Inputs of a chat template besides the messages: its `arguments` by name, and the JSON schemas of `tools`.
+
+    With `control_tokens` "text" a control token's name in a message or a text is text; with "parse" it is the token.
+    """
+
+    arguments: dict[str, Any] = {}
+    tools: tuple[dict[str, Any], ...] = ()
+    control_tokens: Literal["text", "parse"] = "text"
+
+    def __hash__(self) -> int:
+        """A hash of what is always there, as that of `Message`."""
+        return hash(self.control_tokens)
 
 
 class Prompt(Crossing, frozen=True):
@@ -86,13 +93,15 @@ class Prompt(Crossing, frozen=True):
     messages: tuple[Message, ...] = ()
     source: str = ""
     max_tokens: int | None = None
+    template: Template = Template()
 
 
 class ScoredText(Crossing, frozen=True):
     """A trajectory as a reward sees it. `finish` is "length" when the completion was cut off.
 
     `num_tokens` is the number of tokens that the policy sampled, `tokens` their ids (int32). Of several turns, `turns`
-    holds the policy's text of each, and `completion` all of it with the observations in between.
+    holds the policy's text of each, and `completion` all of it with the observations in between. `messages` are the
+    prompt's, if it is a chat; `observations` are the environment's messages after each turn but the last.
     """
 
     prompt: str
@@ -103,6 +112,27 @@ class ScoredText(Crossing, frozen=True):
     messages: tuple[Message, ...] = ()
     turns: tuple[str, ...] = ()
     source: str = ""
+    observations: tuple[tuple[Message, ...], ...] = ()
+
+    @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """The prompt's messages without an assistant's at the end: the completion continues that one."""
+        return self.messages[:-1] if self._prefill else self.messages
+
+    @property
+    def completion_messages(self) -> tuple[Message, ...]:
+        """The messages behind those of the prompt: the policy's turns and the observations; none if it is no chat."""
+        if not self.messages:
+            return ()
+        first, *rest = self.turns or (self.completion,)
+        turns = [Message(role="assistant", content=text) for text in (self._prefill + first, *rest)]
+        # A trajectory that was cut off may end with an observation.
+        between = (*self.observations, *[()] * (len(turns) - len(self.observations)))
+        return tuple(one for turn, said in zip(turns, between, strict=True) for one in (turn, *said))
+
+    @property
+    def _prefill(self) -> str:
+        return self.messages[-1].text if self.messages and self.messages[-1].role == "assistant" else ""
 
     @property
     def token_ids(self) -> list[int]:
@@ -303,98 +333,3 @@ class Learned(Crossing, frozen=True):
     values: bytes = b""
     proximal_logprobs: bytes = b""
     advantages: bytes = b""
-
-
-class QueueReport(Crossing, frozen=True):
-    """The queue's counters since the run began, and what it holds at this moment.
-
-    `tokens` is the ledger of the tokens that the policy sampled: those under `delivered` are as many as all others.
-    `cut` segments are followed by others, or were to be: of those `orphaned`, the rest came to nothing.
-    """
-
-    version: int
-    ready: int
-    in_flight: int
-    issued: int
-    stored: int
-    consumed: int
-    duplicates: int
-    dead_letters: int
-    dropped: dict[str, int]
-    masked_tokens: int
-    failed: dict[str, int]
-    mean_tokens_consumed: float
-    mean_tokens_dropped: float
-    tokens: dict[str, int]
-    cut: int = 0
-    orphaned: int = 0
-    phases: dict[str, Spent] = {}
-
-
-class ScorerReport(Crossing, frozen=True):
-    """One actor's counters of a scorer, or of a teacher's server; `reasons` counts the first few kinds of failures."""
-
-    name: str
-    calls: int
-    failed: int
-    retries: int
-    respawns: int
-    mean_s: float
-    max_s: float
-    reasons: dict[str, int]
-
-
-class Sample(Crossing, frozen=True):
-    """A scored completion for people: `LENGTH` characters of its prompt's end and of its own beginning, its version."""
-
-    LENGTH: ClassVar[int] = 300
-    prompt: str
-    completion: str
-    reward: float
-    version: int
-
-
-class EngineReport(Crossing, frozen=True):
-    """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode.
-
-    `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
-    engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line.
-    `sample` is its newest completion.
-    """
-
-    actor: str
-    version: int
-    tokens: int
-    trajectories: int
-    busy_s: float
-    idle_s: float
-    swaps: int
-    swap_s: float
-    push_ms: float
-    checksum: str
-    restarts: int = 0
-    scorers: tuple[ScorerReport, ...] = ()
-    too_long: dict[str, int] = {}
-    stalls: dict[str, int] = {}
-    phases: dict[str, Spent] = {}
-    sample: Sample | None = None
-
-
-class EvaluationReport(Crossing, frozen=True):
-    """One actor's greedy answers to held-out prompts; `failed` ones have no score, and are not part of `count`."""
-
-    actor: str
-    correct: int
-    count: int
-    failed: int
-    min_version: int
-    max_version: int
-
-
-class UpdateReport(Crossing, frozen=True):
-    """The numbers of one update. `metrics` are named as in telemetry/catalogue.py."""
-
-    version: int
-    metrics: dict[str, float]
-    lag_histogram: dict[int, int]
-    phases: dict[str, Spent] = {}

@@ -1,0 +1,84 @@
+"""Checks of conversations: control tokens that rows spell, and one turn of the environment with its answer."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from msgspec import structs
+
+from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.config.sections import Config
+from streamppo.config.task import Environment
+from streamppo.errors import EnvironmentFailed, TaskError
+from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling
+from streamppo.rollout.episode import Player
+from streamppo.tasks.task import Task
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Ints, Message, Prompt
+
+PROMPTS = 64
+"""Prompts whose texts are looked at."""
+TURNS = 2
+"""Turns of the policy that are played: one is answered, and the other stands behind the answer."""
+
+
+class Answers:
+    """An engine that gives the row's answer in every turn."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        answer = prompt.columns.get("answer")
+        text = answer if isinstance(answer, str) and answer else "?"
+        self._tokens = tokenizer.sampled(text, "stop")
+        if (end := tokenizer.turn_end()) is not None:
+            self._tokens[-1] = end
+
+    async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
+        """Return the answer."""
+        count = len(self._tokens)
+        return Completion(self._tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), "stop")
+
+
+def findings(config: Config, task: Task, tokenizer: Tokenizer) -> Findings:
+    """Look at the first prompts, and play a turn of the environment with the first one of each source."""
+    first = task.training[:PROMPTS]
+    if note := _spelled(first, tokenizer):
+        yield Finding("task", "note", note)
+    if config.environment is not None:
+        for source, prompt in {one.source: one for one in reversed(first)}.items():
+            yield _played(source, prompt, config.environment, tokenizer)
+
+
+def _spelled(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
+    """Say which control tokens are spelled by prompts that keep them as text."""
+    kept = [one for one in prompts if one.template.control_tokens == "text"]
+    names = [found for one in kept if (found := tokenizer.spelled(one))]
+    if not names:
+        return ""
+    return (
+        f"{len(names)} of the first {len(kept)} prompts spell control tokens ({', '.join(sorted(set(names))[:3])}), "
+        'which stay text; where rows are written in a chat template already, choose control_tokens = "parse"'
+    )
+
+
+def _played(source: str, prompt: Prompt, environment: Environment, tokenizer: Tokenizer) -> Finding:
+    subject = "environment"
+    engine = cast(Engine, Answers(tokenizer, prompt))
+    try:
+        player = Player(engine, tokenizer, structs.replace(environment, max_turns=TURNS))
+        episode = asyncio.run(player.play(prompt, Sampling(environment.max_tokens)))
+        if episode.opening is not None and episode.opening.messages and not episode.observations:
+            tokenizer.observation((Message(role="user", content="?"),), episode.opening.template)
+    except EnvironmentFailed as error:
+        state = "note" if str(error).startswith("step") else "error"
+        return Finding(subject, state, f"{source}: it fails on the row's answer as a turn: {error}")
+    except TaskError as error:
+        return Finding(subject, "error", f"{source}: no turn can be played: {error}")
+    said = episode.observations[0] if episode.observations else ()
+    answer = f"answered {_short(said)}" if said else "ended the conversation"
+    return Finding(subject, "ok", f"{source}: to the row's answer as a turn it {answer}")
+
+
+def _short(said: tuple[Message, ...]) -> str:
+    text = " ".join(f"{one.role}: {one.text}" for one in said)
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")

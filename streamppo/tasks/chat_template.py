@@ -1,0 +1,109 @@
+"""The chat template of a tokenizer: messages to text, and the token that ends an assistant's turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from streamppo.errors import TaskError
+from streamppo.tasks.control_tokens import ControlTokens
+from streamppo.types import Message, Template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SENTINEL = "qk7vAssistantTurn"
+"""An assistant's words that are looked for in a rendered conversation: no template writes them by itself."""
+PLAIN = Template()
+"""No arguments and no tools."""
+RESERVED = {
+    *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+}
+"""Arguments of transformers' `apply_chat_template` that are not the configuration's to give."""
+FAULTS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+"""Errors of a template, and of transformers for a chat that it does not take."""
+
+
+class ChatTemplate:
+    """Renders messages by the chat template of `tokenizer`; one that writes the time writes that of `clock`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, control: ControlTokens, clock: str) -> None:
+        self._tokenizer = tokenizer
+        self._control = control
+        # Beside a template's own names: transformers' function of that name gives the time of the call.
+        self._clock: dict[str, Callable[[str], str]] = (
+            {"strftime_now": datetime.fromisoformat(clock).strftime} if clock else {}
+        )
+
+    def render(self, messages: Sequence[Message], template: Template) -> str:
+        """Render a prompt: the opening of the answer follows, or the last message goes on if it is an assistant's.
+
+        Names of control tokens in the messages are escaped, see `ControlTokens`. Raises `TaskError` if there is no
+        template, or one that refuses the messages.
+        """
+        continues = bool(messages) and messages[-1].role == "assistant"
+        if continues and not messages[-1].content:
+            raise TaskError("the prompt ends with an assistant's message without content, which has nothing to go on")
+        return self._apply(messages, template, add_generation_prompt=not continues, continue_final_message=continues)
+
+    def whole(self, messages: Sequence[Message], template: Template) -> str:
+        """Render a conversation that is over. Raises `TaskError` as `render` does."""
+        return self._apply(messages, template, add_generation_prompt=False)
+
+    def after_turn(self, said: Sequence[Message], template: Template) -> str:
+        """Render `said` behind a turn of the assistant: the text behind its words, with the opening of the next turn.
+
+        Without `said` it is the end of the turn alone. Raises `TaskError` as `render` does, and for a template that
+        does not write an assistant's words once.
+        """
+        turn = (Message(role="user", content="?"), Message(role="assistant", content=SENTINEL))
+        rendered = self.render((*turn, *said), template) if said else self.whole(turn, template)
+        behind = rendered.split(SENTINEL)[1:]
+        if len(behind) != 1:
+            raise TaskError(
+                f"the chat template rewrites earlier turns: it writes an assistant's words {len(behind)} times where "
+                "messages follow, so an environment's messages cannot be appended"
+            )
+        return behind[0]
+
+    def _apply(self, messages: Sequence[Message], template: Template, **how: bool) -> str:
+        if not self._tokenizer.chat_template:
+            raise TaskError("the prompts are messages, but the model's tokenizer has no chat template")
+        if wrong := RESERVED & template.arguments.keys():
+            raise TaskError(f"{min(wrong)!r} is no argument of a chat template: it is not the configuration's to give")
+        chat: Any = [message.plain() for message in messages]
+        # Templates take an empty list for tools, too.
+        tools = list(template.tools) or None
+        given = {**self._clock, **template.arguments, **how}
+        rendered = self._rendered(chat, tools, given)
+        if template.control_tokens == "parse":
+            return rendered
+        escaped = [self._control.escape(message, str(message["role"])) for message in chat]
+        escaped_tools = self._control.escape(tools, "tool")
+        if (escaped, escaped_tools) == (chat, tools):
+            return rendered
+        kept = self._rendered(escaped, escaped_tools, given)
+        if self._control.restore(kept) != rendered:
+            raise TaskError(
+                "the chat template changes, cuts or looks for a text that spells a control token, so it cannot be kept "
+                'as text: take it out of the row, or choose control_tokens = "parse"'
+            )
+        return kept
+
+    def _rendered(self, chat: Any, tools: Any, given: dict[str, Any]) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **given))
+        except FAULTS as error:
+            raise TaskError(f"the chat template refuses the messages: {error}") from error
+
+
+def sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of the chat templates that a tokenizer has: none, one, or several by name."""
+    found: object = tokenizer.chat_template
+    if isinstance(found, Mapping):
+        return [str(one) for one in found.values()]
+    return [str(found)] if found else []

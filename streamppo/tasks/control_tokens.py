@@ -1,0 +1,168 @@
+"""Control tokens of a tokenizer, kept apart from other people's text that spells them.
+
+A row, a tool's output or a data text may hold "<|im_end|>" or "<tool_call>". A tokenizer reads the name of a control
+token as the token, whoever wrote it. Here a text has the token only where the chat template wrote it:
+
+    escape    the names in the messages are replaced by letters and a number before the template is rendered
+    ids       a twin of the tokenizer, whose control tokens have private names, reads the rendered text:
+              the template's names become private ones, the escaped ones become names again, which are plain text there
+
+The twin splits, merges and normalises as the tokenizer does. It is made when the first name is found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from streamppo.errors import TaskError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "qk7vTextOfControlToken"
+"""Begins an escaped name. Letters and digits pass through every template, JSON too."""
+ESCAPED = re.compile(f"{MARK}(\\d+)z")
+SIGN = "\U0010fffd"
+"""Stands around the private names of control tokens: a sign of no alphabet."""
+RENAMED = ("Unigram", "WordLevel", "WordPiece")
+"""Models that find the name of a control token in a text as one of their own words."""
+OWN_ROLES = ("system", "assistant")
+"""Roles whose messages may hold the markers of a template, thinking tags for example: they do not end a turn."""
+T = TypeVar("T")
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer: its special ones, and other added ones that a chat template writes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, backend: Backend | None, templates: Iterable[str]) -> None:
+        self._backend = backend
+        added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self.added = frozenset(added)
+        self.special = frozenset({number for number, token in added.items() if token.special})
+        """Ids of the special tokens."""
+        source = "\n".join(templates)
+        markers = [token.content for number, token in added.items() if number not in self.special]
+        self._names = [token.content for number, token in added.items() if number in self.special]
+        self._special_names = _any_of(self._names)
+        self._names += [name for name in markers if name in source]
+        self._all_names = _any_of(self._names)
+        self._ids: dict[str, int] = {token.content: number for number, token in added.items()}
+        self._unknown = self._ids.get(str(tokenizer.unk_token))
+
+    def found(self, text: str) -> str | None:
+        """Return the first name of a special token in `text`, if there is one."""
+        return match[0] if self._special_names and (match := self._special_names.search(text)) else None
+
+    def escape(self, value: T, role: str) -> T:
+        """Replace the names in a text of a message of that role, or in every text of a dict or list.
+
+        Names of special tokens are replaced in every role, those of other markers in all but `OWN_ROLES`. Raises
+        `TaskError` for a text that holds `MARK` or `SIGN`.
+        """
+        pattern = self._special_names if role in OWN_ROLES else self._all_names
+        return value if pattern is None else cast(T, self._escaped(value, pattern))
+
+    def _escaped(self, value: object, pattern: re.Pattern[str]) -> object:
+        match value:
+            case str():
+                _refuse_marks(value)
+                return pattern.sub(lambda found: f"{MARK}{self._names.index(found[0])}z", value)
+            case Mapping():
+                return {self._escaped(key, pattern): self._escaped(item, pattern) for key, item in value.items()}
+            case list() | tuple():
+                return [self._escaped(item, pattern) for item in value]
+            case _:
+                return value
+
+    def restore(self, text: str) -> str:
+        """Write the names in place of the escaped ones."""
+        return ESCAPED.sub(lambda found: self._names[int(found[1])], text) if MARK in text else text
+
+    def text_ids(self, text: str) -> list[int]:
+        """Return the ids of a text, none of which is a control token. Raises `TaskError` as `ids` does."""
+        _refuse_marks(text)
+        return self._read(text, 0)
+
+    def ids(self, rendered: str) -> list[int]:
+        """Return the ids of a rendered template with escaped names.
+
+        Raises `TaskError` if this tokenizer has no other way to write one of them.
+        """
+        private, written = rendered, 0
+        if self._all_names is not None:
+            private, written = self._all_names.subn(lambda found: _private(self._names.index(found[0])), rendered)
+        return self._read(self.restore(private), written)
+
+    def _read(self, text: str, written: int) -> list[int]:
+        twin, numbers = self._twin
+        read: list[int] = twin.encode(text, add_special_tokens=False).ids
+        ids = [numbers.get(one, one) for one in read]
+        control = {self._ids[name] for name in self._names if self._ids[name] != self._unknown}
+        if sum(one in control for one in ids) != written:
+            raise TaskError(
+                f"the tokenizer has no other way to write {self._all_names and self._all_names.findall(text)[:3]} than "
+                'by its control tokens: take it out of the text, or choose control_tokens = "parse"'
+            )
+        return ids
+
+    @cached_property
+    def _twin(self) -> tuple[Backend, dict[int, int]]:
+        """The tokenizer whose control tokens have private names, and the ids of this one by those of the twin."""
+        from tokenizers import Tokenizer as Backend
+
+        if self._backend is None:
+            raise TaskError(
+                "a text spells a control token, and this tokenizer is not a fast one, which alone can keep it as text: "
+                'save it with a tokenizer.json, or choose control_tokens = "parse"'
+            )
+        content = json.loads(self._backend.to_str())
+        renamed = {name: _private(number) for number, name in enumerate(self._names)}
+        for token in content["added_tokens"]:
+            token["content"] = renamed.get(token["content"], token["content"])
+        content |= {"post_processor": None, "truncation": None, "padding": None}
+        _rename(content["model"], renamed)
+        twin = Backend.from_str(json.dumps(content))
+        return twin, {_number(twin, renamed.get(name, name)): number for name, number in self._ids.items()}
+
+
+def _number(backend: Backend, name: str) -> int:
+    number = backend.token_to_id(name)
+    assert number is not None, "every added token is one of the twin's"
+    return number
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern of the longest name at each place, as tokenizers find them."""
+    ordered = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _private(number: int) -> str:
+    """The name of a control token in the twin."""
+    return f"{SIGN}{number}{SIGN}"
+
+
+def _refuse_marks(text: str) -> None:
+    for mark in (MARK, SIGN):
+        if mark in text:
+            raise TaskError(f"a text holds {mark!r}, which stands for control tokens here: take it out")
+
+
+def _rename(model: dict[str, object], renamed: Mapping[str, str]) -> None:
+    """Rename the words of the model that are names of control tokens."""
+    if model["type"] not in RENAMED:
+        return
+    match model["vocab"]:
+        case list(pieces):
+            model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in pieces]
+        case dict(words):
+            model["vocab"] = {renamed.get(word, word): number for word, number in words.items()}
+        case _:
+            pass
+    if isinstance(unknown := model.get("unk_token"), str):
+        model["unk_token"] = renamed.get(unknown, unknown)

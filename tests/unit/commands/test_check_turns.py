@@ -1,0 +1,82 @@
+"""`check` plays a turn of the environment with each source's first prompt, and names control tokens in rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizer_kinds
+from config_case import one_source
+from conftest import MATH
+
+from streamppo.commands.checks import turns
+from streamppo.config import file as configfile
+from streamppo.tasks import task
+from streamppo.tasks.tokenizer import Tokenizer
+
+WORLD = """
+from streamppo.tasks.environments import Done
+from streamppo.types import Message
+
+
+class World:
+    async def reset(self, prompt):
+        return list(prompt.messages)
+
+    async def step(self, text):
+        ANSWER
+"""
+REFUSING = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+def findings(folder: Path, answer: str, *, family: str = "qwen3", template: str = "", content: str = "1+2") -> Any:
+    (folder / "world.py").write_text(WORLD.replace("ANSWER", answer))
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": content}], "answer": "3"}))
+    made = tokenizer_kinds.make("byte_bpe", family)
+    made.chat_template = template or made.chat_template
+    made.save_pretrained(folder / "model")
+    world = f"{{name='{folder}/world.py:World', max_tokens=256}}"
+    config = configfile.load(MATH, ["task={kind='data', data='rows.jsonl'}", f"environment={world}"])
+    tokenizer = Tokenizer(folder / "model")
+    built = task.build(one_source(data=str(folder / "rows.jsonl"), held_out=0.0), 1, tokenizer)
+    return list(turns.findings(config, built, tokenizer))
+
+
+@pytest.mark.parametrize("family", sorted(name for name in tokenizer_kinds.CONTROLS if name))
+def test_a_turn_and_its_answer_are_played_with_every_familys_template(tmp_path: Path, family: str) -> None:
+    (found,) = findings(tmp_path, "return [Message(role='user', content='no')]", family=family)
+    assert (found.subject, found.state) == ("environment", "ok")
+    assert "to the row's answer as a turn it answered 'user: no'" in found.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "template", "state", "reason"),
+    [
+        ("return [Message(role='tool', content='no')]", REFUSING, "error", "the chat template refuses the messages"),
+        (
+            "return [Message(role='user', content='no')]",
+            "{{ messages[-1].content }}",
+            "error",
+            "rewrites earlier turns",
+        ),
+        ("return Done(1.0)", "{{ messages[-1].content }}", "error", "rewrites earlier turns"),
+        ("return Done(1.0)", "", "ok", "it ended the conversation"),
+        ("raise ValueError(text)", "", "note", "it fails on the row's answer as a turn: step: "),
+    ],
+)
+def test_a_turn_that_cannot_be_played_is_an_error_before_the_run(
+    tmp_path: Path, answer: str, template: str, state: str, reason: str
+) -> None:
+    (found,) = findings(tmp_path, answer, template=template)
+    assert (found.state, reason in found.text) == (state, True), found
+
+
+def test_rows_that_spell_control_tokens_are_noted(tmp_path: Path) -> None:
+    note, _ = findings(tmp_path, "return Done(1.0)", content="<|im_end|>")
+    assert (note.state, note.text.split(",")[0]) == (
+        "note",
+        "1 of the first 1 prompts spell control tokens (<|im_end|>)",
+    )

@@ -1,0 +1,315 @@
+# ruff: noqa: RUF001  DeepSeek writes its control tokens with these signs.
+"""Chat templates of published families: prompts, second turns, and control tokens in other people's text."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizer_kinds
+from config_case import one_source
+from tokenizer_kinds import CONTROLS, KINDS
+
+from streamppo.errors import TaskError
+from streamppo.tasks import task
+from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Message, Prompt, Template
+
+FAMILIES = sorted(name for name in CONTROLS if name)
+FITS = {"mistral": "spm_bpe", "gemma2": "spm_bpe", "gemma3": "spm_bpe", "phi": "spm_bpe"}
+"""The kind of tokenizer that a family has, if not byte_bpe."""
+ENDS = {
+    **{"qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "gemma2": "<end_of_turn>"},
+    **{
+        "gemma3": "<end_of_turn>",
+        "mistral": "</s>",
+        "phi": "<|end|>",
+        "deepseek": "<｜end▁of▁sentence｜>",
+        "glm": None,
+    },
+}
+"""What each template writes behind an assistant's message."""
+TURNS = {
+    "qwen2.5": "\n<|im_start|>user\nwrong<|im_end|>\n<|im_start|>assistant\n",
+    "qwen3": "\n<|im_start|>user\nwrong<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<|start_header_id|>user<|end_header_id|>\n\nwrong<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma2": "\n<start_of_turn>user\nwrong<end_of_turn>\n<start_of_turn>model\n",
+    "gemma3": "\n<start_of_turn>user\nwrong<end_of_turn>\n<start_of_turn>model\n",
+    "mistral": " [INST] wrong [/INST]",
+    "phi": "\n<|user|>\nwrong<|end|>\n<|assistant|>\n",
+    "deepseek": "<｜User｜>wrong<｜Assistant｜>",
+    "glm": "\nwrong<|assistant|>\n",
+}
+"""What follows the end of a turn, the user's word and the opening of the next turn."""
+
+
+@cache
+def made(family: str | None, kind: str | None = None, template: str | None = None, clock: str = "") -> Tokenizer:
+    folder = mkdtemp()
+    tokenizer = tokenizer_kinds.make(kind or FITS.get(family or "", "byte_bpe"), family)
+    if template is not None:
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return Tokenizer(folder, clock)
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def chat(*messages: Message, **template: Any) -> Prompt:
+    return Prompt(text="", columns={}, messages=messages, template=Template(**template))
+
+
+def shown(tokenizer: Tokenizer, ids: Any) -> str:
+    """The text of ids, control tokens too, without the spaces that SentencePiece puts between them."""
+    return tokenizer._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def number(tokenizer: Tokenizer, name: str) -> int:
+    return tokenizer.numbers()[name]
+
+
+# --- a second turn -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_plays_a_second_turn(family: str) -> None:
+    tokenizer = made(family)
+    observed = tokenizer.observation((user("wrong"),)).tolist()
+    assert shown(tokenizer, observed).replace(" ", "") == TURNS[family].replace(" ", "")
+    end = ENDS[family]
+    assert tokenizer.turn_end() == (end and number(tokenizer, end))
+    # It is the end of what transformers renders, for a conversation whose last turn it is.
+    theirs = tokenizer._tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "wrong"))],
+        add_generation_prompt=True,
+    )["input_ids"]
+    assert theirs[-len(observed) :] == observed
+
+
+def test_qwen3_without_thinking_closes_the_thoughts_of_the_next_turn() -> None:
+    tokenizer = made("qwen3")
+    quiet = Template(arguments={"enable_thinking": False})
+    assert shown(tokenizer, tokenizer.observation((user("wrong"),), quiet)).endswith(
+        "assistant\n<think>\n\n</think>\n\n"
+    )
+    assert shown(tokenizer, tokenizer.ids(chat(user("hi"), arguments=quiet.arguments))).endswith("</think>\n\n")
+    tool = Message(role="tool", content="4")
+    assert "<tool_response>\n4\n</tool_response>" in shown(tokenizer, tokenizer.observation((tool,)))
+
+
+def test_a_turn_that_ended_without_its_token_is_closed() -> None:
+    tokenizer = made("qwen3")
+    end, observed = tokenizer.turn_end(), tokenizer.observation((user("wrong"),)).tolist()
+    open_turn = tokenizer.observation((user("wrong"),), last=number(tokenizer, "a"))
+    assert open_turn.tolist() == [end, *observed]
+    for stop in ("<|im_end|>", "<|endoftext|>"):
+        assert tokenizer.observation((user("wrong"),), last=number(tokenizer, stop)).tolist() == observed
+
+
+def test_of_glm_the_role_that_the_policy_sampled_is_not_written_again() -> None:
+    tokenizer, tool = made("glm"), Message(role="tool", content="4")
+    asked, ended = (number(tokenizer, name) for name in ("<|observation|>", "<|user|>"))
+    assert shown(tokenizer, tokenizer.observation((tool,), last=asked)) == "\n4<|assistant|>\n"
+    assert shown(tokenizer, tokenizer.observation((tool,), last=ended)) == "<|observation|>\n4<|assistant|>\n"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
+def test_roles_that_a_template_refuses_are_told(family: str) -> None:
+    tokenizer = made(family)
+    with pytest.raises(TaskError, match=r"the chat template refuses the messages: .*alternate"):
+        tokenizer.observation((user("a"), user("b")))
+
+
+# --- control tokens ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_has_transformers_ids(family: str, kind: str) -> None:
+    tokenizer = made(family, kind)
+    messages = [
+        {"role": "user", "content": "What is 5+7?\n\n"},
+        {"role": "assistant", "content": " 12 "},
+        {"role": "user", "content": "ä\ttrue"},
+    ]
+    theirs = tokenizer._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.ids(chat(*(Message(**one) for one in messages))) == theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_control_tokens_that_a_row_spells_are_text(family: str, kind: str) -> None:
+    tokenizer, controls = made(family, kind), CONTROLS[family]
+    source = tokenizer_kinds.template_text(family) or ""
+    names = [*controls.specials, *(name for name in controls.plain if name in source)]
+    names = [name for name in names if name in tokenizer.numbers()]
+    plain, spelled = chat(user("no token")), chat(user(f"a{names[0]} b{''.join(names)}c"))
+    ids = tokenizer.ids(spelled)
+    control = {number(tokenizer, name) for name in names if name != "<unk>"}
+    # The template's own tokens are those of a prompt that spells none.
+    assert [one for one in ids if one in control] == [one for one in tokenizer.ids(plain) if one in control]
+    text = shown(tokenizer, ids).replace("\u2581", " ")
+    assert all(name.replace("\u2581", " ") in text for name in names)
+    theirs = tokenizer._tokenizer.apply_chat_template(
+        [{"role": "user", "content": spelled.messages[0].text}], add_generation_prompt=True
+    )["input_ids"]
+    assert tokenizer.ids(chat(*spelled.messages, control_tokens="parse")) == theirs
+    assert tokenizer.render(spelled).count(names[0]) == tokenizer.render(plain).count(names[0]) + 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_other_text_keeps_the_tokens_that_it_has_without_a_spelled_one(kind: str) -> None:
+    tokenizer = made("qwen2.5", kind)
+    twin = tokenizer._control._twin[0]
+    for text in ("What is 5+7?", "a b\n\nc", "über 12", " x"):
+        assert twin.encode(text, add_special_tokens=False).ids == tokenizer._ids(text)
+    ids = tokenizer.ids(chat(user("The answer<|im_end|>"), Message(role="assistant", content="is 46."), user("add")))
+    plain = tokenizer.ids(chat(user("The answer"), Message(role="assistant", content="is 46."), user("add")))
+    tail = plain[plain.index(number(tokenizer, "<|im_end|>"), plain.index(number(tokenizer, "<|im_end|>")) + 1) :]
+    assert ids[-len(tail) :] == tail
+
+
+def test_tools_outputs_names_and_texts_have_no_control_tokens_either() -> None:
+    tokenizer = made("qwen3")
+    end = number(tokenizer, "<|im_end|>")
+    observed = tokenizer.observation((Message(role="tool", content="</tool_response><|im_end|>"),)).tolist()
+    assert (observed.count(end), observed.count(number(tokenizer, "</tool_response>"))) == (1, 1)
+    assert end not in tokenizer.observation("so<|im_end|>")
+    assert end in tokenizer.observation("so<|im_end|>", Template(control_tokens="parse"))
+    assert end not in tokenizer.ids(Prompt(text="so<|im_end|>", columns={}))
+    called = Message(
+        role="assistant",
+        content=None,
+        tool_calls=({"function": {"name": "f<|im_end|>", "arguments": {"<|im_end|>": ["<|im_end|>"]}}},),
+    )
+    answered = Message(role="tool", content="4", name="<|im_end|>", tool_call_id="1")
+    prompt = chat(user("x"), called, answered, tools=({"name": "f", "description": "<|im_end|>"},))
+    ids = tokenizer.ids(prompt)
+    text = shown(tokenizer, ids)
+    assert ids.count(end) < text.count("<|im_end|>") and '"arguments": {"<|im_end|>": ["<|im_end|>"]}' in text
+
+
+def test_the_thoughts_of_an_assistants_message_stay_tokens() -> None:
+    tokenizer = made("qwen3")
+    thoughts = Message(role="assistant", content="<think>\nso\n</think>\n\nfour<|im_end|>")
+    ids = tokenizer.ids(chat(user("x"), thoughts, user("y")))
+    # The template takes thoughts of earlier turns out.
+    assert "so" not in shown(tokenizer, ids)
+    assert ids.count(number(tokenizer, "<|im_end|>")) == 3
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content[:12] }}", "{{ messages[0].content | upper }}"])
+def test_a_template_that_tears_a_spelled_token_is_refused(template: str) -> None:
+    with pytest.raises(TaskError, match='choose control_tokens = "parse"'):
+        made("qwen3", template=template).ids(chat(user("hello <|im_end|> you")))
+
+
+def test_what_the_policy_sampled_reaches_rewards_as_text_but_for_the_end_of_its_turn() -> None:
+    for family, call in (("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>"), ("qwen3", "<tool_call>")):
+        tokenizer = made(family, "byte_bpe")
+        end = tokenizer.turn_end()
+        turn = np.int32([*tokenizer._ids(f"x{call}y"), end])
+        assert tokenizer.completion(turn) == f"x{call}y"
+        observed = tokenizer.observation((user("no"),)).tolist()
+        whole = np.int32([*turn, *observed, *turn])
+        mask = np.array([True] * len(turn) + [False] * len(observed) + [True] * len(turn))
+        text = tokenizer.completion(whole, mask)
+        assert (text.count(call), str(ENDS[family]) in text, "[INST]" in text) == (2, False, False)
+
+
+# --- prompts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_never_ends_in_the_end_of_a_sequence_and_has_one_bos(kind: str) -> None:
+    tokenizer = made(None, kind)
+    ids = tokenizer.ids(Prompt(text="What is 5+7?", columns={}))
+    assert ids[-1] != tokenizer.eos_id
+    theirs = tokenizer._tokenizer("What is 5+7?")["input_ids"]
+    assert ids == [one for one in theirs if one != tokenizer.eos_id]
+    bos = tokenizer._tokenizer.bos_token
+    for choice in ("text", "parse"):
+        again = tokenizer.ids(Prompt(text=f"{bos}What", columns={}, template=Template(control_tokens=choice)))  # pyright: ignore
+        assert again.count(tokenizer._tokenizer.bos_token_id) == (1 if bos else 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_that_ends_with_an_assistants_message_is_continued(family: str) -> None:
+    tokenizer = made(family)
+    text = tokenizer.render(chat(user("hi"), Message(role="assistant", content="The answer")))
+    assert text.endswith("The answer")
+    theirs = tokenizer._tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The answer"}],
+        continue_final_message=True,
+        tokenize=False,
+    )
+    assert text == theirs
+    with pytest.raises(TaskError, match="without content"):
+        tokenizer.render(chat(user("hi"), Message(role="assistant", content=None)))
+
+
+DATED = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_a_template_that_writes_the_time_writes_that_of_the_run() -> None:
+    tokenizer = made("qwen3", template=DATED, clock="2026-01-31T12:05")
+    assert tokenizer.render(chat(user(" x"))) == "31 Jan 2026 12:05 x"
+
+
+def test_the_fields_of_messages_tools_and_arguments_reach_the_template(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    row = {
+        "prompt": [
+            {"role": "user", "content": "1+2", "name": None, "tool_calls": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "I add",
+                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+            },
+            {"role": "tool", "content": "3", "tool_call_id": "call_1", "name": "add"},
+        ],
+        "tools": json.dumps(tools),
+        "chat_template_kwargs": {"enable_thinking": False},
+        "answer": "3",
+    }
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(row))
+    tokenizer = made("qwen3")
+    config = one_source(data=str(data), held_out=0.0, template={"custom": 1})
+    prompt = task.build(config, 1, tokenizer).prompt(0)
+    assert prompt.template == Template(arguments={"custom": 1, "enable_thinking": False}, tools=tuple(tools))
+    plain = [
+        {key: value for key, value in one.items() if value is not None or key == "content"} for one in row["prompt"]
+    ]
+    theirs = tokenizer._tokenizer.apply_chat_template(
+        plain, tools=tools, add_generation_prompt=True, enable_thinking=False, custom=1
+    )["input_ids"]
+    assert tokenizer.encode(prompt).tolist() == theirs
+    assert "I add" in tokenizer.render(prompt) and '"name": "add"' in tokenizer.render(prompt)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": [{"role": "user", "content": None}]}, "a message has the texts `role` and `content`"),
+        ({"prompt": [{"role": "user", "content": "x", "tool_calls": "add"}]}, "no message that a chat template gets"),
+        ({"prompt": [{"role": "user", "content": "x"}], "tools": "a calculator"}, 'tools = ""'),
+        ({"prompt": [{"role": "user", "content": "x"}], "chat_template_kwargs": [1]}, "arguments by name"),
+        (
+            {"prompt": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": True}},
+            "'tokenize' is no argument of a chat template",
+        ),
+    ],
+)
+def test_rows_whose_fields_cannot_be_carried_are_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({**row, "answer": ""}))
+    with pytest.raises(TaskError, match=message):
+        task.build(one_source(data=str(data), held_out=0.0), 1, made("qwen3"))
