@@ -66,6 +66,7 @@ def check(
     gpu_gib: Annotated[
         float | None, Parameter(help="Memory of one GPU (default: that of the GPU here, else 80).")
     ] = None,
+    no_score: Annotated[bool, Parameter(help="Call no reward on rows of the data.")] = False,
 ) -> int:
     """Tell what is wrong with CONFIG, what a run of it needs and about how much memory it takes, without starting it.
 
@@ -74,7 +75,7 @@ def check(
     loaded = configfile.load(config, overrides)
     from streamppo.commands import check as command
 
-    return command.check(loaded, str(config), gpu_gib)
+    return command.check(loaded, str(config), gpu_gib, call=not no_score)
 
 
 @app.command

@@ -6,7 +6,8 @@ later      seen when a run starts
 not here   not on this machine; it may be where the run will be, and no run starts here without it
 error      no run can be made of it
 
-Mistakes that need no torch are found first. Memory and the tokenizer are looked at only if there are none.
+Mistakes that need no torch are found first. Memory, the tokenizer and scores of rows
+are looked at only if there are none.
 """
 
 from collections.abc import Sequence
@@ -28,12 +29,12 @@ STYLES: dict[State, str] = {
 }
 
 
-def check(config: Config, name: str, gpu_gib: float | None) -> int:
+def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> int:
     """Print the effective settings of the configuration `name`, then the findings, errors last.
 
-    The exit code is 1 if there is an error.
+    Rewards are called on a few rows if `call` is true. The exit code is 1 if there is an error.
     """
-    findings = look_over(config, gpu_gib)
+    findings = look_over(config, gpu_gib, call=call)
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
     echo(f"{configfile.show(config)}\n")
     print_table(sorted(findings, key=lambda one: one.state == "error"))
@@ -41,8 +42,11 @@ def check(config: Config, name: str, gpu_gib: float | None) -> int:
     return 1 if errors else 0
 
 
-def look_over(config: Config, gpu_gib: float | None) -> list[Finding]:
-    """Find everything there is to say about `config`; what needs torch only if there is no error before."""
+def look_over(config: Config, gpu_gib: float | None, *, call: bool = False) -> list[Finding]:
+    """Find everything there is to say about `config`; what needs torch only if there is no error before.
+
+    Rewards are called on a few rows if `call` is true.
+    """
     findings = list(quick.findings(config))
     if _count(findings, "error"):
         text = "tokenizer, lengths of prompts and memory are looked at once the errors are mended"
@@ -50,7 +54,7 @@ def look_over(config: Config, gpu_gib: float | None) -> list[Finding]:
     # Torch takes seconds to import, and is no use to somebody who has a mistake to mend.
     from streamppo.commands.checks import slow
 
-    return slow.add(findings, config, gpu_gib)
+    return slow.add(findings, config, gpu_gib, call=call)
 
 
 def _count(findings: Sequence[Finding], state: State) -> int:

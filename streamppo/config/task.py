@@ -32,14 +32,14 @@ class HeldOut(Section, frozen=True):
     """Rows that are divided into training and evaluation."""
 
     held_out: Fraction = 0.05
-    """Share kept for evaluation and never trained on; of a data set, if no evaluation data are named."""
+    """Share of the different prompts kept for evaluation and never trained on, if no evaluation rows are named."""
 
 
 class Source(HeldOut, frozen=True, kw_only=True):
     """One data set, and how its rows become prompts. Columns may be dotted: `reward_model.ground_truth`."""
 
     data: str
-    """A jsonl or parquet file, a folder of them, a folder by `save_to_disk`, or a hub name (extra `data`)."""
+    """A jsonl (or .gz of it) or parquet file, a folder of them or by `save_to_disk`, or a hub name (extra `data`)."""
     subset: str = ""
     """The configuration of a hub data set that has several."""
     split: str = "train"
@@ -49,7 +49,7 @@ class Source(HeldOut, frozen=True, kw_only=True):
     evaluation_split: str | None = None
     """The split that is evaluated on, of a folder or a hub name."""
     prompt: str = "prompt"
-    """Column of the prompt: a string, or a list of messages with role and content."""
+    """Column of the prompt: a string, or a list of messages with role and content (also as JSON)."""
     answer: str = "answer"
     """Column that rewards get as `answer`; verl's rows have theirs in reward_model.ground_truth; "" is none."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
@@ -101,7 +101,7 @@ class CalculatorTask(Addition, frozen=True, tag="calculator"):
     """Addition with a calculator at hand, for the environment `streamppo.tasks.library.calculator:Calculator`."""
 
 
-class VerifiersTask(Kind, frozen=True, kw_only=True, tag="verifiers"):
+class VerifiersTask(HeldOut, frozen=True, kw_only=True, tag_field="kind", tag="verifiers"):
     """The data set of a verifiers environment (extra `verifiers`); its turns need `[environment]` too."""
 
     environment: str

@@ -95,6 +95,8 @@ async def start(
     task = tasks.build(config.task, config.seed, tokenizer)
     for kind, count in task.lengths().items():
         log.info("%d prompts are too long: %s", count, kind)
+    for note in task.notes():
+        log.warning("%s", note)
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources())
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)

@@ -1,14 +1,14 @@
 """From the rows of data sets to prompts."""
 
-from collections.abc import Mapping, Sequence, Sized
+import json
+from collections.abc import Callable, Mapping, Sequence, Sized
 from itertools import islice
-from typing import Protocol
-
-import numpy as np
+from pathlib import Path
+from typing import Protocol, TypeAlias
 
 from streamppo.config.task import Source
 from streamppo.errors import TaskError
-from streamppo.tasks import chat, read
+from streamppo.tasks import chat, columns, files, read, split
 from streamppo.tasks.read import Row
 from streamppo.types import Message, Prompt, Template
 
@@ -28,43 +28,87 @@ class Measure(Protocol):
         ...
 
 
+Look: TypeAlias = Callable[[str, Prompt], object]
+"""Told of every prompt, after the words that say where its row stands."""
+
+
 class Data:
     """The rows of one source, or its first `limit`. Raises `TaskError` with file and row for one it cannot use.
 
-    `lengths` counts the training prompts that were "skipped" or will be "truncated".
+    `lengths` counts the training prompts that were "skipped" or will be "truncated"; `keys` are those of the training
+    prompts by `split.key`, `held_out_keys` those of the others. `notes` are sentences about files and columns.
     """
 
     def __init__(
-        self, name: str, source: Source, seed: int, tokenizer: Measure | None, limit: int | None = None
+        self,
+        name: str,
+        source: Source,
+        seed: int,
+        tokenizer: Measure | None,
+        limit: int | None = None,
+        *,
+        look: Look | None = None,
     ) -> None:
-        self._limit = limit
+        self._name, self._source, self._tokenizer = name, source, tokenizer
+        self._limit, self._look = limit, look
+        self._left_out: dict[str, str] = {}
         self.lengths = {"skipped": 0, "truncated": 0}
-        self.training: Sequence[Prompt] = self._read(name, source, source.data, source.split, tokenizer)
+        self.notes: list[str] = []
+        self.training: Sequence[Prompt] = self._read(source.data, source.split)
+        self.keys = self._keys(self.training)
+        self.notes += split.repeated(self.keys, name)
         self.held_out: Sequence[Prompt]
-        if source.evaluation is not None or source.evaluation_split is not None:
-            data, split = source.evaluation or source.data, source.evaluation_split or source.split
-            if source.evaluation is None and not read.has_splits(data):
-                raise TaskError(
-                    f"{data} is its own split, so evaluation_split would evaluate on what is trained on: "
-                    "name other rows as `evaluation`, or use held_out"
-                )
-            self.held_out = self._read(name, source, data, split, tokenizer)
-            return
-        rows = self.training
-        order = np.random.default_rng((seed, 0xF11E)).permutation(len(rows))
-        cut = round(source.held_out * len(rows))
-        self.held_out = [rows[int(i)] for i in order[:cut]]
-        self.training = [rows[int(i)] for i in sorted(order[cut:])]
-        if not self.training:
-            raise TaskError(f"{source.data}: all {len(rows)} rows are held out: lower held_out")
+        self.is_divided = source.evaluation is None and source.evaluation_split is None
+        if self.is_divided:
+            # The first rows of a large file tell nothing of the number of its different prompts.
+            share = source.held_out if limit is None or len(set(self.keys)) > 1 else 0.0
+            try:
+                divided = split.divide(self.training, self.keys, share, seed)
+            except TaskError as error:
+                raise TaskError(f"{source.data}: {error}") from error
+            self.held_out_keys = self._keys(divided.held_out)
+            self.leave(set(self.held_out_keys))
+            self.held_out = divided.held_out
+        else:
+            self.held_out = self._read(*_evaluation(source))
+            self.held_out_keys = self._keys(self.held_out)
+        self.notes += [
+            f"{name}: the column {column!r} {why}: rewards do not get it" for column, why in self._left_out.items()
+        ]
 
-    def _read(self, name: str, source: Source, data: str, split: str, tokenizer: Measure | None) -> list[Prompt]:
-        rows = islice(read.rows(data, split, source.subset), self._limit)
-        found = ((where, prompt(row, where, name, source)) for where, row in rows)
-        fitting = [made for where, made in found if tokenizer is None or self._fits(made, where, source, tokenizer)]
+    def leave(self, taken: set[bytes]) -> None:
+        """Train on none of the prompts whose keys are `taken`. Raises `TaskError` if no other is left."""
+        self.training = split.without(self.training, self.keys, taken)
+        self.keys = split.without(self.keys, self.keys, taken)
+        if not self.training:
+            raise TaskError(
+                f"{self._source.data}: each of its prompts is held out of another source: leave this one out"
+            )
+
+    def _keys(self, prompts: Sequence[Prompt]) -> list[bytes]:
+        """Hash the prompts without the system message that the source adds to all of them."""
+        return [split.key(one.text.removeprefix(self._source.system)) for one in prompts]
+
+    def _read(self, data: str, of_split: str) -> Sequence[Prompt]:
+        folder = Path(data)
+        if folder.is_dir() and (doubtful := files.find(folder, of_split).doubtful):
+            self.notes.append(f"{self._name}: not read as of the split {of_split!r} in {folder}: {', '.join(doubtful)}")
+        rows = islice(read.rows(data, of_split, self._source.subset), self._limit)
+        fitting = [made for where, row in rows if (made := self._prompt(row, where)) is not None]
         if not fitting:
             raise TaskError(f"{data}: no rows" + (" that are short enough" if self.lengths["skipped"] else ""))
         return fitting
+
+    def _prompt(self, row: Row, where: str) -> Prompt | None:
+        """Make the prompt of a row; None for one that is left out."""
+        plain = columns.of(row)
+        self._left_out |= plain.left_out
+        made = prompt(plain.columns, where, self._name, self._source)
+        if self._tokenizer is not None and not self._fits(made, where, self._source, self._tokenizer):
+            return None
+        if self._look is not None:
+            self._look(where, made)
+        return made
 
     def _fits(self, made: Prompt, where: str, source: Source, tokenizer: Measure) -> bool:
         """Tell if the prompt is used at all, and count it if it is too long."""
@@ -86,6 +130,23 @@ class Data:
             case "truncate":
                 self.lengths["truncated"] += 1
                 return True
+
+
+def _evaluation(source: Source) -> tuple[str, str]:
+    """Return data and split of the evaluation. Raises `TaskError` for those that are trained on."""
+    data, of_split = source.evaluation or source.data, source.evaluation_split or source.split
+    if source.evaluation is None and not read.has_splits(data):
+        raise TaskError(
+            f"{data} is its own split, so evaluation_split would evaluate on what is trained on: "
+            "name other rows as `evaluation`, or use held_out"
+        )
+    same = data == source.data or Path(data).resolve() == Path(source.data).resolve()
+    if same and (of_split == source.split or not read.has_splits(data)):
+        raise TaskError(
+            f"{data} is trained on, and evaluation on it is one of memory: name other rows as `evaluation`, "
+            "another evaluation_split, or leave both out and use held_out"
+        )
+    return data, of_split
 
 
 def prompt(row: Row, where: str, name: str, source: Source) -> Prompt:
@@ -136,9 +197,10 @@ def content(value: object, where: str, source: Source) -> tuple[str, tuple[Messa
     The text of messages is their contents, one after another. Raises `TaskError` for a value that is no prompt.
     """
     if isinstance(value, str) and value:
-        if not source.chat and not source.system:
+        if not source.chat and not source.system and not _as_json(value):
             return value, ()
-        messages = [Message(role="user", content=value)]
+        listed = _as_json(value)
+        messages = [chat.message(one, where) for one in listed] or [Message(role="user", content=value)]
     elif isinstance(value, list) and value:
         messages = [chat.message(item, where) for item in value]
     else:
@@ -146,3 +208,15 @@ def content(value: object, where: str, source: Source) -> tuple[str, tuple[Messa
     if source.system:
         messages.insert(0, Message(role="system", content=source.system))
     return "\n\n".join(message.text for message in messages), tuple(messages)
+
+
+def _as_json(text: str) -> list[object]:
+    """Return the messages of a text that is a JSON list of them; [] for every other text."""
+    if not text.lstrip().startswith("["):
+        return []
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    is_chat = isinstance(listed, list) and all(isinstance(one, dict) and "role" in one for one in listed)
+    return listed if is_chat else []

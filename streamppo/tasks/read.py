@@ -1,17 +1,29 @@
 """Rows of a data set: one file, a folder of files, a folder by `save_to_disk`, or a name on the hub."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from streamppo.errors import TaskError
+from streamppo.tasks import files
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Row: TypeAlias = Mapping[str, Any]
 """The columns of one row of data, by name: any values, which the user's own functions take."""
 BATCH = 1024
 """Rows of a parquet file that are in memory as Python objects at one time."""
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".gz", ".parquet", ".arrow")
+
+
+class Unread(NamedTuple):
+    """Stands for a value of a column that cannot be read."""
+
+    reason: str
 
 
 def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
@@ -20,55 +32,36 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
     if not path.exists():
         yield from ((f"{data}, row {number}", row) for number, row in enumerate(_hub(data, split, subset), start=1))
         return
-    for file in _files(path, split) if path.is_dir() else [path]:
+    for file in files.find(path, split).of_split if path.is_dir() else [path]:
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(_file(file), start=1))
 
 
 def has_splits(data: str) -> bool:
     """Tell if there is a choice of splits: a single file, or one split by `save_to_disk`, has none."""
     path = Path(data)
-    return not path.is_file() and not _saved(path)
+    return not path.is_file() and not files.saved(path)
 
 
 def _file(path: Path) -> Iterator[Row]:
-    match path.suffix:
-        case ".jsonl":
+    match files.ending(path):
+        case ".jsonl" | ".jsonl.gz":
             return _jsonl(path)
         case ".parquet":
             return _parquet(path)
         case ".arrow":
             return _arrow(path)
-        case suffix:
-            raise TaskError(f"{path}: {suffix or 'no suffix'} is not read: use .jsonl or .parquet")
-
-
-def _files(folder: Path, split: str) -> list[Path]:
-    """Find the files of `split`: named after it, or in a folder named after it."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
-    if _saved(folder):
-        return [folder / entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
-    of_split = [path for path in found if any(_names(part, split) for part in path.relative_to(folder).parts)]
-    if not of_split:
-        names = ", ".join(str(path.relative_to(folder)) for path in found) or "none"
-        raise TaskError(f"{folder}: no file of the split {split!r}; jsonl, parquet and arrow files in it: {names}")
-    return of_split
-
-
-def _saved(folder: Path) -> bool:
-    """Tell if the folder was made of one split by `save_to_disk`."""
-    return (folder / "state.json").is_file()
-
-
-def _names(part: str, split: str) -> bool:
-    """Tell if a name such as `train`, `train.jsonl` or `train-00000-of-00002.parquet` stands for the split."""
-    return part == split or part.startswith((f"{split}.", f"{split}-"))
+        case _:
+            raise TaskError(f"{path}: {path.suffix or 'no suffix'} is not read: use .jsonl, .jsonl.gz or .parquet")
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield parse(line, f"{path}, line {number}")
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield parse(line, f"{path}, line {number}")
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise TaskError(f"{path}: not a gzip file, or a part of one: {error}") from error
 
 
 def parse(text: bytes, where: str) -> Row:
@@ -88,7 +81,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=BATCH):
-                yield from batch.to_pylist()
+                yield from _rows(batch)
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise TaskError(f"{path}: not a parquet file: {error}") from error
 
@@ -99,9 +92,45 @@ def _arrow(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.memory_map(str(path)) as source:
-            yield from pyarrow.ipc.open_stream(source).read_all().to_pylist()
+            for batch in pyarrow.ipc.open_stream(source):
+                yield from _rows(batch)
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise TaskError(f"{path}: not an arrow stream: {error}") from error
+
+
+def _rows(batch: "pyarrow.RecordBatch") -> Iterator[Row]:
+    """Yield the rows of a batch. A column that Python cannot hold is `Unread` in each of them."""
+    import pyarrow
+
+    columns: list[list[Any]] = []
+    for column in batch.columns:
+        try:
+            columns.append(column.cast(_in_microseconds(column.type), safe=False).to_pylist())
+        # Dates beyond the year 9999, texts that are not UTF-8, two fields of one name, kinds without a Python type.
+        except (pyarrow.ArrowException, ValueError, OverflowError, TypeError, NotImplementedError) as error:
+            columns.append([Unread(f"holds values of {column.type} that cannot be read: {error}")] * len(column))
+    names = batch.schema.names
+    for values in zip(*columns, strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def _in_microseconds(kind: "pyarrow.DataType") -> "pyarrow.DataType":
+    """Return the type with times in microseconds where it has nanoseconds, which no moment of Python's has."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if types.is_time64(kind) and kind.unit == "ns":
+        return pa.time64("us")
+    if types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_in_microseconds(field.type)) for field in kind])
+    for is_list, make in ((types.is_list, pa.list_), (types.is_large_list, pa.large_list)):
+        if is_list(kind):
+            return make(kind.value_field.with_type(_in_microseconds(kind.value_type)))
+    return kind
 
 
 def _hub(name: str, split: str, subset: str) -> Iterator[Row]:

@@ -6,9 +6,10 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
-from streamppo.config.task import ArithmeticTask, CalculatorTask, DataTask, GymTask, Source, VerifiersTask
+from streamppo.config.task import ArithmeticTask, CalculatorTask, DataTask, GymTask, VerifiersTask
 from streamppo.config.task import Task as TaskConfig
-from streamppo.tasks.data import Data, Measure
+from streamppo.tasks import split
+from streamppo.tasks.data import Data, Look, Measure
 from streamppo.tasks.library import verifiers
 from streamppo.tasks.library.arithmetic import Arithmetic, difficulty
 from streamppo.tasks.library.calculator import demonstrations
@@ -32,13 +33,17 @@ class Rows(Protocol):
 
 
 class Stream(NamedTuple):
-    """One source of prompts: `rows`, in the endless `order` of positions; `lengths` counts prompts too long."""
+    """One source of prompts: `rows`, in the endless `order` of positions.
+
+    `lengths` counts prompts that are too long, `notes` are sentences about rows, files and columns.
+    """
 
     name: str
     rows: Rows
     order: Callable[[int], int]
     weight: float = 1.0
     lengths: Mapping[str, int] = MappingProxyType({})
+    notes: Sequence[str] = ()
 
 
 class Task:
@@ -80,6 +85,10 @@ class Task:
         """Return every name that prompts have as their source."""
         return {prompt.source for stream in self._streams for prompt in (*stream.rows.training, *stream.rows.held_out)}
 
+    def notes(self) -> list[str]:
+        """Say which rows are repeated, which evaluation prompts are trained on, and which columns are left out."""
+        return [note for stream in self._streams for note in stream.notes]
+
     def lengths(self) -> dict[str, int]:
         """Count the prompts that are too long, by source and by their treatment (skipped or truncated)."""
         return {
@@ -90,29 +99,38 @@ class Task:
         }
 
 
-def build(config: TaskConfig, seed: int, tokenizer: Measure | None = None, *, limit: int | None = None) -> Task:
+def build(
+    config: TaskConfig,
+    seed: int,
+    tokenizer: Measure | None = None,
+    *,
+    limit: int | None = None,
+    look: Look | None = None,
+) -> Task:
     """Build the task that the configuration names; without a tokenizer no prompt is measured.
 
-    With a `limit`, no more than that many rows of any data set are read, to see that they can be.
+    With a `limit`, no more than that many rows of any data set are read, to see that they can be; `look` is told of
+    each row of them.
     Raises `TaskError` if its data cannot be read.
     """
     match config:
         case ArithmeticTask():
             return Task([_arithmetic(config, seed)], seed)
         case DataTask():
-            named = config.sources
-            streams = [_data(name, source, seed, tokenizer, len(named), limit) for name, source in named.items()]
-            return Task(streams, seed)
+            rows = {
+                name: Data(name, source, seed, tokenizer, limit, look=look) for name, source in config.sources.items()
+            }
+            return Task(_streams(config, rows, seed), seed)
         case GymTask(dataset=name):
             rows = Gym(config, seed)
-            return Task([Stream(name, rows, Shuffled(len(rows.training), seed))], seed)
+            return Task([Stream(name, rows, Shuffled(len(rows.training), seed), notes=rows.notes)], seed)
         case CalculatorTask(first=first, second=second, held_out=held_out):
             rows = Arithmetic(first, second, held_out, seed)
             stream = Stream("arithmetic", rows, Shuffled(len(rows.training), seed))
             return Task([stream], seed, demonstrations(rows.training))
         case VerifiersTask(environment=name):
-            rows = verifiers.Rows(config)
-            return Task([Stream(name, rows, Shuffled(len(rows.training), seed))], seed)
+            rows = verifiers.Rows(config, seed)
+            return Task([Stream(name, rows, Shuffled(len(rows.training), seed), notes=rows.notes)], seed)
 
 
 def _arithmetic(config: ArithmeticTask, seed: int) -> Stream:
@@ -123,8 +141,23 @@ def _arithmetic(config: ArithmeticTask, seed: int) -> Stream:
     return Stream("arithmetic", rows, order)
 
 
-def _data(name: str, source: Source, seed: int, tokenizer: Measure | None, of: int, limit: int | None = None) -> Stream:
-    rows = Data(name, source, seed, tokenizer, limit)
-    # Sources of equal length must not be visited in equal orders.
-    key = (seed,) if of == 1 else (seed, crc32(name.encode()))
-    return Stream(name, rows, Shuffled(len(rows.training), *key), source.weight, rows.lengths)
+def _streams(config: DataTask, data: Mapping[str, Data], seed: int) -> list[Stream]:
+    """Make the streams of data sets: what one of them holds out by its share, none of them trains on."""
+    taken: set[bytes] = set()
+    for rows in data.values():
+        taken.update(rows.held_out_keys if rows.is_divided else ())
+    for rows in data.values():
+        rows.leave(taken)
+    trained = {key for rows in data.values() for key in rows.keys}
+    return [
+        Stream(
+            name,
+            rows,
+            # Sources of equal length must not be visited in equal orders.
+            Shuffled(len(rows.training), *((seed,) if len(data) == 1 else (seed, crc32(name.encode())))),
+            config.sources[name].weight,
+            rows.lengths,
+            [*rows.notes, *split.found(rows.held_out_keys, trained, name)],
+        )
+        for name, rows in data.items()
+    ]

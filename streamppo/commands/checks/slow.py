@@ -1,29 +1,34 @@
-"""The checks that need torch and transformers: tokenizer, lengths of prompts, memory."""
+"""The checks that need torch and transformers: tokenizer, lengths of prompts, scores of rows, memory."""
 
 from collections.abc import Sequence
 
 import transformers
 
-from streamppo.commands.checks import ends, memory, model, task, turns, weights
+from streamppo.commands.checks import ends, memory, model, rows, task, turns, weights
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Finding
 from streamppo.config.sections import Config
 from streamppo.learner import parallel, ulysses
 
 
-def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> list[Finding]:
-    """Add to the quick `findings` those of the model, of the task as its tokenizer measures it, and of memory."""
+def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None, *, call: bool) -> list[Finding]:
+    """Add to the quick `findings` those of the model, of the task as its tokenizer measures it, and of memory.
+
+    Rewards are called on a few rows if `call` is true.
+    """
     transformers.utils.logging.set_verbosity_error()
     loaded, added = model.load(config)
     found = [*findings, *added]
     if not any(one.state == "error" for one in added):
         found += weights.findings(config)
+    prompts, of_task = task.load(config, loaded.tokenizer)
     if loaded.tokenizer is not None:
-        prompts, of_task = task.load(config, loaded.tokenizer)
         found = [one for one in found if one.subject != "task"] + of_task
         if prompts is not None:
             found += turns.findings(config, prompts, loaded.tokenizer)
             found += answers(config, prompts, loaded.tokenizer)
+    if prompts is not None:
+        found += rows.score(config, prompts, loaded.tokenizer, call=call)
     if loaded.hf_config is not None:
         if loaded.tokenizer is not None:
             found += ends.ends(config, loaded.hf_config, loaded.tokenizer)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.folder import find, looks_like_path, weights
+from streamppo.commands.checks.rows import Faults, is_for
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
@@ -15,6 +16,7 @@ from streamppo.tasks import environments, lesson, limits, read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
+from streamppo.tasks.rewards.signature import VERL
 from streamppo.tasks.scorers.code import CodeTests
 from streamppo.tasks.task import Task
 from streamppo.types import Prompt
@@ -25,18 +27,29 @@ ROWS = 64
 
 
 def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None) -> tuple[Task | None, list[Finding]]:
-    """Build the task, on the first `limit` rows of its data. None if these are not here, or are wrong."""
+    """Build the task, on the first `limit` rows of its data. None if these are not here, or are wrong.
+
+    Without a `tokenizer` rows that no completion can match are looked for.
+    """
     if absent := [place for place in _places(config) if not Path(place).exists()]:
         return None, [_absent(place) for place in absent]
     builtin = config.model.path == BUILTIN
     measure = lesson.Characters() if builtin else tokenizer
+    faults = Faults(config) if tokenizer is None else None
     try:
-        task = tasks.build(config.task, config.seed, measure, limit=limit)
+        task = tasks.build(config.task, config.seed, measure, limit=limit, look=faults)
         if builtin:
             lesson.of(task)
     except StreamppoError as error:
         return None, [Finding("task", "error", str(error))]
-    return task, [Finding("task", "ok", _prompts(task, measure))]
+    found = [Finding("task", "ok", _prompts(task, measure))]
+    # The first rows of a large data set tell nothing of the others.
+    found += [Finding("task", "note", note) for note in task.notes() if limit is None]
+    if faults is None:
+        return task, found
+    for number, prompt in enumerate(() if isinstance(config.task, DataTask) else task.training):
+        faults(f"problem {number}", prompt)
+    return task, [*found, *faults.findings()]
 
 
 def _absent(place: str) -> Finding:
@@ -79,7 +92,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
     for name, scorer in config.reward.scorers.items():
         subject = f"reward {name}"
         try:
-            yield _scorer(subject, scorer, [one for one in prompts if _is_for(scorer, one)])
+            yield _scorer(subject, scorer, [one for one in prompts if is_for(scorer, one)])
             if isinstance(scorer, ModelScorer):
                 yield from weights(scorer.path, subject)
         except TaskError as error:
@@ -91,10 +104,6 @@ def rewards(config: Config, task: Task | None) -> Findings:
         yield Finding("reward", "error", str(error))
 
 
-def _is_for(scorer: Scorer, prompt: Prompt) -> bool:
-    return not scorer.sources or prompt.source in scorer.sources
-
-
 def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
     match scorer:
         case FunctionScorer():
@@ -102,6 +111,8 @@ def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
             for prompt in prompts:
                 how.columns(prompt.columns)
             text = shown(scorer, how, in_actor=in_actor)
+            if hidden := sorted(how.own & {name for prompt in prompts for name in prompt.columns} - VERL):
+                text = f"{text}; it does not get the columns {', '.join(hidden)}, whose names are its parameters"
             if scorer.function == CODE:
                 text = f"{text}; {CodeTests.place(scorer.arguments)}"
             return Finding(subject, "ok", text)

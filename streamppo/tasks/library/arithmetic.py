@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from streamppo.errors import TaskError
+from streamppo.tasks.scorers import gold
+from streamppo.tasks.split import held_out_count
 from streamppo.types import Prompt, ScoredText
 
 ALPHABET = "0123456789+="
@@ -20,7 +22,8 @@ class Arithmetic:
         pairs = [(a, b) for a in range(first[0], first[1] + 1) for b in range(second[0], second[1] + 1)]
         unordered = sorted({(min(pair), max(pair)) for pair in pairs})
         generator = np.random.default_rng((seed, 0xADD))
-        kept = {unordered[int(n)] for n in generator.permutation(len(unordered))[round(held_out * len(unordered)) :]}
+        cut = held_out_count(len(unordered), held_out)
+        kept = {unordered[int(n)] for n in generator.permutation(len(unordered))[cut:]}
         shuffled = [pairs[int(n)] for n in generator.permutation(len(pairs))]
         self.training: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) in kept]
         self.held_out: Sequence[Prompt] = [_prompt(*pair) for pair in shuffled if (min(pair), max(pair)) not in kept]
@@ -41,5 +44,8 @@ def difficulty(prompt: Prompt) -> int:
 
 
 async def score(trajectory: ScoredText, answer: str) -> float:
-    """Score 1.0 for exactly the answer and an end-of-sequence after it, else 0.0."""
-    return float(trajectory.finish == "stop" and trajectory.completion == answer)
+    """Score 1.0 for exactly the answer and an end-of-sequence after it, else 0.0.
+
+    Raises `TaskError` for an answer that is neither a text nor a number.
+    """
+    return float(trajectory.completion == gold.text(answer) and trajectory.finish == "stop")

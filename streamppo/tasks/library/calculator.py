@@ -9,6 +9,7 @@ then         46=         the calculator shows the sum; the policy has another tu
 from collections.abc import Sequence
 
 from streamppo.tasks.environments import Done, Observation
+from streamppo.tasks.scorers import gold
 from streamppo.types import Prompt
 
 CALLS_OF = 5
@@ -25,7 +26,7 @@ class Calculator:
     async def reset(self, prompt: Prompt) -> str:
         """Show the question."""
         self._question = prompt.text.removesuffix("=")
-        self._answer = str(prompt.columns["answer"])
+        self._answer = gold.text(prompt.columns.get("answer"))
         return prompt.text
 
     async def step(self, text: str) -> Observation | Done:

@@ -11,12 +11,13 @@ import numpy as np
 
 from streamppo.config.task import GymTask
 from streamppo.errors import TaskError
+from streamppo.tasks import split
 from streamppo.tasks.read import Row
 from streamppo.types import Prompt, ScoredText
 
 
 class Gym:
-    """The first `size` problems of a reasoning-gym data set; the last of them are held out."""
+    """The first `size` problems of a reasoning-gym data set; a share of its different questions is held out."""
 
     def __init__(self, config: GymTask, seed: int) -> None:
         try:
@@ -24,9 +25,14 @@ class Gym:
         except (ValueError, TypeError, AssertionError) as error:
             raise TaskError(f"reasoning-gym's {config.dataset!r} cannot be made: {error}") from error
         prompts = [_prompt(data[number], config) for number in range(config.size)]
-        cut = config.size - round(config.held_out * config.size)
-        self.training: Sequence[Prompt] = prompts[:cut]
-        self.held_out: Sequence[Prompt] = prompts[cut:]
+        keys = [split.key(prompt.text) for prompt in prompts]
+        self.notes = split.repeated(keys, config.dataset)
+        try:
+            divided = split.divide(prompts, keys, config.held_out, seed)
+        except TaskError as error:
+            raise TaskError(f"reasoning-gym's {config.dataset!r}: {error}") from error
+        self.training: Sequence[Prompt] = divided.training
+        self.held_out: Sequence[Prompt] = divided.held_out
 
 
 def _prompt(entry: Row, config: GymTask) -> Prompt:

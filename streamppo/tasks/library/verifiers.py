@@ -18,7 +18,7 @@ from typing import Protocol
 
 from streamppo.config.task import VerifiersTask
 from streamppo.errors import TaskError
-from streamppo.tasks import chat
+from streamppo.tasks import chat, split
 from streamppo.tasks.environments import Done
 from streamppo.tasks.read import Row
 from streamppo.types import Message, Prompt
@@ -58,12 +58,20 @@ class TheirEnvironment(Protocol):
 
 
 class Rows:
-    """The training and evaluation rows of an environment."""
+    """The training and evaluation rows of an environment; of one without evaluation rows, a share is held out."""
 
-    def __init__(self, config: VerifiersTask) -> None:
-        made = _environment(config.environment)
-        self.training: Sequence[Prompt] = [_prompt(row, config.environment) for row in made.get_dataset()]
-        self.held_out: Sequence[Prompt] = [_prompt(row, config.environment) for row in made.get_eval_dataset()]
+    def __init__(self, config: VerifiersTask, seed: int) -> None:
+        name = config.environment
+        made = _environment(name)
+        self.training: Sequence[Prompt] = [_prompt(row, name) for row in made.get_dataset()]
+        self.held_out: Sequence[Prompt] = [_prompt(row, name) for row in made.get_eval_dataset()]
+        keys, held_out = ([split.key(one.text) for one in rows] for rows in (self.training, self.held_out))
+        self.notes = [*split.repeated(keys, name)]
+        if held_out and set(held_out) <= set(keys):
+            # verifiers gives the training rows where there are no others.
+            self.training, self.held_out = split.divide(self.training, keys, config.held_out, seed)
+        else:
+            self.notes += split.found(held_out, set(keys), name)
 
 
 class Verifiers:

@@ -2,14 +2,28 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from numbers import Real
-from typing import SupportsFloat
+from typing import Protocol, runtime_checkable
 
 from streamppo.tasks import places
 from streamppo.types import Crossing, Reward, ScoredText, utf8_safe
 
 QUOTED = 200
 """Characters of a bad value or of an error that a reason quotes."""
+
+
+LARGEST = 1e16
+"""No reward is larger: the squares of a batch's rewards, and their sum, are numbers of float32."""
+
+
+@runtime_checkable
+class Scalar(Protocol):
+    """A number of numpy, torch or jax, or an array that holds one."""
+
+    def item(self) -> object:
+        """Return it as a number of Python's."""
+        ...
 
 
 class Outcome(Crossing, frozen=True):
@@ -40,8 +54,10 @@ def check(value: object, text: ScoredText) -> Outcome:
     """Turn a number or a `Reward` into an outcome; anything else is a failure that quotes it."""
     if isinstance(value, Reward):
         return _check_reward(value, text)
-    number = _finite(value)
-    return _refused(value, "not a finite number") if number is None else Outcome(reward=Reward(score=number))
+    try:
+        return Outcome(reward=Reward(score=number(value)))
+    except ValueError as error:
+        return _refused(value, str(error))
 
 
 def check_batch(values: object, texts: tuple[ScoredText, ...]) -> tuple[Outcome, ...]:
@@ -65,12 +81,12 @@ def check_verl(value: object, text: ScoredText) -> Outcome:
         return check(value, text)
     if "score" not in value:
         return _refused(value, "a dict without `score`")
-    numbers = {str(name): _finite(extra) for name, extra in value.items() if name != "score"}
-    components = {name: number for name, number in numbers.items() if number is not None}
-    score = _finite(value["score"])
-    if score is None:
-        return _refused(value, "whose score is not a finite number")
-    return Outcome(reward=Reward(score=score, components=components))
+    extras = {str(name): _number_or_none(extra) for name, extra in value.items() if name != "score"}
+    components = {name: extra for name, extra in extras.items() if extra is not None}
+    try:
+        return Outcome(reward=Reward(score=number(value["score"]), components=components))
+    except ValueError as error:
+        return _refused(value, f"whose score is {error}")
 
 
 def _check_reward(reward: Reward, text: ScoredText) -> Outcome:
@@ -91,30 +107,43 @@ def plain(reward: Reward) -> Reward:
     if not isinstance(reward.components, Mapping) or not all(isinstance(name, str) for name in reward.components):
         raise ValueError("whose components are no numbers by name")
     return Reward(
-        score=_finite_or_raise(reward.score),
-        tokens=tuple(map(_finite_or_raise, reward.tokens)),
-        turns=tuple(map(_finite_or_raise, reward.turns)),
-        components={utf8_safe(name): _finite_or_raise(number) for name, number in reward.components.items()},
+        score=_number_within(reward.score),
+        tokens=tuple(map(_number_within, reward.tokens)),
+        turns=tuple(map(_number_within, reward.turns)),
+        components={utf8_safe(name): _number_within(extra) for name, extra in reward.components.items()},
         explanation=utf8_safe(reward.explanation),
     )
 
 
-def _finite_or_raise(value: object) -> float:
-    number = _finite(value)
-    if number is None:
-        raise ValueError("with a number that is not finite")
-    return number
+def number(value: object) -> float:
+    """Return `value` as a plain float. Numbers of numpy and torch, decimals and fractions are numbers; texts are not.
 
-
-def _finite(value: object) -> float | None:
-    """Return `value` as a plain finite float, or None. Numbers of numpy and torch are numbers too; texts are not."""
-    if not isinstance(value, float | Real) and not (isinstance(value, SupportsFloat) and hasattr(value, "item")):
-        return None
+    Raises `ValueError` that says what it is instead: not a finite number, or beyond `LARGEST`.
+    """
     try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+        plain = value.item() if isinstance(value, Scalar) else value
+        found = float(plain) if isinstance(plain, Real | Decimal) else math.nan
+    except (TypeError, ValueError, RuntimeError, ArithmeticError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError("not a finite number")
+    if abs(found) > LARGEST:
+        raise ValueError(f"beyond {LARGEST:.0e}, and the learner squares rewards in float32: scale it down")
+    return found
+
+
+def _number_within(value: object) -> float:
+    try:
+        return number(value)
+    except ValueError as error:
+        raise ValueError(f"with a number that is {error}") from error
+
+
+def _number_or_none(value: object) -> float | None:
+    try:
+        return number(value)
+    except ValueError:
         return None
-    return number if math.isfinite(number) else None
 
 
 def _refused(value: object, why: str) -> Outcome:

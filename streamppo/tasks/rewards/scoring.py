@@ -16,7 +16,7 @@ from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.batcher import Batcher, CallBatch, CallOne
 from streamppo.tasks.rewards.begun import Begun
 from streamppo.tasks.rewards.guard import Guard
-from streamppo.tasks.rewards.outcome import Outcome, too_late
+from streamppo.tasks.rewards.outcome import Outcome, number, too_late
 from streamppo.tasks.rewards.processes import pool
 from streamppo.tasks.rewards.processes.pool import Pool
 from streamppo.tasks.rewards.signature import Columns, Texts
@@ -79,7 +79,12 @@ class Rewards:
                 scored.append((name, outcome.reward))
         if not scored:
             raise RewardFailed(f"{', '.join(names)} returned None: no reward applies to this trajectory")
-        return self._combine(scored)
+        reward = self._combine(scored)
+        try:
+            number(reward.total)
+        except ValueError as error:
+            raise RewardFailed(f"the sum of {', '.join(name for name, _ in scored)} is {error}") from error
+        return reward
 
     def report(self) -> tuple[ScorerReport, ...]:
         """Return the counters of every scorer."""

@@ -29,7 +29,8 @@ class Signature(NamedTuple):
     """The way to call a reward.
 
     `own` are the parameters of its style that it names, `asks` the columns that it names, and `needs` the columns that
-    have no default. With `takes_all` it gets every column but those that `bound` arguments stand for.
+    have no default. With `takes_all` it gets every column but those called like `bound` arguments and its own
+    parameters.
     """
 
     style: Style
@@ -48,7 +49,7 @@ class Signature(NamedTuple):
                 f"the reward asks for the column {min(missing)!r}; columns are {', '.join(sorted(given)) or 'none'}"
             )
         if self.takes_all:
-            return {name: value for name, value in given.items() if name not in self.bound}
+            return {name: value for name, value in given.items() if name not in self.bound | self.own}
         return {name: given[name] for name in self.asks if name in given}
 
 

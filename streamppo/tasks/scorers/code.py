@@ -108,7 +108,7 @@ class CodeTests:
 
     def __call__(self, trajectory: ScoredText, tests: object) -> Reward:
         """Run the tests. Raises `TaskError` for a row without usable tests."""
-        listed = _usable(json.loads(tests) if isinstance(tests, str) else tests)
+        listed = usable(tests)
         program = program_of(trajectory.completion)
         reasons = asyncio.run(self._reasons(program, listed))
         passed = reasons.count("") / len(reasons)
@@ -200,7 +200,13 @@ def _sandbox(name: str) -> Sandbox:
         raise TaskError(f"sandbox {name!r}: {places.told(error)}") from error
 
 
-def _usable(tests: object) -> list[Test]:
+def usable(tests: object) -> list[Test]:
+    """Return the tests of a row, which may be written as JSON. Raises `TaskError` for all that is no list of tests."""
+    if isinstance(tests, str):
+        try:
+            return usable(json.loads(tests) or None)
+        except ValueError as error:
+            raise TaskError(f"`tests` is a text that is not JSON: {error}") from error
     if not isinstance(tests, list) or not tests:
         raise TaskError(f"`tests` must be a list that is not empty, not {tests!r}")
     for test in tests:

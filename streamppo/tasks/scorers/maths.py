@@ -6,10 +6,12 @@ Math             formulas, sets, intervals, matrices, compared by math-verify; s
 """
 
 import logging
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from streamppo.errors import TaskError
-from streamppo.tasks.scorers.answers import boxed, first_number, last_number, marked, same_number
+from streamppo.tasks.scorers import gold
+from streamppo.tasks.scorers.answers import boxed, first_number, last_number, marked, number, same_number
 from streamppo.types import ScoredText
 
 if TYPE_CHECKING:
@@ -17,24 +19,28 @@ if TYPE_CHECKING:
 
 Expressions: TypeAlias = "list[Basic | MatrixBase | str]"
 """An answer as math-verify reads it: as formulas, and as the text that they stand in."""
+REMEMBERED = 1024
+"""Answers of rows that are read once for all completions of their prompts."""
 
 
 async def gsm8k(trajectory: ScoredText, answer: str | float) -> float:
     r"""Compare the number after the completion's last ####, else in its last \boxed{}, else its last number.
 
-    `answer` is a number, or GSM8K's own solution that ends in "#### 72".
+    `answer` is a number, GSM8K's own solution that ends in "#### 72", or one with a \boxed{72}. Raises `TaskError` for
+    an answer without one.
     """
+    wanted = gold.number(answer)
     text = trajectory.completion
     claimed = marked(text)
     given = (first_number(claimed) or claimed) if claimed else boxed(text) or last_number(text)
-    wanted = marked(str(answer)) or str(answer)
-    return float(given is not None and same_number(given, wanted))
+    return float(given is not None and number(given) == wanted)
 
 
 async def numeric(trajectory: ScoredText, answer: str | float) -> float:
-    r"""Compare the number in the completion's last \boxed{}, else its last number."""
+    r"""Compare the number in the completion's last \boxed{}, else its last number. `answer` is as in `gsm8k`."""
+    wanted = gold.number(answer)
     given = boxed(trajectory.completion) or last_number(trajectory.completion)
-    return float(given is not None and same_number(given, str(answer)))
+    return float(given is not None and number(given) == wanted)
 
 
 class Math:
@@ -52,20 +58,27 @@ class Math:
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._boxed_only = boxed_only
+        self._wanted = lru_cache(maxsize=REMEMBERED)(self._parsed)
 
     def __call__(self, trajectory: ScoredText, answer: str | float) -> float:
         """Return 1.0 for an equal answer, else 0.0."""
-        wanted_text = boxed(str(answer)) or str(answer)
+        wanted_text, wanted = self.wanted(answer)
         inside = boxed(trajectory.completion)
         if inside is None and self._boxed_only:
             return 0.0
         if inside is not None and same_number(inside, wanted_text):
             return 1.0
-        wanted = self._parsed(wanted_text)
-        if not wanted:
-            raise TaskError(f"math-verify cannot read the answer {answer!r}")
         given = self._parse(trajectory.completion) if inside is None else self._parsed(inside)
         return float(self._library.verify(wanted, given, timeout_seconds=None))
+
+    def wanted(self, answer: object) -> tuple[str, Expressions]:
+        """Read the answer of a row: its text, and that as formulas. Raises `TaskError` for one that cannot be read."""
+        text = gold.text(answer)
+        inner = boxed(text) or text
+        expressions = self._wanted(inner)
+        if not expressions:
+            raise TaskError(f"math-verify cannot read the row's answer {answer!r}")
+        return inner, expressions
 
     def _parsed(self, latex: str) -> Expressions:
         """Parse bare LaTeX, which math-verify reads only inside of dollars or boxes."""

@@ -75,16 +75,17 @@ REFUSED = {
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_a_task_that_it_cannot_learn_is_refused(tmp_path: Path, sentence: str) -> None:
     with pytest.raises(TaskError) as refused:
-        learned(REFUSED[sentence] * 2, tmp_path)
+        learned(REFUSED[sentence] * 2, tmp_path, "task.held_out=0")
     assert sentence in str(refused.value)
 
 
 def test_the_longest_row_that_it_reads_is_as_long_as_it_says(tmp_path: Path) -> None:
-    assert learned([of_length(254)] * 2, tmp_path).alphabet == "ab"
+    assert learned([of_length(254)], tmp_path, "task.held_out=0").alphabet == "ab"
 
 
 def test_prompts_that_are_too_long_are_left_out_or_cut_as_the_task_says(tmp_path: Path) -> None:
-    rows = [of_length(4), {"prompt": "xy" * 300 + "a", "answer": "b"}] * 4
-    assert learned(rows, tmp_path, "task.max_prompt_tokens=9", "task.too_long=skip").alphabet == "ab"
-    cut = learned(rows, tmp_path, "task.max_prompt_tokens=9", "task.too_long=truncate")
+    rows = [of_length(4), {"prompt": "xy" * 300 + "a", "answer": "b"}]
+    short = ("task.held_out=0", "task.max_prompt_tokens=9")
+    assert learned(rows, tmp_path, *short, "task.too_long=skip").alphabet == "ab"
+    cut = learned(rows, tmp_path, *short, "task.too_long=truncate")
     assert {prompt.text for prompt in cut.problems} == {"aaaa", "xyxyxyxya"}

@@ -85,9 +85,7 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("function", ["sync", "awaiting"])
-@pytest.mark.parametrize(
-    "value", [2**64, "\ud83d", nested(100_000), object()], ids=["integer", "half a pair", "nested", "object"]
-)
+@pytest.mark.parametrize("value", [nested(100_000), object()], ids=["nested", "object"])
 def test_a_row_that_cannot_be_sent_to_a_process_fails_its_trajectory_alone(function: str, value: Any) -> None:
     async def story() -> None:
         async with started(faulty(function)) as rewards:

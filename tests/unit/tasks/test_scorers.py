@@ -178,7 +178,7 @@ def test_math_counts_the_box_alone_unless_told_otherwise() -> None:
 
 
 def test_an_answer_of_the_data_set_that_cannot_be_read_is_an_error_and_no_0() -> None:
-    with pytest.raises(TaskError, match="cannot read the answer ''"):
+    with pytest.raises(TaskError, match="the row's answer is ''"):
         MATH(text(r"\boxed{1}"), "")
 
 

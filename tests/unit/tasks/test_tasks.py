@@ -94,7 +94,7 @@ def test_columns_can_have_other_names_and_evaluation_another_file(tmp_path: Path
         ("a.jsonl", "[1]\n", "must be an object"),
         ("a.jsonl", '{"prompt": "", "answer": "y"}\n', "not empty, not"),
         ("a.jsonl", "", "no rows"),
-        ("a.csv", "prompt,answer\n", "use .jsonl or .parquet"),
+        ("a.csv", "prompt,answer\n", "use .jsonl, .jsonl.gz or .parquet"),
         ("a.parquet", "no parquet", "not a parquet file"),
     ],
 )

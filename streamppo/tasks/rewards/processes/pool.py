@@ -19,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 
 from streamppo.config.reward import FunctionScorer
+from streamppo.tasks.columns import pack
 from streamppo.tasks.rewards.outcome import Outcome, too_late
 from streamppo.tasks.rewards.processes import template
 from streamppo.tasks.rewards.processes.forks import Forks
@@ -86,8 +87,14 @@ class Pool(ABC):
     async def _ask(self, process: Process, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
         """Run a call in `process`, and end the process if the call does not end in time."""
         self._number += 1
-        call = Call(number=self._number, texts=texts, columns=columns, timeout_s=left_s, limit_s=self._config.timeout_s)
         try:
+            call = Call(
+                number=self._number,
+                texts=texts,
+                columns=tuple({name: pack(value) for name, value in row.items()} for row in columns),
+                timeout_s=left_s,
+                limit_s=self._config.timeout_s,
+            )
             outcomes = await process.ask(call, grace_s=self._grace_s)
         except UNSENDABLE as error:
             reason = f"its row cannot be sent to another process: {error}"

@@ -8,13 +8,14 @@ from typing import TypeVar
 import msgspec
 
 from streamppo.config.reward import Argument
+from streamppo.tasks import columns
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Crossing
 
 LENGTH = struct.Struct("<I")
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""Raised by `frame`: for an object, half of a surrogate pair, 2**64, a list in a list in a list, ..."""
+"""Raised for columns that do not cross: an object, a list in a list in a list, ..."""
 T = TypeVar("T")
 
 
@@ -79,7 +80,7 @@ def send(channel: socket.socket, value: Crossing) -> None:
 def receive(channel: socket.socket, kind: type[T]) -> T:
     """Read one frame. Raises `EOFError` when the other side is gone."""
     (length,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
-    return msgspec.msgpack.decode(_exactly(channel, length), type=kind)
+    return msgspec.msgpack.decode(_exactly(channel, length), type=kind, ext_hook=columns.unpack)
 
 
 def receive_order(channel: socket.socket) -> tuple[Order, list[int]]:
@@ -125,4 +126,4 @@ class Outbox:
 async def receive_async(reader: asyncio.StreamReader, kind: type[T]) -> T:
     """Read one frame. Raises `asyncio.IncompleteReadError` when the other side is gone."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+    return msgspec.msgpack.decode(await reader.readexactly(length), type=kind, ext_hook=columns.unpack)

@@ -165,3 +165,5 @@ async def _answer(outbox: Outbox, reward: Loaded, call: Call) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
+    # A thread of the reward's module would keep the process, and the actor that waits for its end.
+    os._exit(0)

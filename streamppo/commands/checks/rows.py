@@ -1,0 +1,217 @@
+"""Checks of real rows: the gold answers that our scorers cannot read, and scores of the rows' own answers.
+
+Each source gives a few rows to template, tokenizer and reward. The completion is the row's own answer. Rewards that are
+models, judges or services are not called.
+"""
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.config.reward import FunctionScorer, Reward, Scorer
+from streamppo.config.sections import BUILTIN, Config
+from streamppo.errors import RewardFailed, TaskError
+from streamppo.tasks import lesson
+from streamppo.tasks.rewards.scoring import Rewards
+from streamppo.tasks.scorers import gold, readers
+from streamppo.tasks.scorers.answers import boxed
+from streamppo.tasks.scorers.readers import Reader
+from streamppo.tasks.task import Task
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
+from streamppo.types import Prompt, ScoredText
+
+COUNT = 8
+"""Rows of each source that are scored."""
+SOURCES = 8
+"""Sources of which rows are scored."""
+PLACES = 3
+"""Rows that are named of those that cannot be read."""
+READING_S = 5.0
+"""Time to read the answers of a scorer's rows; formulas take longest."""
+SHOWN = 1000
+"""Characters of the example."""
+MATH = "streamppo.tasks.scorers.maths:Math"
+
+
+class Faults:
+    """Counts the rows that a scorer of ours cannot read. It is told of every row, as `tasks.data.Look` says."""
+
+    def __init__(self, config: Config) -> None:
+        self._limit = config.queue.max_failure_rate
+        self._scorers = [
+            _Read(name, scorer, reader)
+            for name, scorer in config.reward.scorers.items()
+            if isinstance(scorer, FunctionScorer) and (reader := readers.of(scorer.function)) is not None
+        ]
+
+    def __call__(self, where: str, prompt: Prompt) -> None:
+        """Read the answer of one row."""
+        for one in self._scorers:
+            one.read(where, prompt)
+
+    def findings(self) -> Findings:
+        """Say how many rows fail, and where the first ones are. More than a run may fail is an error."""
+        for one in self._scorers:
+            if one.bad:
+                rows = "row fails" if one.bad == 1 else "rows fail"
+                yield Finding(
+                    f"reward {one.name}",
+                    "error" if one.bad > self._limit * one.seen else "note",
+                    f"{one.bad} of {one.seen} {rows} with each completion, as the scorer cannot read the answer: "
+                    f"{'; '.join(one.places)}",
+                )
+
+
+class _Read:
+    """One scorer and the rows that it has read."""
+
+    def __init__(self, name: str, scorer: FunctionScorer, reader: Reader) -> None:
+        self.name = name
+        self.seen = self.bad = 0
+        self.places: list[str] = []
+        self._scorer, self._reader = scorer, reader
+        self._spent_s = 0.0
+
+    def read(self, where: str, prompt: Prompt) -> None:
+        if not is_for(self._scorer, prompt) or self._spent_s > READING_S:
+            return
+        begin = time.perf_counter()
+        self.seen += 1
+        try:
+            self._reader(prompt.columns)
+        except TaskError as error:
+            self.bad += 1
+            if len(self.places) < PLACES:
+                self.places.append(f"{where}: {error}")
+        self._spent_s += time.perf_counter() - begin
+
+
+def is_for(scorer: Scorer, prompt: Prompt) -> bool:
+    """Tell if the scorer scores prompts of this source."""
+    return not scorer.sources or prompt.source in scorer.sources
+
+
+class _Scored(NamedTuple):
+    """The total of a row's own answer, or the reason why it has none."""
+
+    total: float | None
+    reason: str = ""
+
+
+def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool) -> Findings:
+    """Show a prompt as the model sees it, and unless told otherwise `call` the rewards on rows of each source."""
+    if tokenizer is None and config.model.path != BUILTIN:
+        yield Finding("rows", "later", "rows are scored where the model's tokenizer is")
+        return
+    tokenizer = tokenizer or _characters(task)
+    prompts = _first(task)
+    if config.environment is None:
+        try:
+            yield _example(prompts[0], tokenizer)
+            rows = [(one, _own(one, tokenizer)) for one in prompts]
+        except TaskError as error:
+            yield Finding("rows", "error", str(error))
+            return
+        for name, scorer in config.reward.scorers.items():
+            of_scorer = [(prompt, text) for prompt, text in rows if is_for(scorer, prompt)]
+            if isinstance(scorer, FunctionScorer) and of_scorer and call:
+                yield _verdict(name, asyncio.run(_scores(name, scorer, of_scorer)))
+
+
+def _characters(task: Task) -> Tokenizer:
+    """Make the tokenizer that builtin:tiny will have."""
+    with tempfile.TemporaryDirectory() as folder:
+        character_tokenizer(lesson.of(task).alphabet).save_pretrained(folder)
+        return Tokenizer(Path(folder))
+
+
+def _first(task: Task) -> list[Prompt]:
+    """Pick the first training prompts of each source."""
+    found: dict[str, list[Prompt]] = {}
+    for prompt in task.training:
+        if prompt.source in found or len(found) < SOURCES:
+            rows = found.setdefault(prompt.source, [])
+            if len(rows) < COUNT:
+                rows.append(prompt)
+    return [prompt for rows in found.values() for prompt in rows]
+
+
+def _example(prompt: Prompt, tokenizer: Tokenizer) -> Finding:
+    text, count = tokenizer.render(prompt), len(tokenizer.encode(prompt))
+    shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return Finding("example", "ok", f"a prompt as the model sees it, {count} tokens: {json.dumps(shown)}")
+
+
+def _own(prompt: Prompt, tokenizer: Tokenizer) -> ScoredText:
+    """Make the completion that is the row's own answer; an empty one without an answer that is a text or a number."""
+    try:
+        completion = gold.text(prompt.columns.get("answer"))
+    except TaskError:
+        completion = ""
+    tokens = tokenizer.sampled(completion, "stop") if completion or tokenizer.eos_id is not None else None
+    return ScoredText(
+        prompt=prompt.text,
+        completion=completion,
+        finish="stop",
+        num_tokens=0 if tokens is None else len(tokens),
+        tokens=b"" if tokens is None else tokens.tobytes(),
+        messages=prompt.messages,
+        source=prompt.source,
+    )
+
+
+async def _scores(
+    name: str, scorer: FunctionScorer, rows: Sequence[tuple[Prompt, ScoredText]]
+) -> Sequence[_Scored] | TaskError:
+    """Score the rows as a run would; an error if the reward cannot be loaded."""
+    rewards = Rewards(Reward(scorers={name: scorer}))
+    try:
+        await rewards.start(set())
+        return await asyncio.gather(*(_score(rewards, prompt, _written_for(scorer, text)) for prompt, text in rows))
+    except RewardFailed:
+        raise
+    except TaskError as error:
+        return error
+    finally:
+        await rewards.close()
+
+
+def _written_for(scorer: FunctionScorer, text: ScoredText) -> ScoredText:
+    """Put the answer into the box in which `Math` looks for it."""
+    if scorer.function != MATH or boxed(text.completion) is not None:
+        return text
+    fields = {name: getattr(text, name) for name in text.__struct_fields__}
+    return ScoredText(**{**fields, "completion": rf"\boxed{{{text.completion}}}"})
+
+
+async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> _Scored:
+    try:
+        return _Scored((await rewards.score(prompt, text)).total)
+    except RewardFailed as error:
+        return _Scored(None, str(error))
+
+
+def _verdict(name: str, scored: Sequence[_Scored] | TaskError) -> Finding:
+    subject = f"reward {name}"
+    if isinstance(scored, TaskError):
+        return Finding(subject, "error", str(scored))
+    totals = [one.total for one in scored if one.total is not None]
+    failures = list(_failures(scored))
+    if not totals:
+        return Finding(subject, "error", f"all {len(scored)} rows with their own answer failed: {failures[0]}")
+    spread = f"{min(totals):g} to {max(totals):g}" if min(totals) < max(totals) else f"{totals[0]:g}"
+    text = f"{len(totals)} rows with their own answer as the completion score {spread}"
+    if failures:
+        return Finding(subject, "note", f"{text}, and {len(failures)} failed: {failures[0]}")
+    if max(totals) <= 0:
+        return Finding(subject, "note", f"{text}: no more than for a wrong one, unless it asks for a form of its own")
+    return Finding(subject, "ok", text)
+
+
+def _failures(scored: Sequence[_Scored]) -> Iterator[str]:
+    return (one.reason for one in scored if one.total is None)

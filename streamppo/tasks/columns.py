@@ -1,0 +1,178 @@
+"""Columns of a row as rewards get them: plain values of Python, and the same in every process.
+
+plain         values of any library     ->   None, bool, int, float, str, bytes, list, dict, Decimal, Fraction, UUID,
+                                             datetime, date, time, timedelta
+pack, unpack  these                    <->   msgpack, whose extensions carry what it does not hold itself
+"""
+
+import datetime
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import NamedTuple
+from uuid import UUID
+
+import msgspec
+import numpy as np
+
+from streamppo.tasks.read import Row, Unread
+
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+EXACT = frozenset({Decimal, Fraction, UUID, datetime.date, datetime.time, datetime.timedelta})
+"""Types that `plain` leaves as they are; a datetime may have a zone that is no plain offset."""
+
+EXTENDED: Mapping[type, Callable[..., object]] = {kind: kind for kind in (int, float, bytes, Decimal, Fraction)}
+"""Makes a plain value of one of a class that extends its type."""
+
+
+class NotPlain(Exception):
+    """A value that is no plain one; the message names its type."""
+
+
+class Plain(NamedTuple):
+    """The columns of a row that are plain, and the reason why each other one is left out."""
+
+    columns: Row
+    left_out: Mapping[str, str]
+
+
+def of(row: Row) -> Plain:
+    """Make the columns of a row plain."""
+    columns: dict[str, object] = {}
+    left_out: dict[str, str] = {}
+    for name, value in row.items():
+        try:
+            columns[name] = value if type(value) in ATOMS else plain(value)
+        except NotPlain as error:
+            left_out[name] = str(error)
+        except RecursionError:
+            left_out[name] = "is nested too deeply"
+    return Plain(columns, left_out)
+
+
+def plain(value: object) -> object:
+    """Return `value` in Python's own types: tuples and arrays become lists. Raises `NotPlain`."""
+    if type(value) in ATOMS or type(value) in EXACT:
+        return value
+    match value:
+        case Unread():
+            raise NotPlain(value.reason)
+        case Mapping():
+            return {_key(name): plain(item) for name, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [plain(item) for item in value]
+        case datetime.datetime():
+            return _moment(value)
+        case np.datetime64():
+            # Of nanoseconds numpy makes a whole number.
+            return plain(value.astype("datetime64[us]").item())
+        case np.timedelta64():
+            return plain(value.astype("timedelta64[us]").item())
+        case np.generic() | np.ndarray():
+            return _numbers(value)
+        case bytearray() | memoryview():
+            return bytes(value)
+        case _:
+            return _extended(value)
+
+
+def _extended(value: object) -> object:
+    """Return a value of a class that extends a plain one, or of a library's array."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    for kind, make in EXTENDED.items():
+        if isinstance(value, kind):
+            return make(value)
+    tolist = getattr(value, "tolist", None)
+    if callable(tolist):
+        return plain(tolist())
+    raise NotPlain(f"holds values of {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _numbers(value: np.generic | np.ndarray) -> object:
+    listed = value.tolist()
+    # A long double is a number of numpy's also then.
+    return float(listed) if isinstance(listed, np.floating) else plain(listed)
+
+
+def _moment(value: datetime.datetime) -> datetime.datetime | None:
+    """Return a moment with a plain offset in place of a zone; None for pandas' NaT."""
+    text = value.isoformat()
+    return None if text == "NaT" else datetime.datetime.fromisoformat(text)
+
+
+def _key(name: object) -> object:
+    made = plain(name)
+    return tuple(made) if isinstance(made, list) else made
+
+
+# --- between processes ---------------------------------------------------------------------------------------
+
+
+INTEGER, TEXT, PAIRS, DECIMAL, FRACTION, IDENTIFIER, DATETIME, DATE, TIME, TIMEDELTA = range(1, 11)
+"""Numbers of the extensions."""
+TEXTS: Mapping[type, tuple[int, Callable[..., str]]] = {
+    Decimal: (DECIMAL, str),
+    Fraction: (FRACTION, str),
+    UUID: (IDENTIFIER, str),
+    datetime.datetime: (DATETIME, datetime.datetime.isoformat),
+    datetime.date: (DATE, datetime.date.isoformat),
+    datetime.time: (TIME, datetime.time.isoformat),
+    datetime.timedelta: (TIMEDELTA, lambda span: f"{span.days} {span.seconds} {span.microseconds}"),
+}
+READ: Mapping[int, Callable[[str], object]] = {
+    INTEGER: lambda text: int(text, 16),
+    DECIMAL: Decimal,
+    FRACTION: Fraction,
+    IDENTIFIER: UUID,
+    DATETIME: datetime.datetime.fromisoformat,
+    DATE: datetime.date.fromisoformat,
+    TIME: datetime.time.fromisoformat,
+    TIMEDELTA: lambda text: datetime.timedelta(*map(int, text.split())),
+}
+
+
+def pack(value: object) -> object:
+    """Return a plain value as msgpack holds it; others are returned as they are."""
+    kind = type(value)
+    if kind is str:
+        return value if _is_utf8(str(value)) else msgspec.msgpack.Ext(TEXT, _bytes(str(value)))
+    if kind in (type(None), bool, float, bytes):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else msgspec.msgpack.Ext(INTEGER, hex(value).encode())
+    if isinstance(value, dict):
+        if all(type(name) is str and _is_utf8(name) for name in value):
+            return {name: pack(item) for name, item in value.items()}
+        pairs = [(pack(name), pack(item)) for name, item in value.items()]
+        return msgspec.msgpack.Ext(PAIRS, msgspec.msgpack.encode(pairs))
+    if isinstance(value, list | tuple):
+        return [pack(item) for item in value]
+    if kind in TEXTS:
+        code, write = TEXTS[kind]
+        return msgspec.msgpack.Ext(code, write(value).encode())
+    return value
+
+
+def unpack(code: int, data: memoryview) -> object:
+    """Return the value of an extension: an `ext_hook` of msgspec."""
+    if code == TEXT:
+        return bytes(data).decode(errors="surrogatepass")
+    if code == PAIRS:
+        pairs = msgspec.msgpack.decode(data, ext_hook=unpack)
+        return {tuple(name) if isinstance(name, list) else name: item for name, item in pairs}
+    return READ[code](bytes(data).decode())
+
+
+def _is_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")

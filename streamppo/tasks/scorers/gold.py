@@ -1,0 +1,43 @@
+"""Gold answers of rows: one that no completion can match is the row's fault, and no score of 0."""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import cast
+
+from streamppo.errors import TaskError
+from streamppo.tasks.scorers import answers
+
+QUOTED = 80
+"""Characters of an answer that an error quotes."""
+
+
+def text(answer: object) -> str:
+    """Return a gold answer as a text. Raises `TaskError` for all but finite numbers and texts that are not empty."""
+    if isinstance(answer, str) and answer.strip():
+        return answer
+    is_number = isinstance(answer, int | float | Decimal | Fraction) and not isinstance(answer, bool)
+    try:
+        if is_number and math.isfinite(cast(float, answer)):
+            return str(answer)
+    # Python converts numbers of up to 4300 digits, and floats are smaller.
+    except (ValueError, OverflowError) as error:
+        raise TaskError(f"the row's answer is a number that cannot be read: {error}") from error
+    raise TaskError(f"the row's answer is {_quoted(answer)}, which is neither a text nor a finite number")
+
+
+def number(answer: object) -> Fraction:
+    r"""Read a gold answer as a number: alone, behind the last ####, or in the last \boxed{}. Raises `TaskError`."""
+    whole = text(answer)
+    inner = answers.marked(whole) or answers.boxed(whole) or whole
+    value = answers.number(answers.boxed(inner) or inner)
+    if value is None:
+        raise TaskError(
+            f"the row's answer is {_quoted(answer)}, which is no number: "
+            r'write the number alone, behind "####", or in "\boxed{}"'
+        )
+    return value
+
+
+def _quoted(answer: object) -> str:
+    return repr(answer)[:QUOTED]

@@ -1,0 +1,63 @@
+r"""Readers of rows: each reads the columns of a row as one of our scorers does, and raises `TaskError` if it cannot.
+
+gsm8k, numeric     a number, alone, behind the last ####, or in the last \boxed{}
+Math               a formula that math-verify reads, alone or in the last \boxed{}
+CodeTests          a list of tests, or such a list as JSON
+arithmetic, gym    a text or a number; a problem in Python's notation
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TypeAlias
+
+from streamppo.errors import TaskError
+from streamppo.tasks.read import Row
+from streamppo.tasks.scorers import code, gold
+from streamppo.tasks.scorers.maths import Math
+
+Reader: TypeAlias = Callable[[Row], object]
+
+
+def of(function: str) -> Reader | None:
+    """Return the reader of the scorer called `function`; None where the rows of the scorer are not known."""
+    return READERS.get(function)
+
+
+def _number(row: Row) -> object:
+    return gold.number(row.get("answer"))
+
+
+def _text(row: Row) -> object:
+    return gold.text(row.get("answer"))
+
+
+def _formula(row: Row) -> object:
+    return _math().wanted(row.get("answer"))
+
+
+@cache
+def _math() -> Math:
+    return Math()
+
+
+def _tests(row: Row) -> object:
+    return code.usable(row.get("tests"))
+
+
+def _problem(row: Row) -> object:
+    entry = str(row.get("entry"))
+    try:
+        return ast.literal_eval(entry)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise TaskError(f"the problem {entry[: gold.QUOTED]!r} is not written in Python's notation") from error
+
+
+READERS: Mapping[str, Reader] = {
+    "streamppo.tasks.scorers.maths:gsm8k": _number,
+    "streamppo.tasks.scorers.maths:numeric": _number,
+    "streamppo.tasks.scorers.maths:Math": _formula,
+    "streamppo.tasks.scorers.code:CodeTests": _tests,
+    "streamppo.tasks.library.arithmetic:score": _text,
+    "streamppo.tasks.library.gym:score": _problem,
+}

@@ -1,0 +1,85 @@
+"""Training and evaluation share no prompt: rows are divided by the content of their prompts, never one by one."""
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from streamppo.errors import TaskError
+from streamppo.types import Prompt
+
+T = TypeVar("T")
+
+
+class Divided(NamedTuple):
+    """Prompts to train on, each as often as it came, and prompts that are held out, each once."""
+
+    training: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+
+
+def key(text: str) -> bytes:
+    """Return the same bytes for texts that differ in case, white space and forms of a character alone."""
+    normal = " ".join(unicodedata.normalize("NFKC", text).casefold().split()) or text
+    return blake2b(normal.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def divide(prompts: Sequence[Prompt], keys: Sequence[bytes], share: float, seed: int) -> Divided:
+    """Hold out a share of the different contents, one at least unless the share is 0: their rows are not trained on.
+
+    Example: of 20 rows with 4 different prompts a share of 0.05 holds out 1 prompt, and 5 rows leave the training.
+    Raises `TaskError` if nothing is left to train on.
+    """
+    first: dict[bytes, int] = {}
+    for number, one in enumerate(keys):
+        first.setdefault(one, number)
+    different = list(first.values())
+    count = held_out_count(len(different), share)
+    if count >= len(different):
+        raise TaskError(
+            f"{_counted(len(prompts), 'row')} with {_counted(len(different), 'different prompt')}: "
+            f"held_out ({share:g}) leaves none to train on; lower it, name other rows as `evaluation`, "
+            "or set held_out = 0"
+        )
+    order = np.random.default_rng((seed, 0xF11E)).permutation(len(different))
+    rows = [different[int(place)] for place in order[:count]]
+    kept = without(prompts, keys, {keys[row] for row in rows})
+    return Divided(kept, [prompts[row] for row in rows])
+
+
+def held_out_count(count: int, share: float) -> int:
+    """Return how many of `count` are held out: none for a share of 0 alone."""
+    return max(1, round(share * count)) if share else 0
+
+
+def without(values: Sequence[T], keys: Sequence[bytes], taken: set[bytes]) -> list[T]:
+    """Return the values whose keys are not among those `taken`."""
+    return [value for value, one in zip(values, keys, strict=True) if one not in taken]
+
+
+def repeated(keys: Iterable[bytes], name: str) -> Sequence[str]:
+    """Say how many rows repeat the prompt of an earlier one, if any do."""
+    listed = list(keys)
+    count = len(listed) - len(set(listed))
+    if not count:
+        return ()
+    verb = "repeats" if count == 1 else "repeat"
+    return (f"{name}: {count} of {len(listed)} rows {verb} the prompt of an earlier row",)
+
+
+def found(held_out: Sequence[bytes], training: set[bytes], name: str) -> Sequence[str]:
+    """Say how many evaluation prompts are trained on too, if any are."""
+    count = sum(one in training for one in held_out)
+    if not count:
+        return ()
+    verb = "is" if count == 1 else "are"
+    return (
+        f"{name}: {count} of {len(held_out)} evaluation prompts {verb} in the training rows too: "
+        "their accuracy is that of memory",
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

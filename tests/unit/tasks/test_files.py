@@ -1,0 +1,92 @@
+"""The files of a split are those that are named after it alone; others are said, or refused."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from config_case import one_source
+
+from streamppo.errors import TaskError
+from streamppo.tasks import files, task
+
+ROW = json.dumps({"prompt": "x", "answer": "1"}) + "\n"
+
+
+def made(folder: Path, *names: str) -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(ROW)
+    return folder
+
+
+def found(folder: Path, split: str = "train") -> tuple[set[str], set[str]]:
+    seen = files.find(folder, split)
+    return {str(one.relative_to(folder)) for one in seen.of_split}, set(seen.doubtful)
+
+
+OF_TRAIN = [
+    "train.jsonl",
+    "train.jsonl.gz",
+    "train-00000-of-00002.parquet",
+    "train-00000-of-00001-a09b74b3ef9c3b56.parquet",
+    "train_0.jsonl",
+    "train.00001.jsonl",
+    "train/anything.jsonl",
+    "train/0000.parquet",
+    "data/train-00000-of-00001.parquet",
+    "main/train/a.arrow",
+    "train/train-00000-of-00001.parquet",
+]
+DOUBTFUL = ["nest/test/train.jsonl", "train-old.jsonl", "train.copy.jsonl", "train_en.jsonl", "train/test.jsonl"]
+OF_NONE = [".cache/train.jsonl", ".train.jsonl", "a/.git/train/x.jsonl", "test.jsonl", "trainer.jsonl", "other.jsonl"]
+
+
+@pytest.mark.parametrize("name", OF_TRAIN)
+def test_a_file_named_after_the_split_is_of_it(tmp_path: Path, name: str) -> None:
+    assert found(made(tmp_path, name, "test.jsonl")) == ({name}, set())
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_a_file_that_may_be_meant_otherwise_is_not_read_and_is_said(tmp_path: Path, name: str) -> None:
+    made(tmp_path, name)
+    with pytest.raises(TaskError, match=r"no file of the split 'train'.* a single file can be named as `data`"):
+        files.find(tmp_path, "train")
+    assert found(made(tmp_path, "train.jsonl")) == ({"train.jsonl"}, {name})
+    built = task.build(one_source(data=str(tmp_path), held_out=0.0), 1)
+    assert len(built.training) == 1
+    assert built.notes() == [f"data: not read as of the split 'train' in {tmp_path}: {name}"]
+
+
+@pytest.mark.parametrize("name", OF_NONE)
+def test_a_hidden_file_and_one_of_another_name_are_not_of_the_split(tmp_path: Path, name: str) -> None:
+    assert found(made(tmp_path, name, "train.jsonl")) == ({"train.jsonl"}, set())
+
+
+@pytest.mark.parametrize(
+    "name", ["train.csv", "train.json", "train-00001-of-00002.jsonl.zst", "train.csv.gz", "a/train.tsv"]
+)
+def test_data_of_the_split_in_a_form_that_is_not_read_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TaskError, match=f"{name} of the split 'train' would be left out: make jsonl or parquet of it"):
+        files.find(made(tmp_path, name, "train.jsonl"), "train")
+    made(tmp_path, "test.jsonl")
+    assert found(tmp_path, "test")[0] == {"test.jsonl"}
+
+
+def test_files_that_hold_no_rows_are_no_data(tmp_path: Path) -> None:
+    made(tmp_path, "train/data-00000-of-00001.arrow", "train/dataset_info.json", "README.md", "dataset_infos.json")
+    assert found(tmp_path) == ({"train/data-00000-of-00001.arrow"}, set())
+
+
+def test_a_jsonl_that_is_compressed_is_read_alone_and_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(ROW.encode() * 3))
+    for data in (tmp_path, tmp_path / "train.jsonl.gz"):
+        assert len(task.build(one_source(data=str(data), held_out=0.0), 1).training) == 3
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(ROW.encode())[:-4]], ids=["text", "part"])
+def test_a_compressed_file_that_is_damaged_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "train.jsonl.gz").write_bytes(content)
+    with pytest.raises(TaskError, match=r"train.jsonl.gz: not a gzip file, or a part of one"):
+        task.build(one_source(data=str(tmp_path)), 1)
