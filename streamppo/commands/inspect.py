@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from streamppo.commands.echo import echo
+from streamppo.commands.rows import Row, Rows
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError
 from streamppo.queue import archive
@@ -28,7 +29,7 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
         raise JournalError(f"{run}: no update was archived yet")
     version = versions[-1] if update is None else update - 1
     batch, learned = found.batch_and_learned(version)
-    tokenizer = Tokenizer(model_path(config, run))
+    tokenizer, rows = Tokenizer(model_path(config, run)), Rows(config, run)
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     echo(
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
@@ -36,7 +37,7 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     )
     for row, trajectory in enumerate(batch.trajectories[:count]):
         numbers = {name: column[row] for name, column in learned.items()}
-        echo("\n".join(_lines(batch, trajectory, numbers, tokenizer)))
+        echo("\n".join([*_lines(batch, trajectory, numbers, tokenizer), *_row(rows.of(trajectory))]))
     return 0
 
 
@@ -145,6 +146,14 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
     yield f"  versions    {_runs(versions)}; oldest token {batch.version - trajectory.oldest_version} versions old"
     if not flags(trajectory.mask).all():
         yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum())} tokens"
+
+
+def _row(row: Row) -> Iterator[str]:
+    """The columns of the row, the answer behind its own name."""
+    for name, value in row.columns:
+        yield f"  {name:<12}{value}" if name == "answer" else f"  row         {name} = {value}"
+    if row.missing:
+        yield f"  row         {row.missing}"
 
 
 def _numbers(column: Floats) -> str:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bring_case
 from conftest import REPOSITORY
 
 README = (REPOSITORY / "examples" / "README.md").read_text()
@@ -51,6 +52,29 @@ def test_a_new_project_trains_with_its_own_reward(tmp_path: Path) -> None:
     assert len(found) == 3
     assert all(0.0 < line["reward_placed"] <= 1.0 for line in found)
     assert all(0.0 < line["reward"] < line["reward_placed"] for line in found), "letters in their place are worth less"
+
+
+MAKE = """
+from pathlib import Path
+from streamppo.config import file as configfile
+from streamppo.learner import tiny
+tiny.make(configfile.load(Path("sorting/run.toml")), Path("model"))
+"""
+
+
+def test_two_commands_train_a_model_on_rows_by_an_async_reward_as_they_are_brought(tmp_path: Path) -> None:
+    """No edit and no mistake between what people have and a curve that rises."""
+    python("-m", "streamppo", "init", "sorting", folder=tmp_path)
+    python("-c", MAKE, folder=tmp_path)
+    (tmp_path / "reward.py").write_text(bring_case.REWARD)
+    yours = ("--model", "model", "--data", "sorting/data/train.jsonl", "--reward", "reward.py:score")
+    said = python("-m", "streamppo", "init", "mine", *yours, folder=tmp_path)
+    assert said.splitlines()[-2:] == ["  check    0 errors", "begin with: streamppo run mine.toml"]
+    # As it is, but for its length: 40 of its 300 updates.
+    python("-m", "streamppo", "run", "mine.toml", "updates=40", "evaluation.every=0", folder=tmp_path)
+    found = [line["reward"] for line in updates(tmp_path / "runs" / "mine")]
+    assert len(found) == 40
+    assert sum(found[-5:]) / 5 > sum(found[:5]) / 5 + 0.15, found
 
 
 def test_a_service_scores_a_run(tmp_path: Path) -> None:

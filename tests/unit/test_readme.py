@@ -2,7 +2,10 @@
 
 import re
 import subprocess
+from pathlib import Path
 
+import bring_case
+import pytest
 from conftest import REPOSITORY
 
 from streamppo import cli
@@ -53,6 +56,31 @@ def test_the_readme_names_the_commands_that_there_are() -> None:
     there = {name for name in cli.app if not name.startswith("-")}
     assert commands >= {"run", "resume", "replay", "inspect", "report", "check"}
     assert commands <= there, "nothing that is not there"
+
+
+def test_the_readme_s_configuration_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"^```toml\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    bring_case.model(tmp_path / "model", context=1024)
+    bring_case.rows(tmp_path / "train.jsonl")
+    (tmp_path / "rewards.py").write_text(bring_case.REWARD)
+    (tmp_path / "mine.toml").write_text(block)
+    assert cli.main(["check", "mine.toml"]) == 0
+    assert "mine.toml: 0 errors" in capsys.readouterr().out
+
+
+def test_the_readme_s_command_writes_one_that_check_has_nothing_against(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (command,) = re.findall(r"^    streamppo (init mine .*?)(?: +#.*)?$", README, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    bring_case.model(tmp_path / "path-or-hub-name")
+    bring_case.rows(tmp_path / "train.jsonl")
+    (tmp_path / "rewards.py").write_text(bring_case.REWARD)
+    assert cli.main(command.split()) == 0
+    assert cli.main(["check", "mine.toml"]) == 0
 
 
 def test_the_lags_of_the_algorithms_page_are_the_codes() -> None:

@@ -13,7 +13,6 @@ from streamppo.commands.project.rows import Measure
 from streamppo.config.sections import BUILTIN
 from streamppo.errors import ConfigError, TaskError
 from streamppo.tasks import lesson
-from streamppo.types import Message, Prompt
 
 UNKNOWN_CONTEXT = 4096
 """Positions that a model is taken to have if it is not here."""
@@ -45,11 +44,11 @@ class Policy(NamedTuple):
         return self.folder is not None or self.path == BUILTIN
 
     def measure(self) -> Measure:
-        """Return the function that counts the tokens of a text. Raises `ConfigError` without a tokenizer."""
+        """Return the function that counts the tokens of a prompt. Raises `ConfigError` without a tokenizer."""
         if self.path == BUILTIN:
-            return lambda text, chat: len(lesson.Characters().ids(Prompt(text=text, columns={})))
+            return lambda prompt: len(lesson.Characters().ids(prompt))
         if self.folder is None:
-            return lambda text, chat: -(-len(text) // CHARACTERS)
+            return lambda prompt: -(-len(prompt.text) // CHARACTERS)
         # Slow to import, and no use to somebody whose model is not here.
         from streamppo.tasks.tokenizer import Tokenizer
 
@@ -57,7 +56,7 @@ class Policy(NamedTuple):
             tokenizer = Tokenizer(self.folder)
         except TaskError as error:
             raise ConfigError(str(error)) from error
-        return lambda text, chat: len(tokenizer.ids(_prompt(text, chat=chat)))
+        return lambda prompt: len(tokenizer.ids(prompt))
 
 
 def look(path: str) -> Policy:
@@ -79,10 +78,6 @@ def look(path: str) -> Policy:
         _cache(settings),
         chat=_has_template(Path(folder)),
     )
-
-
-def _prompt(text: str, *, chat: bool) -> Prompt:
-    return Prompt(text=text, columns={}, messages=(Message(role="user", content=text),) if chat else ())
 
 
 def _settings(folder: Path) -> Mapping[str, object]:

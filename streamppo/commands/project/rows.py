@@ -11,6 +11,7 @@ from streamppo.tasks import data as data_sets
 from streamppo.tasks import read
 from streamppo.tasks.read import Row
 from streamppo.tasks.rewards.scoring import recognised
+from streamppo.types import Prompt
 
 PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input", "conversation", "text")
 """Names of a prompt's column, the surest first."""
@@ -23,12 +24,15 @@ LOOKED_AT = 64
 """Rows by which columns are told."""
 MEASURED = 10_000
 """Rows that are measured; all are counted."""
-Measure = Callable[[str, bool], int]
-"""(text, whether the chat template stands around it) -> tokens."""
+Measure = Callable[[Prompt], int]
+"""Tokens of a prompt, as the model reads it."""
 
 
 class Rows(NamedTuple):
-    """`total` rows of the data set `data`. Lengths are in tokens, of the first `MEASURED` rows; `answers` of texts."""
+    """`total` rows of the data set `data`, whose prompts are texts or `messages`.
+
+    Lengths of prompts and of answers that are texts are in tokens, and of the first `MEASURED` rows.
+    """
 
     data: str
     total: int
@@ -73,12 +77,12 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: M
     source = Source(data=data, prompt=prompt, answer=answer, chat=chat)
     try:
         prompts = [data_sets.prompt(row, f"{data}, row {place}", "data", source) for place, row in enumerate(rows, 1)]
+        lengths = [measure(one) for one in prompts]
+        texts = [text for one in prompts if isinstance(text := one.columns.get("answer"), str) and text]
+        answers = [measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
-    lengths = [measure(one.text, bool(one.messages)) for one in prompts]
-    texts = [text for one in prompts if isinstance(text := one.columns.get("answer"), str)]
-    is_chat = bool(prompts[0].messages) and not chat
-    return Rows(data, total, prompt, answer, is_chat, lengths, [measure(text, False) for text in texts])
+    return Rows(data, total, prompt, answer, isinstance(_at(rows[0], prompt), list), lengths, answers)
 
 
 def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:

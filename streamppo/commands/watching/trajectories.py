@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from streamppo.commands.rows import Rows
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import report
 from streamppo.driver.report import Decode
@@ -89,7 +90,10 @@ class BatchContent(TypedDict):
 
 
 class Opened(TypedDict):
-    """One trajectory, token by token; `left_out` are tokens at its end that are not shown."""
+    """One trajectory, token by token; `left_out` are tokens at its end that are not shown.
+
+    `row_columns` are (name, value) of the columns that rewards get, or `row_missing` the reason that there are none.
+    """
 
     update: int
     row: int
@@ -98,6 +102,8 @@ class Opened(TypedDict):
     reward: float
     components: dict[str, float]
     explanation: str
+    row_columns: list[tuple[str, str]]
+    row_missing: str
     texts: list[str]
     ids: list[int]
     sampled: list[bool]
@@ -112,6 +118,7 @@ class Trajectories:
     def __init__(self, folder: Path, config: Config) -> None:
         self._folder = folder
         self._model = Path(model_path(config, folder))
+        self._rows = Rows(config, folder)
         self._batch = lru_cache(maxsize=KEPT)(self._read)
 
     @cached_property
@@ -140,6 +147,7 @@ class Trajectories:
             raise JournalError(f"update {update} has no trajectory {row}: there are {len(found.trajectories)}")
         one = found.trajectories[row]
         tokens = ints(one.tokens)[:SHOWN_TOKENS]
+        behind = self._rows.of(one)
         columns = _columns(found, one, {name: column[row] for name, column in learned.items()})
         return {
             "update": update,
@@ -149,6 +157,8 @@ class Trajectories:
             "reward": one.reward,
             "components": one.components,
             "explanation": one.explanation,
+            "row_columns": behind.columns,
+            "row_missing": behind.missing,
             "texts": _texts(self._model, self._decode, tokens),
             "ids": tokens.tolist(),
             "sampled": flags(one.mask)[:SHOWN_TOKENS].tolist(),

@@ -95,6 +95,8 @@ async function openTrajectory(update, row) {
   const parts = Object.entries(opened.components).map(([name, value]) => `, ${name} ${short(value)}`).join("");
   byId("opened-title").textContent = `${opened.title}: reward ${short(opened.reward)}${parts}`;
   byId("explanation").textContent = opened.explanation;
+  const told = opened.row_missing ? [["row", opened.row_missing]] : opened.row_columns;
+  fill(byId("row-columns"), told.map(([name, value]) => [element("th", name), element("td", value)]));
   byId("missing").textContent = (opened.left_out ? `${opened.left_out} more tokens are not shown. ` : "") + opened.missing;
   const names = opened.columns.map((column) => column.name);
   byId("colour").replaceChildren(...names.map((name) => element("option", name)));

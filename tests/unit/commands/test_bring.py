@@ -1,0 +1,198 @@
+"""A configuration for a model, data and a reward that people bring: complete, and of sizes that fit them."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import bring_case as case
+import pytest
+
+from streamppo.cli import MISTAKE, main
+from streamppo.commands.project import policy, sizes
+from streamppo.commands.project.policy import Policy
+from streamppo.commands.project.rows import Rows
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config
+from streamppo.config.task import DataTask, Source
+from streamppo.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def begun(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[Config, str]:
+    assert main(words) == 0
+    return configfile.load(Path("mine.toml")), capsys.readouterr().out
+
+
+def source(config: Config) -> Source:
+    assert isinstance(config.task, DataTask)
+    return config.task.sources["data"]
+
+
+def test_two_commands_are_enough_and_check_has_nothing_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, said = begun(capsys, case.bring(tmp_path))
+    assert config.name == "mine"
+    assert config.model.path == str(tmp_path / "model") and config.rollout.engine.kv == "keep"
+    assert (source(config).prompt, source(config).answer, source(config).max_prompt_tokens) == ("prompt", "answer", 5)
+    assert config.rollout.max_tokens == 6, "answers of three tokens, a quarter more, and the end"
+    assert config.learner.lr == 1e-3
+    assert "the prompt is 'prompt' (up to 5 tokens), the answer 'answer' (up to 3 tokens)" in said
+    assert said.splitlines()[-2:] == ["  check    0 errors", "begin with: streamppo run mine.toml"]
+    assert main(["check", "mine.toml"]) == 0
+    table = capsys.readouterr().out
+    assert "mine.toml: 0 errors" in table and not re.search(r"^\w+ +(note|error)", table, re.MULTILINE)
+
+
+def test_every_line_of_the_file_has_its_reason(tmp_path: Path) -> None:
+    assert main(case.bring(tmp_path)) == 0
+    text = Path("mine.toml").read_text()
+    tomllib.loads(text)
+    lines = [line for line in text.splitlines() if line and not line.startswith(("[", "#"))]
+    assert len(lines) > 30
+    assert [line for line in lines if not re.search(r"\S +# \S", line)] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"question": "1+1=", "answer": "2"}, "question", "answer"),
+        ({"problem": "1+1=", "solution": "2", "level": 3}, "problem", "solution"),
+        ({"instruction": "1+1=", "output": "2"}, "instruction", "output"),
+        ({"prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": "2"}}, "prompt",
+         "reward_model.ground_truth"),
+        ({"messages": [{"role": "user", "content": "1"}], "answer": "2"}, "messages", "answer"),
+        ({"task_text": "1+1=", "answer": "2", "n": 1}, "task_text", "answer"),
+    ],
+)  # fmt: skip
+def test_columns_are_found_by_the_names_that_data_sets_have(
+    row: dict[str, Any], prompt: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.model(tmp_path / "chat", template=case.TEMPLATE)
+    data = case.rows(tmp_path / "its.jsonl", [row] * 40)
+    config, said = begun(capsys, case.bring(tmp_path, data=str(data), model="chat"))
+    assert (source(config).prompt, source(config).answer) == (prompt, answer)
+    assert f"the prompt is {prompt!r}" in said and f"the answer {answer!r}" in said
+    assert source(config).chat == isinstance(row[prompt], str), "a text becomes a user's message; messages are some"
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "said"),
+    [
+        ({"a": "x", "b": "y", "answer": "z"}, {}, "name the one of the prompt with --prompt"),
+        ({"prompt": [{"role": "user", "content": "x"}], "answer": "z"}, {}, "tokenizer has no chat template"),
+        ({"prompt": 3, "answer": "z"}, {}, "no column is the prompt by its name"),
+        ({"prompt": "x", "gold_text": "z"}, {}, "asks for the column 'answer', and rows of "),
+        ({"prompt": "x", "gold_text": "z"}, {}, "name the column of the answer with --answer"),
+        ({"prompt": "x", "answer": "z"}, {"prompt": "promt"}, "--prompt promt: a prompt is a text or a list"),
+        ({"prompt": "x", "answer": "z"}, {"answer": "anser"}, "--answer anser: not every row"),
+        ({"prompt": "x", "answer": "z"}, {"model": "./nowhere"}, "--model: './nowhere' is no folder here"),
+        ({"prompt": "x", "answer": "z"}, {"reward": "reward.py:scoer"}, "reward.py has no 'scoer'"),
+        ({"prompt": "x", "answer": "z"}, {"data": "none.jsonl"}, "none.jsonl: no such file or folder"),
+        ({"prompt": "x" * 300, "answer": "z"}, {}, "the shortest prompt has 300 tokens, and model reads 256 at once"),
+    ],
+)
+def test_what_cannot_be_told_or_used_is_refused_with_the_remedy(
+    row: dict[str, Any], options: dict[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = case.rows(tmp_path / "its.jsonl", [row] * 3)
+    assert main(case.bring(tmp_path, **{"data": str(data), **options})) == MISTAKE
+    assert said in capsys.readouterr().err
+    assert not Path("mine.toml").exists()
+
+
+def test_columns_that_are_named_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = case.rows(tmp_path / "its.jsonl", [{"a": "x", "b": "y", "meta": {"gold": "z"}}] * 40)
+    options = {"data": str(data), "prompt": "b", "answer": "meta.gold"}
+    config, _ = begun(capsys, case.bring(tmp_path, **options))
+    assert (source(config).prompt, source(config).answer) == ("b", "meta.gold")
+
+
+def test_the_three_go_together_and_a_file_that_is_there_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = case.bring(tmp_path)
+    assert main(words[:4]) == MISTAKE
+    assert "--data and --reward are missing" in capsys.readouterr().err
+    assert main(["init", "mine", "--gpu", "1"]) == MISTAKE
+    Path("mine.toml").write_text("mine")
+    assert main(words) == MISTAKE
+    assert "mine.toml: something is there already" in capsys.readouterr().err
+    assert Path("mine.toml").read_text() == "mine"
+
+
+def test_builtin_tiny_takes_rows_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = begun(capsys, case.bring(tmp_path, model="builtin:tiny"))
+    assert config.model.path == "builtin:tiny" and config.rollout.max_tokens == 6
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------
+
+
+def model(parameters: int = 494_032_768, context: int = 32_768, **changed: Any) -> Policy:
+    return Policy("m", "m", "qwen2", parameters, context, 24_576, chat=True)._replace(**changed)
+
+
+def rows(prompts: int = 200, answers: int = 3, total: int = 7473) -> Rows:
+    return Rows("rows", total, "question", "answer", False, [prompts] * 10, [answers] * 10)
+
+
+def test_a_model_that_writes_before_it_answers_has_room_for_it() -> None:
+    assert sizes.completion(model(), rows(answers=3), 1).max_tokens == 1024
+    assert sizes.completion(model(), rows(answers=900), 1).max_tokens == 1800
+    assert sizes.completion(model(), rows(answers=9000), 1).max_tokens == sizes.MOST_TOKENS
+    assert sizes.completion(model(84_000), rows(answers=8), 0).max_tokens == 12
+
+
+@pytest.mark.parametrize("context", [64, 256, 1024, 40_960])
+@pytest.mark.parametrize("prompts", [1, 40, 63, 600])
+@pytest.mark.parametrize("answers", [0, 3, 100, 5000])
+@pytest.mark.parametrize("parameters", [84_000, 7_000_000_000])
+def test_prompt_and_completion_always_fit_the_context(
+    context: int, prompts: int, answers: int, parameters: int
+) -> None:
+    try:
+        length = sizes.completion(model(parameters, context), rows(prompts, answers), 1)
+    except ConfigError:
+        assert prompts > context // 2, "only where no prompt leaves room for an answer"
+        return
+    assert length.max_prompt_tokens + length.max_tokens <= context
+    assert length.max_prompt_tokens == prompts and not length.left_out
+
+
+def test_rates_fall_with_the_size_and_the_cache_fits_the_memory() -> None:
+    rates = [sizes.choose(model(10**power), rows(), 1, 1000).lr for power in range(4, 12)]
+    assert rates == sorted(rates, reverse=True) and (rates[0], rates[-1]) == (1e-3, 1e-6)
+    slots = [sizes.choose(model(), rows(), 0, mib).slots for mib in (16, 1024, 16_384, 100_000)]
+    assert slots == sorted(slots) and slots[0] >= 1 and slots[-1] == 64
+    asked = slots[1] * 24_576 * (200 + 256)
+    assert asked <= 1024 * 2**20 // 4
+
+
+@pytest.mark.parametrize(("gpus", "places"), [(1, (1, 1, 0.5)), (2, (1, 1, 1)), (3, (1, 2, 1)), (8, (4, 4, 1))])
+def test_gpus_are_divided_between_ranks_and_engines(
+    gpus: int, places: tuple[int, int, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = begun(capsys, case.bring(tmp_path, gpu=str(gpus)))
+    assert (config.learner.ranks, config.rollout.actors, config.learner.gpus) == places
+    assert config.rollout.gpus == config.learner.gpus and config.model.dtype == "bfloat16"
+    assert type(config.rollout.engine).__name__ == "SGLangEngine"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "chat"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", 500_000_000, True),
+        ("meta-llama/Llama-3.1-8B", 8_000_000_000, False),
+        ("google/gemma-3-270m-it", 270_000_000, True),
+        ("openai/gpt", policy.UNKNOWN_PARAMETERS, False),
+    ],
+)
+def test_a_model_that_is_not_here_is_sized_by_its_name(name: str, parameters: int, chat: bool) -> None:
+    found = policy.look(name)
+    assert (found.parameters, found.chat, found.is_known) == (parameters, chat, False)

@@ -1,0 +1,42 @@
+"""`check` notes answers that are longer than a completion may be: a policy that writes them is cut off."""
+
+from pathlib import Path
+
+import bring_case as case
+import pytest
+
+from streamppo.cli import main
+
+
+def answers(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    assert main(["check", "mine.toml", *overrides]) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("answers")]
+
+
+@pytest.mark.parametrize("model", ["model", "builtin:tiny"])
+def test_answers_without_room_are_counted_with_the_longest(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = case.bring(tmp_path) if model == "model" else case.bring(tmp_path, model=model)
+    case.rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "answer": "abcdefgh"} for n in range(100)])
+    assert main(words) == 0
+    capsys.readouterr()
+    assert answers(capsys) == [], "init leaves room for them"
+    assert answers(capsys, "rollout.max_tokens=9") == [], "eight characters and the end"
+    (found,) = answers(capsys, "rollout.max_tokens=6")
+    assert " note " in found
+    assert "64 of the first 64 rows have an answer that is longer than rollout.max_tokens (6), up to 9 tokens" in found
+
+
+@pytest.mark.parametrize(("long", "is_noted"), [(0, False), (2, False), (60, True)])
+def test_a_few_long_answers_are_no_matter(
+    long: int, is_noted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = case.bring(tmp_path)
+    answer = {True: "a long answer", False: "a"}
+    case.rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "answer": answer[n < long]} for n in range(100)])
+    assert main(words) == 0
+    capsys.readouterr()
+    assert bool(answers(capsys, "rollout.max_tokens=6")) == is_noted
