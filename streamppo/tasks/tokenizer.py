@@ -202,7 +202,7 @@ class Tokenizer:
             return self.decode(tokens)
         ids, special = tokens.tolist(), self._control.special
         policys = [True] * len(ids) if sampled is None else sampled.tolist()
-        goes_on = [*policys[1:], False]
+        goes_on = [*policys, False][1:]
         shown = [
             one
             for one, own, more in zip(ids, policys, goes_on, strict=True)
