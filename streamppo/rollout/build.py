@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -160,7 +160,7 @@ def _start(
         server.check_address(url, key)
         return partial(server.connect, chosen, key, slots, strings)
     version = wire.installed()
-    settings = own.Settings(
+    chosen_settings = own.Settings(
         version,
         wire.arguments(config, chosen, model_path, tokens, version, spells=bool(strings)),
         wire.environment(config, local=Path(model_path).is_dir()),
@@ -169,7 +169,7 @@ def _start(
         seed=seed % 2**31,
         start_s=chosen.start_s,
     )
-    return partial(own.start, settings)
+    return partial(own.start, chosen_settings)
 
 
 def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:

@@ -125,7 +125,7 @@ def test_no_draw_of_two_hundred_is_silently_wrong() -> None:
 
 
 def test_a_campaign_draws_every_kind_of_everything() -> None:
-    drawn = [draws.draw(SEED, number) for number in range(600)]
+    drawn = [draws.draw(SEED, number) for number in range(1500)]
     assert {one.family for one in drawn} == set(model_folders.FAMILIES)
     assert {one.tokenizer for one in drawn} == set(model_folders.TOKENIZERS)
     assert {one.template for one in drawn} == set(model_folders.TEMPLATES)

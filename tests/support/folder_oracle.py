@@ -89,3 +89,8 @@ def text_of(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> str:
 def furthest(one: NDArray[Any], other: NDArray[Any]) -> float:
     """The largest distance of two arrays."""
     return float(np.abs(np.asarray(one) - np.asarray(other)).max()) if len(one) else 0.0
+
+
+def specials(tokenizer: Any) -> set[int]:
+    """The ids of all special tokens, also of those without a name."""
+    return {*tokenizer.all_special_ids, *(n for n, one in tokenizer.added_tokens_decoder.items() if one.special)}

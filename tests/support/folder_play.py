@@ -208,7 +208,7 @@ def refusal(path: Path) -> str:
         config = configfile.load(path)
         found = list(quick.findings(config))
         if not [one for one in found if one.state == "error"]:
-            found = slow.add(found, config, None)
+            found = slow.add(found, config, None, call=True)
     except ConfigError as error:
         return str(error)
     return "\n".join(f"{one.subject}: {one.text}" for one in found if one.state == "error")
@@ -275,7 +275,7 @@ class _Played:
         self._made, self._rows, self._config, self._folder = made, rows, config, folder
         self._model = Path(config.model.path)
         self._first = oracle.load(self._model)
-        self._tokenizer = Tokenizer(self._model)
+        self._tokenizer = Tokenizer(self._model, config.model.clock)
         self._stops = oracle.stops(self._model, self._first.tokenizer, made.template)
         self._close = CLOSE[made.compute]
         self._found, self.wrong = found, found.wrong
@@ -295,7 +295,10 @@ class _Played:
         await rewards.start(task.sources())
         engine = await self._engine(learner.policy)
         try:
-            player = Player(engine, self._tokenizer, self._config.environment)
+            stop = build.stop(self._config, str(self._model), self._tokenizer)
+            player = Player(engine, self._tokenizer, self._config.environment, stop)
+            if set(stop.ids) != self._stops:
+                self.wrong.append(f"stops: {sorted(stop.ids)}, not {sorted(self._stops)}")
             for version in range(UPDATES + 1):
                 episodes = await self._episodes(player, task, rewards, version)
                 played = [episode for _, episode, _ in episodes]
@@ -337,11 +340,14 @@ class _Played:
             prompt = task.prompt(number)
             try:
                 episode = await player.play(prompt, build.sampling(self._config))
-                scored = episode.reward(await rewards.score(prompt, episode.text(prompt, player.tokenizer)))
+                scored = episode.reward(
+                    await rewards.score(prompt, episode.text(prompt, player.tokenizer, player.stop))
+                )
             except FAILURES as error:
                 self.wrong.append(f"a trajectory failed: {type(error).__name__}: {_short(error)}")
                 return None
             identity = Identity(task="data", prompt=number, sample=sample)
+            self._compare_text(episode, player)
             return prompt, episode, episode.trajectory(identity, "draw", scored)
 
         first = version * BATCH // SAMPLES
@@ -387,6 +393,17 @@ class _Played:
                 shown = tokenizer.decode(ours), tokenizer.decode(theirs)
                 self.wrong.append(f"observation: {shown[0]!r}, not {shown[1]!r}"[:400])
 
+    def _compare_text(self, episode: Episode, player: Player) -> None:
+        """Compare the text of the policy's first turn with transformers'; special tokens in its midst are text."""
+        end, tokenizer = episode.turn_ends[0] + 1, self._first.tokenizer
+        if set(episode.tokens[: end - 1].tolist()) & oracle.specials(tokenizer):
+            return
+        theirs = oracle.text_of(tokenizer, episode.tokens[:end].tolist(), self._stops)
+        scored = episode.text(Prompt(text="", columns={}), player.tokenizer, player.stop)
+        ours = episode.turns[0] if episode.turns else scored.completion
+        if ours != theirs:
+            self.wrong.append(f"text: {ours!r}, not {theirs!r}")
+
     def _given(self, prompt: Prompt) -> str | list[dict[str, Any]]:
         """The conversation of the row that a prompt was made of."""
 
@@ -405,9 +422,7 @@ class _Played:
             bare: str | list[dict[str, Any]] = given.replace(words, "")
         else:
             bare = [{**turn, "content": turn["content"].replace(words, "")} for turn in given]
-        special = set(tokenizer.all_special_ids) | {
-            number for number, one in tokenizer.added_tokens_decoder.items() if one.special
-        }
+        special = oracle.specials(tokenizer)
         ours, theirs = (sum(one in special for one in row) for row in (ids, oracle.prompt_ids(tokenizer, bare)))
         if ours != theirs:
             self.wrong.append(f"control tokens in a row's text: {ours} in the prompt, {theirs} of the template")
