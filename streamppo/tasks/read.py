@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -55,11 +55,16 @@ def _file(path: Path) -> Iterator[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        for number, line in enumerate(_lines(lines, path), start=1):
+            if line.strip():
+                yield parse(line, f"{path}, line {number}")
+
+
+def _lines(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, which may be compressed."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield parse(line, f"{path}, line {number}")
+        yield from lines
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise TaskError(f"{path}: not a gzip file, or a part of one: {error}") from error
 

@@ -136,7 +136,7 @@ def _number_within(value: object) -> float:
     try:
         return number(value)
     except ValueError as error:
-        raise ValueError(f"with a number that is {error}") from error
+        raise ValueError(f"with a value that is {error}") from error
 
 
 def _number_or_none(value: object) -> float | None:

@@ -12,7 +12,7 @@ from streamppo import loop
 from streamppo.cli import main
 from streamppo.commands.checks import machine
 
-DATA = "task={kind='data', data='rows.jsonl', held_out=0.5}"
+DATA = "task={kind='data', data='rows.jsonl', held_out=0}"
 LACKING = {
     "reward reward: reward.function 'nowhere:score': importing nowhere failed": ["reward.function=nowhere:score"],
     "task: 'nowhere.jsonl' is no file or folder here (looked at ": ["task={kind='data', data='nowhere.jsonl'}"],

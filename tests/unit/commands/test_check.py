@@ -172,7 +172,9 @@ WRONG = {
     ],
     "line 2: not JSON": ["task={kind='data', data='broken.jsonl'}"],
     "latin.jsonl, line 1: not JSON: 'utf-8'": ["task={kind='data', data='latin.jsonl'}"],
-    "learns from answers that are texts: that of the prompt '1+1=' is 2": ["task={kind='data', data='numbers.jsonl'}"],
+    "learns from answers that are texts: that of the prompt '1+1=' is 2": [
+        "task={kind='data', data='numbers.jsonl', held_out=0}"
+    ],
     "model/journal.sqlite: missing": ["algorithm.critic.pretrain=model"],
     "has no archived batch": ["algorithm.critic.pretrain=young"],
     "no column 'question'": [f"{DATA}, prompt='question'}}"],
@@ -275,7 +277,8 @@ def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
 def test_completions_that_the_model_cuts_short_are_noted_and_are_no_error(
     checked: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    rows = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
+    (tmp_path / "rows.jsonl").write_text(rows)
     model_folder(tmp_path / "short", **SMALL, max_position_embeddings=64)
     code, output = checked(MATH, f"{DATA}}}", "rollout.max_tokens=100", "model.path=short")
     assert code == 0

@@ -9,7 +9,7 @@ from conftest import MATH
 from streamppo.cli import main
 from streamppo.config import file as configfile
 
-NUMBERS = "task={kind='data', data='numbers.jsonl'}"
+NUMBERS = "task={kind='data', data='numbers.jsonl', held_out=0}"
 MISTAKES = {
     "data gsm8k --from gsm8k --to folder": "TaskError: folder: cannot be written",
     "data gsm8k --from gsm8k --to file/x.parquet": "TaskError: file/x.parquet: cannot be written",

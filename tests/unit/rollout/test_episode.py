@@ -194,10 +194,10 @@ def test_turns_and_tokens_are_bounded_and_a_cut_off_turn_ends_the_trajectory(tok
         ("raise", r"step: test_episode\.py:\d+: ValueError: no"),
         ("hang", r"step took more than 0\.05 s"),
         ("nothing", "says messages or a text that is not empty, not None"),
-        ("no number", r"step gave Reward\(score=None.*, with a number that is not finite"),
-        ("no component", "with a number that is not finite"),
+        ("no number", r"step gave Reward\(score=None.*, with a value that is not a finite number"),
+        ("no component", "with a value that is not a finite number"),
         ("no components", "whose components are no numbers by name"),
-        ("nan", r"step gave Reward\(score=nan.*, with a number that is not finite"),
+        ("nan", r"step gave Reward\(score=nan.*, with a value that is not a finite number"),
         ("number", r"says messages or a text that is not empty, not \[Message\(role='tool', content=4\)\]"),
     ],
 )
