@@ -72,7 +72,7 @@ class ControlTokens:
             case str():
                 _refuse_marks(value)
                 return pattern.sub(lambda found: f"{MARK}{self._names.index(found[0])}z", value)
-            case Mapping():
+            case dict():
                 return {self._escaped(key, pattern): self._escaped(item, pattern) for key, item in value.items()}
             case list() | tuple():
                 return [self._escaped(item, pattern) for item in value]

@@ -62,7 +62,9 @@ class Tokenizer:
             raise TaskError(f"{path}: no tokenizer is there")
         self._control = ControlTokens(self._tokenizer, self._fast, chat_template.sources(self._tokenizer))
         self._chat = ChatTemplate(self._tokenizer, self._control, clock)
+        self._bos: str = self._tokenizer.bos_token or ""
         self._silent = {getattr(self._tokenizer, f"{name}_token_id") for name in NAMED}
+        self._hides_all = self._control.special <= self._silent
         self._before = self._put_before()
         self._turn_end: int | None = UNKNOWN
         self._encoded: dict[tuple[str | bytes, int | None], Ints] = {}
@@ -112,9 +114,7 @@ class Tokenizer:
 
     def spelled(self, prompt: Prompt) -> str | None:
         """Return the first special token that the words of a prompt spell, if there is one."""
-        texts = [message.text for message in prompt.messages] or [
-            prompt.text.removeprefix(self._tokenizer.bos_token or "")
-        ]
+        texts = [message.text for message in prompt.messages] or [prompt.text.removeprefix(self._bos)]
         return next((name for text in texts if (name := self._control.found(text))), None)
 
     def ids(self, prompt: Prompt) -> list[int]:
@@ -199,7 +199,7 @@ class Tokenizer:
         tokenizer has by name (bos, eos, pad, unk). An observation has none of them. The end of a turn is not among
         `tokens` (`stop.Stop.text`).
         """
-        if self._control.special <= self._silent:
+        if self._hides_all:
             return self.decode(tokens)
         ids, special = tokens.tolist(), self._control.special
         policys = [True] * len(ids) if sampled is None else sampled.tolist()
@@ -229,12 +229,13 @@ class Tokenizer:
 
     def _prompt_text_ids(self, text: str, template: Template) -> list[int]:
         """The ids of a text with those that the tokenizer puts before it; a bos that the text spells is one of them."""
-        bos, before = self._tokenizer.bos_token, self._before
-        if bos and text.startswith(bos):
-            text = text.removeprefix(bos)
-            before = before if self._tokenizer.bos_token_id in before else [self._tokenizer.bos_token_id, *before]
+        before = self._before
+        if self._bos and text.startswith(self._bos):
+            text = text.removeprefix(self._bos)
+            number = self._tokenizer.bos_token_id
+            before = before if number in before else [number, *before]
         ids = self._text_ids(text, template)
-        return ids if before and ids[: len(before)] == before else [*before, *ids]
+        return ids if not before or ids[: len(before)] == before else [*before, *ids]
 
     def _put_before(self) -> list[int]:
         """The ids that the post-processor puts before a text."""

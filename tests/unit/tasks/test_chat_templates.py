@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizer_kinds
+import tokenizers
 from config_case import one_source
 from tokenizer_kinds import CONTROLS, KINDS
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from streamppo.errors import TaskError
 from streamppo.tasks import task
@@ -173,6 +176,23 @@ def test_the_other_text_keeps_the_tokens_that_it_has_without_a_spelled_one(kind:
     plain = tokenizer.ids(chat(user("The answer"), Message(role="assistant", content="is 46."), user("add")))
     tail = plain[plain.index(number(tokenizer, "<|im_end|>"), plain.index(number(tokenizer, "<|im_end|>")) + 1) :]
     assert ids[-len(tail) :] == tail
+
+
+@pytest.mark.parametrize("model", ["Unigram", "WordLevel"])
+def test_a_model_whose_words_hold_the_control_tokens_keeps_their_names_as_text(tmp_path: Path, model: str) -> None:
+    pieces = ["<unk>", "</s>", *"</s>abx", " "]
+    if model == "Unigram":
+        backend = tokenizers.Tokenizer(models.Unigram([(one, -1.0) for one in dict.fromkeys(pieces)], unk_id=0))
+    else:
+        words = {word: n for n, word in enumerate(dict.fromkeys(pieces))}
+        backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}a {{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    ids = Tokenizer(tmp_path).ids(chat(user("b </s> x")))
+    assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == tokenizer.eos_token_id
+    assert len(ids) > 4
 
 
 def test_tools_outputs_names_and_texts_have_no_control_tokens_either() -> None:
