@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamppo import durable
+from streamppo import durable, process
 from streamppo.commands.check import look_over, print_table
 from streamppo.commands.checks.machine import memory_mib
-from streamppo.commands.echo import echo
+from streamppo.commands.echo import console, echo
 from streamppo.commands.project import policy, rows, sizes, text
 from streamppo.config import file as configfile
 from streamppo.config.engine import FAMILIES
@@ -116,22 +116,27 @@ def _tell(file: Path, chosen: text.Chosen) -> int:
     found, seen, length = chosen.policy, chosen.rows, chosen.sizes.completion
     known = "" if found.is_known else ", all by its name: it is not on this machine"
     answer = f"the answer {seen.answer!r} (up to {seen.longest_answer} tokens)" if seen.answer else "none is an answer"
-    echo(f"{file}: written for")
-    echo(f"  model    {found.path}: {found.parameters:,} parameters, context {found.context:,}{known}")
-    echo(f"  rows     {seen.total:,}; the prompt is {seen.prompt!r} (up to {seen.longest_prompt} tokens), {answer}")
+    _say(f"{file}: written for")
+    _say(f"  model    {found.path}: {found.parameters:,} parameters, context {found.context:,}{known}")
+    _say(f"  rows     {seen.total:,}; the prompt is {seen.prompt!r} (up to {seen.longest_prompt} tokens), {answer}")
     if length.left_out:
-        echo(
+        _say(
             f"           {length.left_out:,} prompts are longer than {length.max_prompt_tokens} tokens and are left out"
         )
-    echo(f"  answers  of up to {length.max_tokens} tokens: {length.why}")
+    _say(f"  answers  of up to {length.max_tokens} tokens: {length.why}")
     findings = look_over(configfile.load(file), None)
     worth = [one for one in findings if one.state not in ("ok", "later")]
     if worth:
         print_table(worth)
     errors = sum(one.state == "error" for one in findings)
-    echo(f"  check    {errors} errors")
-    echo(f"begin with: streamppo run {file}" if not errors else f"mend them, then: streamppo check {file}")
+    _say(f"  check    {errors} errors")
+    _say(f"begin with: streamppo run {file}" if not errors else f"mend them, then: streamppo check {file}")
     return 1 if errors else 0
+
+
+def _say(text: str) -> None:
+    """Print a line, broken between words on a terminal."""
+    echo(process.wrap(text, console().width))
 
 
 def _from(file: Path, path: str) -> str:

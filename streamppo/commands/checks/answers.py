@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.task import ROWS
+from streamppo.commands.project import policy, sizes
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.tasks import lesson
 from streamppo.tasks.task import Task
@@ -12,15 +13,24 @@ from streamppo.types import Prompt
 
 WORTH_A_NOTE = 0.05
 """Share of the rows with an answer that has no room."""
+FEW = 64
+"""Tokens of a completion that are few for a model that is not small."""
 
 
 def answers(config: Config, task: Task, tokenizer: Tokenizer | None) -> Findings:
-    """Note answers that are longer than a completion may be: a policy that writes them is cut off."""
+    """Note answers that are longer than a completion may be, and too little room for a model that reasons first."""
     if config.environment is not None or (tokenizer is None and config.model.path != BUILTIN):
         return
     length = _characters if tokenizer is None else lambda text: len(tokenizer.sampled(text, "stop"))
     lengths = [length(text) for text in _texts(task.training[:ROWS])]
     bound = config.rollout.max_tokens
+    if config.model.path != BUILTIN and bound < FEW and not sizes.is_small(found := policy.look(config.model.path)):
+        yield Finding(
+            "answers",
+            "note",
+            f"rollout.max_tokens ({bound}) is little for a model of {found.parameters:,} parameters, which writes "
+            "before it answers: completions are cut off",
+        )
     longer = [length for length in lengths if length > bound]
     if len(longer) > WORTH_A_NOTE * len(lengths):
         yield Finding(

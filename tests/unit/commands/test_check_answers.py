@@ -6,6 +6,7 @@ import bring_case as case
 import pytest
 
 from streamppo.cli import main
+from streamppo.commands.project import sizes
 
 
 def answers(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
@@ -40,3 +41,16 @@ def test_a_few_long_answers_are_no_matter(
     assert main(words) == 0
     capsys.readouterr()
     assert bool(answers(capsys, "rollout.max_tokens=6")) == is_noted
+
+
+def test_a_large_model_with_the_tokens_of_a_small_one_is_noted_though_its_answers_are_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(case.bring(tmp_path)) == 0
+    capsys.readouterr()
+    assert answers(capsys) == []
+    monkeypatch.setattr(sizes, "SMALL", 1000)
+    (found,) = answers(capsys)
+    assert " note " in found and "rollout.max_tokens (6) is little for a model of 5,952 parameters" in found
+    assert answers(capsys, "rollout.max_tokens=64") == []
