@@ -4,7 +4,8 @@ Cycles: a trajectory that waits a second for its reward survives the cheap passe
 second. It walks every object there is, 0.3 s beside torch and transformers, and nothing else happens meanwhile. Nothing
 that a trajectory consists of makes cycles.
 
-Log lines: every module logs to `logging.getLogger(__name__)`; each process of ours calls `log_to_stdout` once. Ray
+Log lines: every module logs to `logging.getLogger(__name__)`; each process of ours calls `log_to_stdout` once. A
+warning begins with that word, and on a terminal a line is broken between words. Ray
 brings an actor's standard output to the driver's, which may lose its reader (`| head`, a terminal that is closed): the
 rest then goes to a file, and the run goes on.
 
@@ -16,6 +17,7 @@ import gc
 import io
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping
@@ -51,7 +53,7 @@ def log_to_stdout(who: str = "") -> None:
     if any(isinstance(handler, _Lines) for handler in ours.handlers):
         return
     handler = _Lines()
-    handler.setFormatter(logging.Formatter(f"{who}: %(message)s" if who else "%(message)s"))
+    handler.setFormatter(_Named(f"{who}: " if who else ""))
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
     ours.propagate = False
@@ -96,16 +98,72 @@ class _Lasting(io.FileIO):
             return super().write(data)
 
 
+class _Named(logging.Formatter):
+    """The message behind `head`, and behind the name of its level from a warning on."""
+
+    def __init__(self, head: str) -> None:
+        super().__init__()
+        self._head = head
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Write the first line."""
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{self._head}{level}{record.message}"
+
+
 class _Lines(logging.Handler):
     """One line for each record, on the standard output of this moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line; a reader that went away stops nothing."""
         try:
-            sys.stdout.write(f"{self.format(record)}\n")
+            sys.stdout.write(f"{wrap(self.format(record), _columns())}\n")
             sys.stdout.flush()
         except OSError:
             self.handleError(record)
+
+
+ESCAPE = re.compile(r"\033\[[0-9;]*[A-Za-z]")
+"""A colour, or another order to the terminal, which takes no cell."""
+HANGING = "  "
+"""Before what is left of a line."""
+
+
+def wrap(text: str, columns: int) -> str:
+    """Break each line of `text` that has more cells than `columns` between words; 0 columns break none.
+
+    A word that is wider than a row stays whole: the terminal breaks it, and it can be copied.
+    """
+    return "\n".join(_wrapped(line, columns) for line in text.split("\n")) if columns else text
+
+
+def _wrapped(line: str, columns: int) -> str:
+    # A line that goes back to its beginning is a picture of somebody's progress.
+    if (len(line) <= columns and line.isascii()) or "\r" in line:
+        return line
+    # Slow to import, and most lines are short.
+    from rich.cells import cell_len
+
+    if cell_len(ESCAPE.sub("", line)) <= columns:
+        return line
+    rows, room = [""], columns
+    for word in re.split(r"(?<=\S)(?= )", line):
+        cells = cell_len(ESCAPE.sub("", word))
+        if cells <= room or rows == [""]:
+            rows[-1] += word
+            room -= cells
+        else:
+            rows.append(HANGING + word.lstrip(" "))
+            room = columns - cell_len(ESCAPE.sub("", rows[-1]))
+    return "\n".join(rows)
+
+
+def _columns() -> int:
+    """Columns of the terminal behind standard output; 0 if there is none."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+    except (OSError, ValueError, AttributeError):
+        return 0
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------

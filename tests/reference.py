@@ -21,7 +21,8 @@ Written by `python -m tests.reference` of the code; a test holds it equal.
 ## Fields
 
 A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`. NAME
-is an entry's name, of your choice, and `[]` an entry of a list. A field without a default must be given.
+is an entry's name, of your choice, and `[]` an entry of a list. A field without a default must be given. A kind whose
+other fields all have defaults may be written as its bare name: `algorithm.advantage = "grpo"`.
 
 """
 METRICS = {

@@ -33,20 +33,24 @@ def check(config: Config, name: str, gpu_gib: float | None) -> int:
 
     The exit code is 1 if there is an error.
     """
-    findings = list(quick.findings(config))
-    if _count(findings, "error"):
-        text = "tokenizer, lengths of prompts and memory are looked at once the errors are mended"
-        findings.append(Finding("model", "later", text))
-    else:
-        # Torch takes seconds to import, and is no use to somebody who has a mistake to mend.
-        from streamppo.commands.checks import slow
-
-        findings = slow.add(findings, config, gpu_gib)
+    findings = look_over(config, gpu_gib)
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
     echo(f"{configfile.show(config)}\n")
     print_table(sorted(findings, key=lambda one: one.state == "error"))
     echo(f"\n{name}: {errors} errors, {absent} things that cannot be looked at here")
     return 1 if errors else 0
+
+
+def look_over(config: Config, gpu_gib: float | None) -> list[Finding]:
+    """Find everything there is to say about `config`; what needs torch only if there is no error before."""
+    findings = list(quick.findings(config))
+    if _count(findings, "error"):
+        text = "tokenizer, lengths of prompts and memory are looked at once the errors are mended"
+        return [*findings, Finding("model", "later", text)]
+    # Torch takes seconds to import, and is no use to somebody who has a mistake to mend.
+    from streamppo.commands.checks import slow
+
+    return slow.add(findings, config, gpu_gib)
 
 
 def _count(findings: Sequence[Finding], state: State) -> int:

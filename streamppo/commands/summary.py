@@ -27,7 +27,7 @@ def summary(run: Path, *, as_json: bool) -> int:
     console().print(rows)
     config = configfile.load(run / configfile.CONFIG)
     for finding in diagnosis.of_lines(config, shown.lines, shown.summary):
-        echo(f"\n{finding.name} (update {finding.last}): {finding.numbers}\n  try: {finding.advice}")
+        echo(f"\nwarning: {finding.name} (update {finding.last}): {finding.numbers}\n  try: {finding.advice}")
     return 0
 
 

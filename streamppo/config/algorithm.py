@@ -11,6 +11,7 @@ from streamppo.config.correction import (
     OwnCorrection,
     Resample,
     SecondMoment,
+    Truncate,
     repeated_filters,
 )
 from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
@@ -195,8 +196,8 @@ Aggregation: TypeAlias = Literal[
 class Algorithm(Section, frozen=True):
     """The mathematics of one update."""
 
-    correction: Correction
-    """Correction for the age of the data; it has no default, so that leaving it off is a decision."""
+    correction: Correction = Truncate()
+    """Correction for the age of the data: to be without one takes the word "off"."""
     advantage: Advantage = Gae()
     """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"

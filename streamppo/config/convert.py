@@ -3,14 +3,14 @@
 Each value is held against the type of its field. Rules between fields are asked only where the fields are right.
 """
 
-import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from msgspec import NODEFAULT, inspect
 
-from streamppo.config.describe import expected, listed, shown
+from streamppo.config import hints
+from streamppo.config.describe import expected, shown
 from streamppo.config.overrides import Tree
 from streamppo.config.sections import Config
 
@@ -82,7 +82,8 @@ class _Reader:
         present = {key: part for key, part in tree.items() if key != node.tag_field}
         before = len(self.mistakes)
         for key in present.keys() - set(known):
-            self._add(_join(name, key), f"unknown field {key!r}{nearest(key, known)}")
+            for at, text in hints.unknown(_join(name, key), tree[key], known):
+                self._add(at, text, broad=_is_table(tree[key]))
         parts: dict[str, object] = {}
         for field in node.fields:
             at = _join(name, field.encode_name)
@@ -148,15 +149,6 @@ class _Reader:
         made = tuple(self.value(item, table, f"{name}[{place}]") for place, table in enumerate(tables))
         self.mistakes[before:] = [mistake._replace(at=name) for mistake in self.mistakes[before:]]
         return WRONG if len(self.mistakes) > before else made
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about the unknown `name`: the nearest of `known`, or all of them."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if near:
-        return f": did you mean {near[0]!r}?"
-    return f": known here are {listed(names)}" if names else ""
 
 
 def _join(name: str, part: str) -> str:

@@ -5,20 +5,27 @@ function = "a:b"              ->      kind = "function"
                                       function = "a:b"
 
 [task]                                [task]
-kind = "data"                 ->      kind = "data"
-data = "rows.jsonl"                   [task.sources.data]
+data = "rows.jsonl"           ->      kind = "data"
+                                      [task.sources.data]
                                       data = "rows.jsonl"
+
+[algorithm]                           [algorithm]
+advantage = "grpo"            ->      advantage = { kind = "grpo" }
+filters = ["truncated"]       ->      filters = [{ kind = "truncated" }]
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from functools import cache
 from typing import NamedTuple, cast, get_args
 
 import msgspec
+from msgspec import inspect
 
 from streamppo.config.convert import Mistake
-from streamppo.config.overrides import Tree
+from streamppo.config.overrides import Override, Tree
 from streamppo.config.reward import Reward, Scorer
+from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source
 
 
@@ -65,8 +72,10 @@ class Expanded(NamedTuple):
 
 def expand(tree: Tree) -> Expanded:
     """Change `tree` in place. A mistaken field is taken out of it."""
-    shorts = [SCORER]
-    if _table(tree, "task").get("kind") == "data":
+    shorts, task = [SCORER], _table(tree, "task")
+    if "kind" not in task and task.keys() & {"data", "sources"}:
+        task["kind"] = "data"
+    if task.get("kind") == "data":
         shorts.append(SOURCE)
     mistakes = [mistake for short in shorts for mistake in _expand(tree, short)]
     return Expanded(mistakes, {short.path: short.table for short in shorts})
@@ -94,3 +103,68 @@ def _belongs_inside(name: str, short: Short) -> bool:
 def _table(tree: Tree, name: str) -> Tree:
     found = tree.get(name)
     return cast(Tree, found) if isinstance(found, dict) else {}
+
+
+# --- bare kinds ----------------------------------------------------------------------------------------------
+
+
+def with_kinds(tree: Tree) -> Tree:
+    """`tree` with a table for each choice that is written as the bare name of its kind."""
+    return cast(Tree, _with_kinds((_root(),), tree))
+
+
+def as_kinds(overrides: Sequence[Override]) -> list[Override]:
+    """Overrides that name a bare kind, as those of the field `kind`: the rest of its table stays if it had that kind.
+
+    Example: algorithm.advantage=grpo -> algorithm.advantage.kind=grpo
+    """
+    return [_as_kind(override) for override in overrides]
+
+
+def _as_kind(override: Override) -> Override:
+    nodes: tuple[inspect.Type, ...] = (_root(),)
+    for part in override.name.split("."):
+        nodes = tuple(_inside(nodes, part))
+    if isinstance(override.value, str) and _is_choice(nodes, override.value):
+        return Override(f"{override.name}.kind", override.value)
+    return override._replace(value=_with_kinds(nodes, override.value))
+
+
+@cache
+def _root() -> inspect.Type:
+    return inspect.type_info(Config)
+
+
+def _with_kinds(nodes: Sequence[inspect.Type], value: object) -> object:
+    """`value`, which is of one of the types `nodes`."""
+    if isinstance(value, str) and _is_choice(nodes, value):
+        return {"kind": value}
+    if isinstance(value, list):
+        items = [node.item_type for node in _options(nodes) if isinstance(node, inspect.VarTupleType)]
+        return [_with_kinds(items, item) for item in cast("list[object]", value)]
+    if isinstance(value, dict):
+        table = cast(Tree, value)
+        return {name: _with_kinds(tuple(_inside(nodes, name)), part) for name, part in table.items()}
+    return value
+
+
+def _is_choice(nodes: Sequence[inspect.Type], value: str) -> bool:
+    """True if a table with a kind is meant: of kinds alone any word, beside other values only the name of a kind."""
+    options = list(_options(nodes))
+    tags = [option.tag for option in options if isinstance(option, inspect.StructType) and option.tag_field == "kind"]
+    others = (inspect.StructType, inspect.NoneType)
+    return bool(tags) and (value in tags or all(isinstance(option, others) for option in options))
+
+
+def _inside(nodes: Sequence[inspect.Type], name: str) -> Iterator[inspect.Type]:
+    """The types that `name` may have in a table of one of the types `nodes`."""
+    for node in _options(nodes):
+        if isinstance(node, inspect.StructType):
+            yield from (field.type for field in node.fields if field.encode_name == name)
+        elif isinstance(node, inspect.DictType):
+            yield node.value_type
+
+
+def _options(nodes: Sequence[inspect.Type]) -> Iterator[inspect.Type]:
+    for node in nodes:
+        yield from node.types if isinstance(node, inspect.UnionType) else (node,)

@@ -18,7 +18,7 @@ from streamppo import durable
 from streamppo.config import overrides as dotted
 from streamppo.config import paths
 from streamppo.config.convert import convert
-from streamppo.config.expand import expand
+from streamppo.config.expand import as_kinds, expand, with_kinds
 from streamppo.config.explain import explain
 from streamppo.config.overrides import Tree
 from streamppo.config.sections import Config
@@ -31,7 +31,8 @@ CONFIG = "config.toml"
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `overrides` ("learner.lr=3e-4"), check everything.
 
-    Relative paths in the file are looked for beside it first, and then in the current folder.
+    Relative paths in the file are looked for beside it first, and then in the current folder. A file that names no run
+    gives it its own name.
     Raises `ConfigError` with a line for every mistake: the file and the line or the override, and the nearest name.
     """
     try:
@@ -45,6 +46,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     paths.anchor(tree, path.parent)
+    tree.setdefault("name", path.stem)
     return _resolve(tree, overrides, path, text)
 
 
@@ -90,7 +92,7 @@ def _without_none(tree: Tree) -> Tree:
 
 def _resolve(tree: Tree, overrides: Sequence[str], path: Path, text: str) -> Config:
     """The configuration of `tree`, which stands in `path` as `text`, with `overrides`."""
-    parsed = dotted.parse(overrides)
+    tree, parsed = with_kinds(tree), dotted.parse(overrides, as_kinds)
     wrong = dotted.apply(tree, parsed)
     paths.anchor(tree, Path())
     expanded = expand(tree)

@@ -10,8 +10,8 @@ from streamppo.config.transport import ObjectStore, Transport
 class Learner(Machine, frozen=True, kw_only=True):
     """The ranks that train."""
 
-    lr: PositiveFloat
-    """AdamW's learning rate."""
+    lr: PositiveFloat = 1e-6
+    """AdamW's learning rate: as a rule 1e-6 for weights of a billion, and 1e-3 for those of 0.1 million."""
     ranks: Positive = 1
     """Learner ranks, one Ray actor each."""
     mesh: Mesh = Mesh()

@@ -1,7 +1,7 @@
 """Apply dotted overrides ("learner.lr=3e-4") to the tree of a configuration file."""
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from streamppo.errors import ConfigError
@@ -17,13 +17,17 @@ class Override(NamedTuple):
     value: object
 
 
-def parse(texts: Sequence[str]) -> list[Override]:
+Rewrite: TypeAlias = Callable[[Sequence[Override]], list[Override]]
+"""Writes out the short forms of overrides."""
+
+
+def parse(texts: Sequence[str], rewrite: Rewrite = list) -> list[Override]:
     """The overrides that `texts` say. Raises `ConfigError` with every text that is not section.field=value."""
     wrong = [text for text in texts if not text.partition("=")[0].strip() or "=" not in text]
     if wrong:
         raise ConfigError("\n".join(f"override {text!r} is not of the form section.field=value" for text in wrong))
     parts = [text.partition("=") for text in texts]
-    return _kinds_first([Override(name.strip(), _value(value.strip())) for name, _, value in parts])
+    return _kinds_first(rewrite([Override(name.strip(), _value(value.strip())) for name, _, value in parts]))
 
 
 def apply(tree: Tree, overrides: Sequence[Override]) -> list[str]:
@@ -51,8 +55,11 @@ def _apply(tree: Tree, override: Override) -> str | None:
     """Another `kind` empties the table first, since the fields of two kinds have nothing to do with each other."""
     *parents, last = override.name.split(".")
     table = tree
-    for part in parents:
+    for depth, part in enumerate(parents, start=1):
         inner = table.setdefault(part, {})
+        if last == "kind" and depth == len(parents) and not isinstance(inner, dict):
+            # A number gives way to a choice: queue.max_lag = 2, and queue.max_lag.kind=adaptive.
+            inner = table[part] = {}
         if not isinstance(inner, dict):
             return f"override {override.name}: {part!r} is a value, not a section"
         table = cast(Tree, inner)

@@ -52,11 +52,11 @@ class AdaptiveLag(Kind, frozen=True, tag="adaptive"):
 class Queue(Section, frozen=True):
     """The trajectories that wait between rollout and learner."""
 
-    batch_size: Positive
+    batch_size: Positive = 256
     """Trajectories of one update; with segments, segments."""
-    max_lag: Count | AdaptiveLag
+    max_lag: Count | AdaptiveLag = 2
     """Hard bound on the age of a trained token, in versions; 0 is synchronous PPO."""
-    too_old: Literal["mask", "drop", "wait", "windowed", "keep"]
+    too_old: Literal["mask", "drop", "wait", "windowed", "keep"] = "mask"
     """A token beyond max_lag: train the rest, sample the prompt again, hold the flow in issue order or nearly; keep."""
     samples_per_prompt: Positive = 1
     """Completions of each prompt."""

@@ -107,7 +107,7 @@ class Rollout(Machine, frozen=True):
     """Trajectories that one actor keeps in flight, rewards included."""
     slots: Positive = 64
     """Completions that one engine decodes at once."""
-    max_tokens: Positive = 16
+    max_tokens: Positive = 256
     """Tokens of one completion at most."""
     stop: tuple[str, ...] = ()
     """Further ends of a completion: names of added tokens, and strings; those of the model always end it."""
@@ -209,18 +209,18 @@ class Config(Section, frozen=True):
     """One run."""
 
     name: str
-    """The run's folder is runs/NAME."""
-    updates: Positive
-    """Updates to make."""
+    """The run's folder is runs/NAME; a file that has none gives its own name, without `.toml`."""
     model: Model
     """The policy."""
     task: Task
     """The source of prompts."""
-    queue: Queue
+    updates: Positive = 200
+    """Updates to make."""
+    queue: Queue = Queue()
     """The trajectories that wait between rollout and learner."""
-    algorithm: Algorithm
+    algorithm: Algorithm = Algorithm()
     """The mathematics of one update."""
-    learner: Learner
+    learner: Learner = Learner()
     """The ranks that train."""
     reward: Reward = Reward()
     """The source of scores; with an environment, which gives rewards of its own, there may be none."""

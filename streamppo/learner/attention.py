@@ -171,4 +171,4 @@ def installed(name: str) -> bool:
 def _warn(text: str) -> None:
     """Warn once, on rank 0: policy, critic and reference of every rank choose alike."""
     if dist.get_rank() == 0:
-        log.warning("warning: %s", text)
+        log.warning("%s", text)

@@ -1,6 +1,7 @@
 """The rules at work: on a run's lines as they are written, and on all of them afterwards.
 
-Every `WINDOW` updates the rules look at the numbers, and at the end once more, with the summary. Each says so once
+Every `WINDOW` updates the rules look at the numbers, and at the end once more, with the summary; after the first
+`EARLY` those look that need no more. Each says so once
 while the run goes on; afterwards a finding tells from which update to which it was seen.
 """
 
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from streamppo.config.sections import Config
 from streamppo.telemetry.metrics_file import EvaluationLine, Line, numbers
-from streamppo.telemetry.rules import RULES, WINDOW, Evidence, Numbers
+from streamppo.telemetry.rules import EARLY, RULES, WINDOW, Evidence, Numbers
 from streamppo.telemetry.summary import Summary
 
 
@@ -47,6 +48,8 @@ class Diagnosis:
         self._version = line["update"]
         self._recent.append(numbers(line))
         self._seen += 1
+        if self._seen == EARLY:
+            return self._look(None, early=True)
         if self._seen % WINDOW:
             return []
         self._windows.append(_means(self._recent))
@@ -58,11 +61,11 @@ class Diagnosis:
             self._windows.append(_means(self._recent))
         return self._look(summary)
 
-    def _look(self, summary: Summary | None) -> list[Finding]:
-        enough = self._recent if self._windows else ()
+    def _look(self, summary: Summary | None, *, early: bool = False) -> list[Finding]:
+        enough = self._recent if self._windows or early else ()
         evidence = Evidence(self._config, list(enough), self._windows, self._evaluations, summary)
         new: list[Finding] = []
-        for rule in RULES:
+        for rule in (rule for rule in RULES if rule.early or not early):
             if (numbers := rule.look(evidence)) is None:
                 continue
             before = self.findings.get(rule.name)

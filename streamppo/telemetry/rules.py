@@ -15,6 +15,8 @@ from streamppo.telemetry.summary import Summary
 
 WINDOW = 20
 """Updates that a rule looks at together."""
+EARLY = 3
+"""Updates after which a rule that is early looks for the first time."""
 SOLVED = 0.8
 """A task is all but solved at this share of reward.correct_at, or of right held-out answers."""
 
@@ -25,6 +27,8 @@ COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
 WAITS, IDLE = 0.8, 0.5
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
+CUT, EXPLAINED = 0.3, 0.1
+NEARLY_ALL = 0.9
 SIGMAS = 3.0
 
 Numbers: TypeAlias = Mapping[str, float]
@@ -64,12 +68,16 @@ class Evidence(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A sign: its name, the condition in words, advice, and the function that returns the numbers that fired it."""
+    """A sign: its name, the condition in words, advice, and the function that returns the numbers that fired it.
+
+    An `early` one looks after the first `EARLY` updates too, when there is no window yet.
+    """
 
     name: str
     fires: str
     advice: str
     look: Callable[[Evidence], str | None]
+    early: bool = False
 
 
 # --- the policy ----------------------------------------------------------------------------------------------
@@ -131,7 +139,27 @@ def _explains_nothing(seen: Evidence) -> str | None:
     return f"explained variance {explained:.2f}: the critic is worse than a constant"
 
 
+def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
+    share, explained = seen.mean("segments_cut"), seen.mean("explained_variance")
+    if share is None or explained is None or share <= CUT or explained >= EXPLAINED or seen.is_solved:
+        return None
+    return f"{share:.0%} of the segments end in a cut, and the critic explains nothing there ({explained:.2f})"
+
+
 # --- the data ------------------------------------------------------------------------------------------------
+
+
+def _worse_than_at_first(seen: Evidence) -> str | None:
+    known = [
+        (one["accuracy"], one["count"], one["evaluation"]) for one in seen.evaluations if one["accuracy"] is not None
+    ]
+    if len(known) < 2:
+        return None
+    (first, count, _), (last, _, _) = known[0], known[-1]
+    if first - last < SIGMAS * _two_noises(first, count):
+        return None
+    best, _, version = max(known, key=lambda one: one[0])
+    return f"held-out accuracy {last:.3f}, and {first:.3f} at first; the best is {best:.3f}, of version {version}"
 
 
 def _held_out_falls(seen: Evidence) -> str | None:
@@ -140,10 +168,14 @@ def _held_out_falls(seen: Evidence) -> str | None:
         return None
     (best, count), (last, _) = max(known), known[-1]
     first, reward = _first(seen, "reward"), seen.mean("reward")
-    noise = (max(best * (1 - best), 0.25 / count) / count) ** 0.5
-    if first is None or reward is None or reward <= first or best - last < SIGMAS * 2**0.5 * noise:
+    if first is None or reward is None or reward <= first or best - last < SIGMAS * _two_noises(best, count):
         return None
     return f"held-out accuracy {last:.3f} after {best:.3f}, while the reward rose from {first:.3f} to {reward:.3f}"
+
+
+def _two_noises(accuracy: float, count: int) -> float:
+    """The standard error of the difference of two accuracies on `count` prompts each."""
+    return (2 * max(accuracy * (1 - accuracy), 0.25 / count) / count) ** 0.5
 
 
 def _few_effective(seen: Evidence) -> str | None:
@@ -181,7 +213,10 @@ def _length_drifts(seen: Evidence) -> str | None:
 
 def _truncated(seen: Evidence) -> str | None:
     share = seen.mean("truncated") or 0.0
-    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED else None
+    if share >= NEARLY_ALL:
+        bound = seen.config.rollout.max_tokens
+        return f"nearly all completions ({share:.0%}) are cut off: rollout.max_tokens ({bound}) ends them"
+    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED and seen.windows else None
 
 
 def _equal_groups(seen: Evidence) -> str | None:
@@ -258,6 +293,13 @@ RULES = (
         _gradient_spikes,
     ),
     Rule(
+        "cuts rest on the critic",
+        f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
+        "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
+        "completions: a policy that follows such a critic unlearns what it can",
+        _cuts_rest_on_the_critic,
+    ),
+    Rule(
         "value loss diverges",
         f"rising, and above {DIVERGED:g} times its lowest window",
         "lower algorithm.critic.lr or coefficient, set algorithm.critic.clip, scale the reward down",
@@ -268,6 +310,12 @@ RULES = (
         f"below {UNEXPLAINED:g}, while the task is not solved",
         "raise algorithm.critic.lr or epochs, set algorithm.critic.warmup_updates, or have no critic",
         _explains_nothing,
+    ),
+    Rule(
+        "worse than at the start",
+        f"held-out accuracy {SIGMAS:g} standard errors below that of the first evaluation",
+        "look at the other signs first, lower learner.lr; `streamppo export RUN --version N` gets the best version",
+        _worse_than_at_first,
     ),
     Rule(
         "reward rises while held-out falls",
@@ -301,9 +349,10 @@ RULES = (
     ),
     Rule(
         "completions are cut off",
-        f"more than {TRUNCATED:.0%} of them",
+        f"more than {TRUNCATED:.0%} of them; {NEARLY_ALL:.0%} in the first {EARLY} updates",
         "raise rollout.max_tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
         _truncated,
+        early=True,
     ),
     Rule(
         "equal groups",

@@ -11,6 +11,7 @@ from threading import Thread
 
 import msgspec
 import pytest
+from terminal import shown, terminal, written
 
 from streamppo import process
 from streamppo.commands import alone, weights
@@ -21,6 +22,7 @@ from streamppo.rollout.episode import Player
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.telemetry.live.screen import Row, Screen
 from streamppo.types import Crossing, Identity, Trajectory
 
 COUNT = 100
@@ -152,3 +154,56 @@ def test_a_phase_that_waits_has_no_cpu_time() -> None:
     process.add("waited", 2.0)
     process.add("waited", 3.0)
     assert process.spent()["waited"] == (2, 5.0, 0.0)
+
+
+# --- log lines on a terminal and warnings --------------------------------------------------------------------
+
+
+def test_a_warning_has_the_word_and_other_lines_have_none(capsys: pytest.CaptureFixture[str]) -> None:
+    process.log_to_stdout("rollout-3")
+    log = logging.getLogger("streamppo.anywhere")
+    log.info("begins")
+    log.warning("%s is slow", "it")
+    log.error("ends")
+    expected = ["rollout-3: begins", "rollout-3: warning: it is slow", "rollout-3: error: ends"]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        ("short", ["short"]),
+        ("twenty cells, exactly", ["twenty cells,", "  exactly"]),
+        ("one two three four five six seven", ["one two three four", "  five six seven"]),
+        ("see /a/path/that/is/wider/than/a/row now", ["see", "  /a/path/that/is/wider/than/a/row", "  now"]),
+        ("/a/path/that/is/wider/than/a/row", ["/a/path/that/is/wider/than/a/row"]),
+        ("\033[36m(actor)\033[0m says one", ["\033[36m(actor)\033[0m says one"]),
+        ("\033[36m(actor)\033[0m says one thing", ["\033[36m(actor)\033[0m says one", "  thing"]),
+        ("大大大大大 大大大大大大", ["大大大大大", "  大大大大大大"]),
+        ("  indented and long enough", ["  indented and long", "  enough"]),
+        ("a picture of progress \r in a row", ["a picture of progress \r in a row"]),
+    ],
+)
+def test_a_long_line_is_broken_between_words_and_no_word_is(line: str, rows: list[str]) -> None:
+    assert process.wrap(line, 20).split("\n") == rows
+    assert process.wrap(process.wrap(line, 20), 20).split("\n") == rows
+    assert process.wrap(line, 0) == line
+
+
+def test_lines_of_a_log_and_of_anybody_are_broken_between_words_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a line of a log that is longer than a row of forty columns"
+    monkeypatch.setattr(logging.getLogger("streamppo"), "handlers", [])
+    process.log_to_stdout()
+    logging.getLogger("streamppo.loop").info(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    with terminal() as reader:
+        logging.getLogger("streamppo.loop").info(text)
+        screen = Screen()
+        screen.draw([Row("row", 3)])
+        print(text)
+        screen.leave()
+        found = shown(written(reader), 40)
+    broken = ["a line of a log that is longer than a", "  row of forty columns"]
+    assert found == [*broken, *broken, "row", ""]

@@ -6,6 +6,7 @@ import subprocess
 from conftest import REPOSITORY
 
 from streamppo import cli
+from streamppo.algorithms.diagnostics import LAG_BUCKETS
 
 README = (REPOSITORY / "README.md").read_text()
 HIDDEN = {".ci"}
@@ -52,6 +53,12 @@ def test_the_readme_names_the_commands_that_there_are() -> None:
     there = {name for name in cli.app if not name.startswith("-")}
     assert commands >= {"run", "resume", "replay", "inspect", "report", "check"}
     assert commands <= there, "nothing that is not there"
+
+
+def test_the_lags_of_the_algorithms_page_are_the_codes() -> None:
+    page = (REPOSITORY / "docs" / "algorithms.md").read_text()
+    (told,) = re.findall(r"overall and for lags (.*) and (\S+):$", page, re.MULTILINE)
+    assert (*told[0].split(", "), told[1]) == LAG_BUCKETS
 
 
 def test_every_file_that_the_status_names_is_there() -> None:

@@ -5,7 +5,7 @@ import os
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.correction import NoCorrection, Truncate
 from streamppo.config.policy_loss import Cispo, Clip, Gmpo, Gspo, ImportanceWeighted, OwnLoss, Reinforce, SequenceClip
-from streamppo.config.sections import LOCAL, Config
+from streamppo.config.sections import LOCAL, Config, longest_completion
 from streamppo.tasks.task import Task
 
 
@@ -14,6 +14,7 @@ def notes(config: Config, task: Task | None) -> Findings:
     learner, rollout = config.learner, config.rollout
     yield from _age(config)
     yield from _bound(config)
+    yield from _cuts(config)
     yield from _loss(config)
     yield from _out_of_the_loss(config)
     for name, updates in (("learner", learner), ("algorithm.critic", config.algorithm.critic)):
@@ -62,6 +63,17 @@ def _bound(config: Config) -> Findings:
         yield _note(
             f"queue.admission is 'mean': queue.max_lag ({config.queue.bound}) bounds the mean age of completions, "
             "and no token's: a slow completion is trained on at any age"
+        )
+
+
+def _cuts(config: Config) -> Findings:
+    """Cuts that nothing but a number of tokens asks for."""
+    segments, longest = config.queue.segments, longest_completion(config)
+    if segments is not None and 0 < segments.max_tokens < longest:
+        yield _note(
+            f"queue.segments.max_tokens ({segments.max_tokens}) cuts every longer completion, also those that end in "
+            "time: their tokens learn from the critic instead of the reward; segments = {} cuts only what would grow "
+            "too old"
         )
 
 

@@ -3,6 +3,7 @@
 import logging
 
 from streamppo.commands.checks import folder, libraries, machine, sampling, task
+from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Findings
 from streamppo.commands.checks.notes import notes
 from streamppo.config.sections import LOCAL, Config
@@ -25,6 +26,8 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS
     prompts, found = task.load(config, None, limit=limit)
     yield from found
+    if prompts is not None:
+        yield from answers(config, prompts, None)
     yield from task.rewards(config, prompts)
     yield from task.environment(config)
     yield from task.limit(config)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import transformers
 
 from streamppo.commands.checks import ends, memory, model, task
+from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Finding
 from streamppo.config.sections import Config
 from streamppo.learner import parallel, ulysses
@@ -16,7 +17,9 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None) -> l
     loaded, added = model.load(config)
     found = [*findings, *added]
     if loaded.tokenizer is not None:
-        found = [one for one in found if one.subject != "task"] + task.load(config, loaded.tokenizer)[1]
+        prompts, of_task = task.load(config, loaded.tokenizer)
+        found = [one for one in found if one.subject != "task"] + of_task
+        found += answers(config, prompts, loaded.tokenizer) if prompts is not None else ()
     if loaded.hf_config is not None:
         if loaded.tokenizer is not None:
             found += ends.ends(config, loaded.hf_config, loaded.tokenizer)

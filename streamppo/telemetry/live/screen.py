@@ -4,7 +4,7 @@
     row 1 .. row n                  drawn in one write; the cursor stays behind the last one
 
 While rows are shown, `sys.stdout` and `sys.stderr` are replaced: Ray prints its actors' lines from a thread of its own.
-A line costs what it is long: rows are written again as they were, and nothing is laid out for it.
+A line costs what it is long: rows are written again as they were, and the line alone is broken between words.
 """
 
 import io
@@ -15,6 +15,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock, local
 from typing import NamedTuple, TextIO
+
+from streamppo.process import wrap
 
 ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 
@@ -60,9 +62,10 @@ class Screen:
             self._write(erase + self._drawn())
 
     def above(self, text: str) -> None:
-        """Write whole lines above the rows."""
+        """Write whole lines above the rows, broken between words."""
+        size = self.size()
         with self._locked():
-            self._write(self._with(text))
+            self._write(self._with(wrap(text, size.columns if size else 0)))
 
     def say(self, text: str) -> None:
         """Write whole lines above the rows, out of a signal handler: it waits for nothing.

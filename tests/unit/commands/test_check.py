@@ -283,6 +283,15 @@ def test_completions_that_the_model_cuts_short_are_noted_and_are_no_error(
     assert "does not hold one completion of 256 tokens" in output
 
 
+@pytest.mark.parametrize(("segments", "noted"), [("{max_tokens=2}", True), ("{max_tokens=64}", False), ("{}", False)])
+def test_a_number_of_tokens_that_cuts_completions_which_end_in_time_is_noted(
+    checked: Callable[..., tuple[int, str]], segments: str, noted: bool
+) -> None:
+    code, output = checked(MATH, f"queue.segments={segments}", "queue.too_old=mask")
+    assert code == 0
+    assert ("queue.segments.max_tokens (2) cuts every longer completion" in output) == noted
+
+
 def test_a_field_that_is_not_there_is_answered_with_the_nearest(checked: Callable[..., tuple[int, str]]) -> None:
     code, output = checked(MATH, "learner.rangs=2")
     assert code == 2 and "did you mean 'ranks'?" in output

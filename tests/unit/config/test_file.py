@@ -365,10 +365,11 @@ def test_a_list_of_kinds_is_read_and_a_mistake_in_it_stands_at_the_list(tmp_path
         configfile.load(MATH, ["algorithm.filters=[{kind='truncatd'}]"])
 
 
-def test_the_correction_is_a_required_choice(tmp_path: Path) -> None:
+def test_a_correction_that_is_left_out_is_truncation_and_none_takes_a_word(tmp_path: Path) -> None:
     line = next(text for text in MATH.read_text().splitlines() if text.startswith("correction ="))
-    with pytest.raises(ConfigError, match="missing required field `correction`"):
-        configfile.load(edited(tmp_path, line, ""))
+    path = edited(tmp_path, line, "")
+    assert configfile.load(path).algorithm.correction == Truncate()
+    assert configfile.load(path, ["algorithm.correction=off"]).algorithm.correction == NoCorrection()
 
 
 def test_a_missing_file_and_broken_toml_are_config_errors(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from streamppo.config.sections import Config
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.metrics_file import Line
-from streamppo.telemetry.rules import RULES, WINDOW
+from streamppo.telemetry.rules import EARLY, RULES, WINDOW
 
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl")
 """The lines of 60 updates of configs/math.toml, four digits of each number."""
@@ -87,8 +87,24 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
     "KL spikes": (once(reference_kl=0.02, behavior_kl=0.9), None, "behavior_kl was 0.9 nats, 0.01 in the median"),
     "entropy collapse": (after(entropy=0.05), None, "entropy 0.05 nats a token, 0.7 in the first 20"),
     "gradient spikes": (once(grad_norm=30.0), None, "grad_norm was 30, 1 in the median"),
+    "cuts rest on the critic": (
+        after(segments_cut=0.66, explained_variance=-0.05),
+        None,
+        "66% of the segments end in a cut, and the critic explains nothing there (-0.05)",
+    ),
     "value loss diverges": (after(value_loss=0.5), None, "value loss 0.5, and 0.1 at its lowest"),
     "explained variance": (after(explained_variance=-0.4), None, "explained variance -0.40"),
+    "worse than at the start": (
+        [
+            evaluation(0, 0.4),
+            *updates(WINDOW),
+            evaluation(20, 0.5),
+            *updates(WINDOW, 21, reward=0.1),
+            evaluation(40, 0.0),
+        ],
+        None,
+        "held-out accuracy 0.000, and 0.400 at first; the best is 0.500, of version 20",
+    ),
     "reward rises while held-out falls": ([*FALLING, evaluation(40, 0.4)], None, "0.400 after 0.600, while the reward"),
     "ESS collapse": (
         [*updates(2 * WINDOW), *updates(6, 2 * WINDOW + 1, ess=0.1), *updates(WINDOW - 6, 2 * WINDOW + 7)],
@@ -175,3 +191,16 @@ def test_a_finding_is_new_once_and_tells_from_when_to_when_it_was_seen(grpo: Con
 
 def test_a_run_shorter_than_a_window_is_not_judged_by_its_updates(grpo: Config) -> None:
     assert diagnosis.of_lines(grpo, updates(WINDOW - 1, ess=0.1), summary()) == []
+
+
+def test_completions_that_are_nearly_all_cut_off_are_told_after_a_few_updates(grpo: Config) -> None:
+    diagnosed = Diagnosis(grpo)
+    new = [finding for line in updates(EARLY, truncated=0.99) for finding in diagnosed.add(line)]
+    assert [(one.name, one.first) for one in new] == [("completions are cut off", EARLY)]
+    assert new[0].numbers == "nearly all completions (99%) are cut off: rollout.max_tokens (5) ends them"
+    assert "raise rollout.max_tokens" in new[0].advice
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.89])
+def test_a_few_updates_judge_nothing_less(share: float, grpo: Config) -> None:
+    assert diagnosis.of_lines(grpo, updates(EARLY, truncated=share, ess=0.1), None) == []

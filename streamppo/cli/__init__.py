@@ -1,5 +1,9 @@
 """The words of the commands. Torch and Ray are imported only once the arguments and the configuration are right.
 
+words.py     what they share: the program, and the arguments that several take
+__init__.py  commands that train, and that look at a run
+prepare.py   commands that prepare one
+
 exit code 0     the command did all that it was asked for
           1     something failed
           2     a mistake in the arguments or in the configuration
@@ -13,13 +17,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter, Token
+from cyclopts import CycloptsError, Parameter
 from cyclopts.validators import Number
 
 from streamppo import __version__, process
-from streamppo.commands import data as data_sets
+from streamppo.cli import prepare as prepare
+from streamppo.cli.words import ConfigFile, Override, RunFolder, Whole, app
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands import subject
 from streamppo.commands.echo import complain, echo, flush
@@ -32,25 +37,6 @@ STARTED = time.perf_counter()
 MISTAKE = ConfigError.exit_code
 
 log = logging.getLogger(__name__)
-app = App(
-    name="streamppo",
-    help="Asynchronous streaming PPO for language models.",
-    version=__version__,
-    help_format="plaintext",
-    default_parameter=Parameter(negative=(), show_default=False),
-)
-
-ConfigFile = Annotated[Path, Parameter(help="A TOML file, such as configs/math.toml.")]
-RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/math.")]
-Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
-
-
-def _whole(_: type[int], tokens: Sequence[Token]) -> int:
-    """Read a whole number as it is written: cyclopts would round 1.5."""
-    return int(tokens[0].value)
-
-
-Whole = Annotated[int, Parameter(converter=_whole)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -300,101 +286,3 @@ def evaluate(
     from streamppo.commands import eval as command
 
     return command.evaluate(str(model), own, config, version=version, samples=samples, as_json=json)
-
-
-# --- preparing a run -----------------------------------------------------------------------------------------
-
-
-@app.command
-def init(folder: Annotated[Path, Parameter(help="The new folder; its name is the project's.")], /) -> int:
-    """Begin a project that runs at once on a CPU: a configuration, a reward, data, a README."""
-    from streamppo.commands import init as command
-
-    return command.init(folder)
-
-
-@app.command
-def reward_test(
-    config: ConfigFile,
-    /,
-    *overrides: Override,
-    n: Annotated[Whole, Parameter(help="Completions to sample from the model (default: 16).")] = 16,
-    completions: Annotated[
-        Path | None, Parameter(help="A jsonl file of them instead: completion, prompt, columns.")
-    ] = None,
-) -> int:
-    """Score a few completions as a run would, and show rewards, times and errors."""
-    loaded = configfile.load(config, overrides)
-    from streamppo.commands import reward_test as command
-
-    return command.reward_test(loaded, n, completions)
-
-
-@app.command
-def check(
-    config: ConfigFile,
-    /,
-    *overrides: Override,
-    gpu_gib: Annotated[
-        float | None, Parameter(help="Memory of one GPU (default: that of the GPU here, else 80).")
-    ] = None,
-) -> int:
-    """Tell what is wrong with CONFIG, what a run of it needs and about how much memory it takes, without starting it.
-
-    The exit code is 1 if no run can be made of it.
-    """
-    loaded = configfile.load(config, overrides)
-    from streamppo.commands import check as command
-
-    return command.check(loaded, str(config), gpu_gib)
-
-
-@app.command
-def doctor(
-    *,
-    runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
-) -> int:
-    """Tell what this machine has and what is installed, what each feature lacks, and the remedy.
-
-    The exit code is 1 if no run can be made here.
-    """
-    from streamppo.commands import doctor as command
-
-    return command.doctor(runs)
-
-
-@app.command
-def data(
-    name: Annotated[data_sets.Name, Parameter(help="Which data set.", show_choices=True)],
-    /,
-    *,
-    folder: Annotated[Path, Parameter(name="--from", help="The folder of the original files.")],
-    to: Annotated[Path, Parameter(help="The parquet file to write.")],
-    split: Annotated[str, Parameter(help="Which split (default: train).")] = "train",
-) -> int:
-    """Turn the original files of a well-known data set into one parquet file."""
-    return data_sets.data(name, folder, to, split)
-
-
-@app.command
-def bench(
-    *,
-    json: Annotated[Path | None, Parameter(help="Write the result to this file.")] = None,
-    compare: Annotated[
-        Path | None, Parameter(help="A file of --json; what became slower makes the exit code 1.")
-    ] = None,
-    rounds: Annotated[Whole, Parameter(validator=Number(gte=1), help="How often to measure (default: 3).")] = 3,
-) -> int:
-    """Measure how fast streamppo is on this machine, in under five minutes. Needs the repository."""
-    from streamppo.commands import bench as command
-
-    return command.bench(command.PARTS, rounds, json, compare)
-
-
-@app.command
-def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which shell.", show_choices=True)], /
-) -> int:
-    """Print the script that completes commands, options and paths in a shell. docs/commands.md says where it goes."""
-    sys.stdout.write(app.generate_completion(shell=shell))
-    return 0

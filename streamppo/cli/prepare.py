@@ -1,0 +1,128 @@
+"""Commands that prepare a run: a project, a look at its configuration, reward, data and machine."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from streamppo.cli.words import ConfigFile, Override, Whole, app
+from streamppo.commands import data as data_sets
+from streamppo.config import file as configfile
+from streamppo.errors import ConfigError
+
+
+@app.command
+def init(
+    name: Annotated[Path, Parameter(name="NAME", help="The new folder, or the new file NAME.toml for what is yours.")],
+    /,
+    *,
+    model: Annotated[str, Parameter(help="Yours: the folder or hub name of a model, or builtin:tiny.")] = "",
+    data: Annotated[str, Parameter(help="Yours: rows with a prompt: jsonl, parquet, a folder, a hub name.")] = "",
+    reward: Annotated[str, Parameter(help="Yours: FILE.py:FUNCTION, or package.module:function.")] = "",
+    gpu: Annotated[Whole, Parameter(validator=Number(gte=0), help="How many GPUs, with SGLang (default: 0).")] = 0,
+    prompt: Annotated[str, Parameter(help="The column of the prompt, where its name does not tell.")] = "",
+    answer: Annotated[str, Parameter(help="The column of the answer, where its name does not tell.")] = "",
+) -> int:
+    """Begin a project that runs at once on a CPU; or write a configuration for a model, data and a reward of yours.
+
+    With --model, --data and --reward the sizes of NAME.toml are taken from them.
+    """
+    from streamppo.commands import init as command
+
+    yours = {"--model": model, "--data": data, "--reward": reward}
+    missing = [option for option, value in yours.items() if not value]
+    if len(missing) == len(yours) and not (gpu or prompt or answer):
+        return command.init(name)
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(f"--model, --data and --reward go together: {' and '.join(missing)} {verb} missing")
+    return command.bring(name, command.Given(model, data, reward, prompt, answer, gpu))
+
+
+@app.command
+def reward_test(
+    config: ConfigFile,
+    /,
+    *overrides: Override,
+    n: Annotated[Whole, Parameter(help="Completions to sample from the model (default: 16).")] = 16,
+    completions: Annotated[
+        Path | None, Parameter(help="A jsonl file of them instead: completion, prompt, columns.")
+    ] = None,
+) -> int:
+    """Score a few completions as a run would, and show rewards, times and errors."""
+    loaded = configfile.load(config, overrides)
+    from streamppo.commands import reward_test as command
+
+    return command.reward_test(loaded, n, completions)
+
+
+@app.command
+def check(
+    config: ConfigFile,
+    /,
+    *overrides: Override,
+    gpu_gib: Annotated[
+        float | None, Parameter(help="Memory of one GPU (default: that of the GPU here, else 80).")
+    ] = None,
+) -> int:
+    """Tell what is wrong with CONFIG, what a run of it needs and about how much memory it takes, without starting it.
+
+    The exit code is 1 if no run can be made of it.
+    """
+    loaded = configfile.load(config, overrides)
+    from streamppo.commands import check as command
+
+    return command.check(loaded, str(config), gpu_gib)
+
+
+@app.command
+def doctor(
+    *,
+    runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
+) -> int:
+    """Tell what this machine has and what is installed, what each feature lacks, and the remedy.
+
+    The exit code is 1 if no run can be made here.
+    """
+    from streamppo.commands import doctor as command
+
+    return command.doctor(runs)
+
+
+@app.command
+def data(
+    name: Annotated[data_sets.Name, Parameter(help="Which data set.", show_choices=True)],
+    /,
+    *,
+    folder: Annotated[Path, Parameter(name="--from", help="The folder of the original files.")],
+    to: Annotated[Path, Parameter(help="The parquet file to write.")],
+    split: Annotated[str, Parameter(help="Which split (default: train).")] = "train",
+) -> int:
+    """Turn the original files of a well-known data set into one parquet file."""
+    return data_sets.data(name, folder, to, split)
+
+
+@app.command
+def bench(
+    *,
+    json: Annotated[Path | None, Parameter(help="Write the result to this file.")] = None,
+    compare: Annotated[
+        Path | None, Parameter(help="A file of --json; what became slower makes the exit code 1.")
+    ] = None,
+    rounds: Annotated[Whole, Parameter(validator=Number(gte=1), help="How often to measure (default: 3).")] = 3,
+) -> int:
+    """Measure how fast streamppo is on this machine, in under five minutes. Needs the repository."""
+    from streamppo.commands import bench as command
+
+    return command.bench(command.PARTS, rounds, json, compare)
+
+
+@app.command
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which shell.", show_choices=True)], /
+) -> int:
+    """Print the script that completes commands, options and paths in a shell. docs/commands.md says where it goes."""
+    sys.stdout.write(app.generate_completion(shell=shell))
+    return 0

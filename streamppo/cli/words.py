@@ -1,0 +1,29 @@
+"""The program, and the arguments that several of its commands take."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter, Token
+
+from streamppo import __version__
+
+app = App(
+    name="streamppo",
+    help="Asynchronous streaming PPO for language models.",
+    version=__version__,
+    help_format="plaintext",
+    default_parameter=Parameter(negative=(), show_default=False),
+)
+
+ConfigFile = Annotated[Path, Parameter(help="A TOML file, such as configs/math.toml.")]
+RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/math.")]
+Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
+
+
+def _whole(_: type[int], tokens: Sequence[Token]) -> int:
+    """Read a whole number as it is written: cyclopts would round 1.5."""
+    return int(tokens[0].value)
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
