@@ -6,6 +6,7 @@ longrope                        the same within original_max_position_embeddings
 a sliding window                a row that is no longer than it sees all of itself
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,13 @@ def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
             "the model's rope type is 'dynamic', which SGLang scales in rows of every length, and transformers in "
             "rows beyond max_position_embeddings alone: log-probs would differ; use the embedded engine"
         )
+    for rope in _ropes(hf_config):
+        if rope.get("rope_type") == "yarn" and not _scales_alike(rope):
+            return (
+                f"the model's rope type is 'yarn' with attention_factor {rope.get('attention_factor')} and attn_factor "
+                f"{rope.get('attn_factor')}: transformers reads the former alone, and SGLang the latter; use the "
+                "embedded engine"
+            )
     if width is not None and width < longest_row and kind not in SLIDING:
         return (
             f"layers of a {kind} look back on {width} tokens, and in SGLang on all of up to {longest_row}: log-probs "
@@ -69,6 +77,14 @@ def check(hf_config: "PreTrainedConfig", longest_row: int) -> None:
     """Raise `ModelError` for what SGLang would compute otherwise than transformers."""
     if refused := refusal(hf_config, longest_row):
         raise ModelError(refused)
+
+
+def _scales_alike(rope: Mapping[str, Any]) -> bool:
+    """Compare the scale of yarn's attention: in SGLang the usual one times attn_factor, else attention_factor."""
+    told, times = rope.get("attention_factor"), rope.get("attn_factor") or 1.0
+    factor = rope.get("factor") or 1.0
+    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    return math.isclose(usual * times, usual if told is None else told, rel_tol=1e-6)
 
 
 def _ropes(hf_config: "PreTrainedConfig") -> Iterator[Mapping[str, Any]]:

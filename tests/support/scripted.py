@@ -19,7 +19,7 @@ class Scripted:
     """An engine that says what it is told to, one line for each call; it notes what it was asked.
 
     With top-p or top-k every token had the next one as its alternative, and the last of a call had none. With
-    `routes` it tells experts.
+    `routes` it tells experts; without `ends` a line is all of a call, and no end-of-sequence token follows.
     """
 
     def __init__(self, tokenizer: Tokenizer, *lines: str) -> None:
@@ -27,7 +27,7 @@ class Scripted:
         self._lines = list(lines)
         self.asked: list[list[int]] = []
         self.version = 0
-        self.routes = False
+        self.routes, self.ends = False, True
 
     def routed(self, tokens: int) -> Routes:
         """One layer's two experts of each token: its place, and the call."""
@@ -36,7 +36,7 @@ class Scripted:
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         self.asked.append(prompt.tolist())
         line = self._lines.pop(0)
-        tokens = [*self._tokenizer.ids(Prompt(text=line, columns={})), self._tokenizer.eos_id]
+        tokens = [*self._tokenizer.ids(Prompt(text=line, columns={})), *([self._tokenizer.eos_id] if self.ends else [])]
         cut = np.asarray(tokens[: sampling.max_tokens], np.int32)
         self.version += 1
         return Completion(

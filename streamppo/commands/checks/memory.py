@@ -77,10 +77,9 @@ def _machine(config: Config, model: estimate.Sizes, longest: int) -> Findings:
     parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in needed._asdict().items() if size)
     text = f"about {_gib(needed.total)} are too much for this machine, which has {_gib(has * 2**20)}: {parts}"
     advice = "; a smaller cache needs less of rollout.slots, rollout.max_tokens or max_prompt_tokens"
+    is_cache = engine is not None and 4 * config.rollout.actors * engine.cache > needed.total
     is_here = placement.plan(config).total("GPU") <= machine.gpus_here()
-    yield Finding(
-        "host memory", "error" if is_here else "not here", text + advice * (needed.engines > needed.total // 4)
-    )
+    yield Finding("host memory", "error" if is_here else "not here", text + advice * is_cache)
 
 
 def _rank_and_engine(config: Config, model: estimate.Sizes, longest: int, gpu: Gpu) -> Findings:

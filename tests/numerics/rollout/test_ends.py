@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,21 @@ def test_windows_that_are_shorter_than_rows_are_refused_by_the_engine_that_does_
         Decoder(sliding, {}, rows=1, dtype=torch.float32, float32_head=True, device="cpu")
     dynamic = LlamaConfig(**PLACES, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     assert "'dynamic', which SGLang scales" in positions.refusal(dynamic, 8)
+
+
+@pytest.mark.parametrize(
+    ("scales", "alike"),
+    [
+        ({}, True),
+        ({"attention_factor": 0.7}, False),
+        ({"attention_factor": 0.1 * math.log(4.0) + 1}, True),
+        ({"attn_factor": 0.7}, False),
+        ({"attn_factor": 0.7, "attention_factor": 0.7 * (0.1 * math.log(4.0) + 1)}, True),
+    ],
+)
+def test_a_scale_of_yarn_that_sglang_reads_otherwise_is_refused_by_its_names(
+    scales: dict[str, float], alike: bool
+) -> None:
+    config = LlamaConfig(**PLACES, rope_scaling={"rope_type": "yarn", **ORIGINAL, **scales})
+    refused = positions.refusal(config, 20)
+    assert not refused if alike else "transformers reads the former alone" in refused

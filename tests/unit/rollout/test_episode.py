@@ -18,6 +18,7 @@ from streamppo.rollout.episode import Columns, Episode, Player, place
 from streamppo.tasks import task
 from streamppo.tasks.environments import Done, Observation
 from streamppo.tasks.library import verifiers
+from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Identity, Message, Prompt, Reward, Trajectory, decode, encode, floats, ints, routes
 
@@ -97,6 +98,23 @@ def test_what_was_sampled_is_never_tokenised_again_and_observations_are_masked(t
     assert episode.tokens[list(episode.turn_ends)].tolist() == [tokenizer.eos_id] * 2
     assert set(episode.versions[episode.mask].tolist()) == {1, 2}
     assert (episode.logprobs[episode.mask] == -0.5).all() and (episode.logprobs[~episode.mask] == 0).all()
+
+
+def test_ends_that_are_no_special_tokens_are_in_the_tokens_and_in_no_text(tokenizer: Tokenizer) -> None:
+    """The policy ends its turns with "!", or by writing "z"; the environment and the rewards see what is before."""
+    exclaimed = int(tokenizer.encode(Prompt(text="!", columns={}))[0])
+    stop = Stop({exclaimed: ["rollout.stop"]}, ("z",))
+    for said in ("bye!", "byez"):
+        engine = Scripted(tokenizer, "ab!", said)
+        engine.ends = False
+        player = Player(engine, tokenizer, Environment(name=f"{HERE}:Echo"), stop)
+        prompt = Prompt(text="hi", columns={})
+        episode = asyncio.run(player.play(prompt, Sampling(16)))
+        assert episode.turns == ("ab", "bye") and episode.finish == "stop"
+        assert text_of(tokenizer, episode.tokens[episode.mask]) == f"ab!{said}"
+        text = episode.text(prompt, tokenizer, stop)
+        assert text.completion == "ab [tool]abab [assistant]bye"
+        assert text.num_tokens == 7 and text.turns == ("ab", "bye")
 
 
 def test_rewards_of_turns_stand_on_their_last_tokens_and_scorers_add_to_them(tokenizer: Tokenizer) -> None:

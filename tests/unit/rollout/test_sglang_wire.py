@@ -72,6 +72,35 @@ def test_a_request_holds_token_ids_and_how_to_sample() -> None:
     assert knobs["stop_token_ids"] == [1, 2]
 
 
+def test_a_request_leaves_nothing_to_what_a_server_or_a_model_prefers() -> None:
+    plain: Any = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[], rid="r", key="k")["sampling_params"]
+    assert wire.NEUTRAL.items() <= plain.items() and plain["stop"] == [] and "logit_bias" not in plain
+    asked: dict[str, Any] = {"strings": ["\n\n"], "biases": wire.biases([7, 9])}
+    told: Any = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[4], rid="r", key="k", **asked)["sampling_params"]
+    assert told["stop"] == ["\n\n"] and told["logit_bias"] == {"7": wire.UNSAMPLED, "9": wire.UNSAMPLED}
+
+
+def test_more_unknown_tokens_than_sglang_can_be_told_of_are_refused() -> None:
+    assert wire.biases([]) is None and len(wire.biases(range(wire.MOST_BIASES)) or ()) == wire.MOST_BIASES
+    with pytest.raises(ModelError, match="lacks 16,385 tokens of the model's vocabulary"):
+        wire.biases(range(wire.MOST_BIASES + 1))
+
+
+def test_strings_need_a_tokenizer_in_sglang(math_config: Any) -> None:
+    config = math_config("rollout.engine.kind=sglang")
+    for spells in (False, True):
+        made = wire.arguments(config, config.rollout.engine, "m", 9, (0, 5, 21), spells=spells)
+        assert made["skip_tokenizer_init"] is not spells
+        assert made["sampling_defaults"] == "openai"
+    assert "sampling_defaults" not in wire.arguments(config, config.rollout.engine, "m", 9, (0, 5, 17))
+    wire.check_strings({"skip_tokenizer_init": True}, ())
+    wire.check_strings({"skip_tokenizer_init": False}, ("x",))
+    with pytest.raises(ModelError, match=r"rollout\.stop has the string 'x', which a server finds by its tokenizer"):
+        wire.check_strings({"skip_tokenizer_init": True}, ("x",))
+    with pytest.raises(ConfigError, match="sampling_defaults is decided elsewhere"):
+        math_config("rollout.engine.kind=sglang", "rollout.engine.args.sampling_defaults=model")
+
+
 def test_tokens_come_at_an_interval_only_where_a_completion_hands_over_segments(math_config: Any) -> None:
     fields = wire.request(PROMPT, Sampling(9), room=5, eos_ids=[], rid="r", key="k")
     assert "stream" not in fields and "stream_interval" not in fields["sampling_params"]

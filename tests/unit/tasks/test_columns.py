@@ -125,7 +125,9 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Any:
     sys.set_int_max_str_digits(before)
 
 
-@pytest.mark.parametrize("value", [object(), print, [object()], {"a": {"b": object()}}], ids=["object", "function", "list", "dict"])
+@pytest.mark.parametrize(
+    "value", [object(), print, [object()], {"a": {"b": object()}}], ids=["object", "function", "list", "dict"]
+)
 def test_a_value_that_is_no_data_is_left_out_by_name(value: Any) -> None:
     plain = columns.of({"image": value, "answer": "1"})
     assert plain.columns == {"answer": "1"}

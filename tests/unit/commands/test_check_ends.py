@@ -1,0 +1,222 @@
+"""What `check` says of ends, of sampling that the model asks for, and of the memory of this machine."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MATH
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from streamppo.commands import memory_estimate
+from streamppo.commands.checks import ends, machine, memory, quick, sampling
+from streamppo.commands.checks.finding import Finding
+from streamppo.config import file as configfile
+from streamppo.config.sections import Config, longest_row
+from streamppo.driver import memory as cgroups
+from streamppo.errors import ConfigError
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+DATA = "task={kind='data', sources={data={data='rows.jsonl', max_prompt_tokens=64}}}"
+
+
+def folder_of(folder: Path, *added: str, generation: object = None) -> Tokenizer:
+    made = character_tokenizer("abcdefgh")
+    made.add_tokens(list(added))
+    made.save_pretrained(folder)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return Tokenizer(folder)
+
+
+def config_of(*overrides: str) -> Config:
+    return configfile.load(MATH, list(overrides))
+
+
+def found(config: Config, tokenizer: Tokenizer, hf_config: Any) -> list[Finding]:
+    return list(ends.ends(config, hf_config, tokenizer))
+
+
+# --- ends ----------------------------------------------------------------------------------------------------
+
+
+def test_ends_are_printed_by_name_with_their_places(tmp_path: Path) -> None:
+    tokenizer = folder_of(tmp_path, "<end>", generation={"eos_token_id": [11]})
+    config = config_of(f"model.path={tmp_path}", 'rollout.stop=["<end>", "ab", "<|x|>"]')
+    first, misspelt, rows = found(config, tokenizer, Qwen2Config(vocab_size=20, **SMALL))
+    assert first == Finding(
+        "stop",
+        "ok",
+        "completions end at <eos> (1: tokenizer), <end> (11: generation config, rollout.stop), the string 'ab', the "
+        "string '<|x|>'",
+    )
+    assert misspelt.state == "note" and "'<|x|>', which is no token here" in misspelt.text
+    assert rows == Finding(
+        "vocabulary", "ok", "8 rows of the model's vocabulary are no tokens of the tokenizer: never sampled"
+    )
+
+
+def test_a_model_that_nothing_ends_is_noted_and_an_end_that_is_no_token_is_an_error(tmp_path: Path) -> None:
+    tokenizer = folder_of(tmp_path, generation={"eos_token_id": "nobody"})
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    config, hf_config = config_of(f"model.path={tmp_path}"), Qwen2Config(vocab_size=11, **SMALL)
+    (only,) = found(config, tokenizer, hf_config)
+    assert only.state == "error" and "eos_token_id has 'nobody', which is no token" in only.text
+    (tmp_path / "generation_config.json").unlink()
+    (only,) = found(config, Tokenizer(tmp_path), hf_config)
+    assert only.state == "note" and "nothing ends a completion but its length" in only.text
+
+
+@pytest.mark.parametrize(
+    ("engine", "hf_config", "said"),
+    [
+        ("embedded", Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0), "look back"),
+        (
+            "sglang",
+            Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0),
+            "in SGLang on",
+        ),
+        ("sglang", LlamaConfig(**SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
+        ("embedded", LlamaConfig(**SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), None),
+        ("sglang", Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=8), None),
+    ],
+)
+def test_rows_that_an_engine_would_compute_otherwise_are_an_error(
+    engine: str, hf_config: Any, said: str | None
+) -> None:
+    got = list(ends.rows(config_of(f"rollout.engine.kind={engine}"), hf_config))
+    assert [one.state for one in got] == ["error"] * (said is not None)
+    assert said is None or said in got[0].text
+
+
+# --- sampling ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        (None, None),
+        ({}, None),
+        ({"do_sample": True, "eos_token_id": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_beams": 1}, None),
+        ({"temperature": None, "top_k": None, "repetition_penalty": 1.0, "bad_words_ids": None}, None),
+        ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, "has temperature 0.7, top_p 0.8, top_k 20, which is not"),
+        ({"repetition_penalty": 1.05}, "has repetition_penalty 1.05, which is not followed: tokens are sampled with"),
+        ({"suppress_tokens": [3], "min_new_tokens": 4}, "has suppress_tokens [3], min_new_tokens 4"),
+        ({"num_beams": 4}, "num_beams 4"),
+    ],
+)
+def test_sampling_that_the_model_asks_for_is_named_once(tmp_path: Path, generation: object, said: str | None) -> None:
+    folder_of(tmp_path, generation=generation)
+    got = list(sampling.ignored(config_of(f"model.path={tmp_path}")))
+    assert [one.state for one in got] == ["note"] * (said is not None)
+    assert said is None or said in got[0].text
+
+
+def test_sampling_that_the_configuration_has_too_is_not_named(tmp_path: Path) -> None:
+    folder_of(tmp_path, generation={"temperature": 0.7, "top_k": 20})
+    chosen = [f"model.path={tmp_path}", "rollout.temperature=0.7", "rollout.top_k=20"]
+    assert not list(sampling.ignored(config_of(*chosen)))
+    (one,) = sampling.ignored(config_of(*chosen[:2]))
+    assert "has top_k 20, which" in one.text and "temperature 0.7, top_p 1, top_k 0 and nothing else" in one.text
+
+
+def test_the_log_of_a_run_names_it_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder_of(tmp_path, generation={"repetition_penalty": 1.3})
+    with caplog.at_level("INFO"), contextlib.suppress(ConfigError):
+        quick.refuse(config_of(f"model.path={tmp_path}"))
+    assert caplog.text.count("repetition_penalty 1.3") == 1
+
+
+# --- memory --------------------------------------------------------------------------------------------------
+
+
+def memory_of(config: Config, monkeypatch: pytest.MonkeyPatch, gib: int = 24) -> dict[str, list[Finding]]:
+    monkeypatch.setattr(machine, "memory_mib", lambda: gib * 1024)
+    made: dict[str, list[Finding]] = {}
+    for one in memory.memory(config, Qwen3Config(**QWEN3), memory.gpu(80)):
+        made.setdefault(one.subject, []).append(one)
+    return made
+
+
+def test_the_cache_is_that_of_the_configurations_rows_and_not_of_the_whole_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16 slots of 64 + 8 tokens, 224 KiB each; 40,960 of them would be 140 GiB."""
+    config = config_of(DATA, "rollout.slots=16", "rollout.max_tokens=8", "learner.micro_batch_tokens=512")
+    assert longest_row(config) == 72
+    (engine,) = memory_of(config, monkeypatch)["engine memory"]
+    assert "cache 0.2 GiB (1,152 tokens)" in engine.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gib", "states"),
+    [
+        ((), 64, ["ok"]),
+        ((), 20, ["ok", "error"]),
+        (("cluster.address=auto",), 20, ["ok"]),
+        (("rollout.slots=1024", "rollout.max_tokens=512"), 128, ["ok", "error"]),
+        (("learner.ranks=4", "queue.batch_size=512"), 32, ["ok", "error"]),
+        (("rollout.actors=8",), 64, ["ok", "error"]),
+        (("learner.gpus=1", "rollout.gpus=1", "model.dtype=bfloat16"), 24, ["ok"]),
+        (("learner.gpus=1", "rollout.gpus=1"), 4, ["ok", "not here"]),
+    ],
+)
+def test_what_does_not_fit_into_this_machine_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], gib: int, states: list[str]
+) -> None:
+    config = config_of(DATA, "rollout.slots=16", "rollout.max_tokens=8", "learner.micro_batch_tokens=512", *overrides)
+    got = memory_of(config, monkeypatch, gib)["host memory"]
+    assert [one.state for one in got] == states
+    if len(got) > 1:
+        assert f"are too much for this machine, which has {gib}.0 GiB: " in got[1].text
+        assert ("a smaller cache needs less" in got[1].text) == ("rollout.slots=1024" in overrides)
+
+
+def test_a_containers_limit_is_the_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").write_text("0::/job\n")
+    (tmp_path / "job").mkdir()
+    for name, content in {"memory.events": "oom_kill 0\n", "memory.max": str(3 * 2**30)}.items():
+        (tmp_path / "job" / name).write_text(content)
+    assert cgroups.limit(tmp_path, tmp_path / "own") == 3 * 2**30
+    monkeypatch.setattr(cgroups, "limit", lambda: 3 * 2**30)
+    assert machine.memory_mib() == 3 * 2**10
+    monkeypatch.setattr(cgroups, "limit", lambda: None)
+    assert machine.memory_mib() > 3 * 2**10
+
+
+def test_an_embedded_engine_has_its_weights_twice_and_what_is_on_gpus_is_not_on_the_machine() -> None:
+    model = memory_estimate.sizes(Qwen2Config(vocab_size=97, **SMALL), config_of().model)
+    rank = memory_estimate.rank(config_of(), model, 10)
+
+    def parts(*overrides: str) -> memory_estimate.MachineMemory:
+        config = config_of(*overrides)
+        return memory_estimate.machine(config, model, rank, memory_estimate.engine(config, model, 10, 0.0))
+
+    weights, cache = model.parameters * 4, config_of().rollout.slots * 10 * model.cache_per_token
+    assert parts() == (rank.total, 2 * weights + cache, 2 * weights, 3 * weights)
+    assert parts("rollout.engine.kind=sglang").engines == weights + cache
+    away = parts("learner.gpus=1", "rollout.gpus=1")
+    assert (away.ranks, away.engines) == (0, 0)
+    assert parts("learner.gpus=1", "learner.offload=true").ranks == memory_estimate.state(
+        config_of("learner.offload=true"), model
+    )
