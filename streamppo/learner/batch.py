@@ -8,6 +8,7 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,8 +26,11 @@ MUCH = 1 / 16
 """Padding of a micro-batch, as a share of its budget, from which on it has rows of similar lengths alone."""
 
 
-class Host(NamedTuple):
+@dataclass(frozen=True)
+class Host:
     """The columns by which passes are laid out, in the host's memory: nothing there waits for a GPU.
+
+    No tuple: FSDP moves the tensors that it finds in a pass's arguments.
 
     `expert` is the largest number of an expert in the routes of a whole batch, -1 without any. `widths` are the tokens
     of the longest completion of a selection, and of its longest row.
@@ -95,7 +99,7 @@ class PaddedBatch(NamedTuple):
         candidates = None if self.candidates is None else self.candidates.to(device)
         components_B = {name: tensor.to(device) for name, tensor in self.components_B.items()}
         moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
-        host = None if device.type == "cpu" else self.on_host._replace(expert=self.largest_expert)
+        host = None if device.type == "cpu" else replace(self.on_host, expert=self.largest_expert)
         return self._replace(**moved, components_B=components_B, candidates=candidates, host=host)
 
     def select(self, rows: Tensor) -> "PaddedBatch":

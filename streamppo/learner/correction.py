@@ -30,6 +30,10 @@ def filtered(name: str) -> str:
     return f"filtered_{name}"
 
 
+TRUNCATED = filtered(str(drops.FilterTruncated.__struct_config__.tag))
+"""The metric of the rule that is known without a pass."""
+
+
 def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[str]:
     """The metrics of all that leaves tokens out of the policy's loss."""
     beside = choice.reject if isinstance(choice, drops.Reject | drops.Weighted) else ()

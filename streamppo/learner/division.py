@@ -1,6 +1,7 @@
 """The division of a batch: into minibatches, which are steps, and of these into each rank's micro-batches.
 
-It depends on seed, version, epoch and the rows' lengths alone: a rank knows its rows before it has their tokens.
+It depends on seed, version, epoch, the rows' lengths and which of them teach (idle_rows.py): a rank knows its rows
+before it has their tokens.
 
 B trajectories of the batch.
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from streamppo.config.sections import Config
 from streamppo.learner.batch import micro_batches, row_order
+from streamppo.learner.idle_rows import Rows
 from streamppo.learner.objective import Epoch
 from streamppo.learner.shared import work
 
@@ -39,11 +41,11 @@ class Division(NamedTuple):
         cost = partial(work, 1, hidden=self.hidden) if self.ranks > 1 else float
         return micro_batches(rows, tokens_B, budget, self.ranks, padded=self.is_padded, work=cost)[self.rank]
 
-    def own_rows(self, tokens_B: Tensor, version: int, epochs: Sequence[Epoch]) -> list[int]:
+    def own_rows(self, tokens_B: Tensor, version: int, epochs: Sequence[Epoch], chosen: Rows) -> list[int]:
         """The rows whose tokens this rank reads in an update: those of every pass, and the one of an empty pass."""
         num_rows = len(tokens_B)
-        passes = [torch.arange(num_rows)]
-        passes += [rows for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
+        passes = [chosen.scored_B.nonzero()[:, 0]]
+        passes += [chosen.of(rows) for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
         pieces = [piece for rows in passes for piece in self.micro_batches(tokens_B, rows)]
         return torch.cat([*pieces, STAND_IN]).unique().tolist()
 

@@ -10,10 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import ray
-import torch
 from ray.actor import ActorProxy
 from ray.exceptions import ObjectLostError
-from torch import Tensor
 
 from streamppo import process
 from streamppo.errors import JournalError
@@ -25,8 +23,8 @@ from streamppo.types import Batch, Outline, Tokens, decode
 RETRY_S = 0.5
 """Seconds between two attempts to get a batch whose owner has died."""
 
-OwnRows: TypeAlias = Callable[[Tensor, int], list[int]]
-"""(tokens of each row [B], version) -> the rows whose tokens this rank reads."""
+OwnRows: TypeAlias = Callable[[PaddedBatch], list[int]]
+"""A batch without its tokens -> the rows whose tokens this rank reads."""
 
 
 class Fetched(NamedTuple):
@@ -90,7 +88,7 @@ class Fetcher:
         if (found := ray.get(self._source.outline.remote(version))) is None:
             return None
         outline = parts.merge_outlines([decode(one.data, Outline) for one in ray.get(found)])
-        rows = own_rows(torch.tensor(parts.widths(outline)), version)
+        rows = own_rows(pad(parts.join(outline, [])))
         asked = np.array(rows, dtype="<i4").tobytes()
         if (found := ray.get(self._source.tokens.remote(version, asked))) is None:
             return None

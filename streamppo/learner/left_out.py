@@ -9,30 +9,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.learner.device import add_up
+from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.correction import TRUNCATED
+from streamppo.learner.device import add_up, to_device
 from streamppo.learner.metrics import Minibatch
 
 
 def left_out_shares(
-    names_N: Sequence[str], minibatches: Iterable[Minibatch], mask_BT: Tensor, group: dist.ProcessGroup
+    names_N: Sequence[str], minibatches: Sequence[Minibatch], batch: PaddedBatch, group: dist.ProcessGroup
 ) -> dict[str, float]:
     """By rule, the share of sampled tokens, and with `_responses` behind its name of responses that lost a token.
 
-    Over all passes of the policy's loss; 0 where there was none. Each rule is counted by itself: a token may be left
-    out by several. A collective, unless there is no rule.
+    Over all passes of the policy's loss; of truncated completions over rows that left them, too. 0 where there was
+    none. Each rule is counted by itself: a token may be left out by several. A collective, unless there is no rule.
     """
     if not names_N:
         return {}
-    counts_NC = torch.zeros(len(names_N) + 1, 2, dtype=torch.float64, device=mask_BT.device)
+    counts_NC = torch.zeros(len(names_N) + 1, 2, dtype=torch.float64, device=batch.mask_BT.device)
     for one in (one for minibatch in minibatches for one in minibatch.passes):
-        mask_bT = mask_BT[one.rows]
-        counts_NC[0] += torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
+        counts_NC[0] += _counts(batch.mask_BT[one.rows])
         for place, name in enumerate(names_N, start=1):
-            left_out_bT = one.left_out[name]
-            counts_NC[place] += torch.stack([left_out_bT.sum(), left_out_bT.any(-1).sum()])
+            counts_NC[place] += _counts(one.left_out[name])
     add_up(counts_NC, group)
-    all_C, *left_out = counts_NC.tolist()
     shares: dict[str, float] = {}
-    for name, left_C in zip(names_N, left_out, strict=True):
-        shares[name], shares[f"{name}_responses"] = (x / max(1.0, y) for x, y in zip(left_C, all_C, strict=True))
+    for name, left_C in zip(names_N, counts_NC[1:], strict=True):
+        more_C, all_C = _of_idle(minibatches, batch) if name == TRUNCATED else (0.0, 0.0)
+        share_C = (left_C + more_C) / (counts_NC[0] + all_C).clamp(min=1.0)
+        shares[name], shares[f"{name}_responses"] = share_C.tolist()
     return shares
+
+
+def _counts(mask_bT: Tensor) -> Tensor:
+    """Tokens, and responses that have any."""
+    return torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
+
+
+def _of_idle(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+    """Of rows that left the policy's passes, the counts of those that were cut off, and of all."""
+    some = [one.idle for one in minibatches if one.part != "critic" and one.idle is not None]
+    rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *some]), batch.mask_BT.device)
+    mask_bT = batch.mask_BT[rows]
+    return _counts(mask_bT & batch.truncated_B[rows][:, None]), _counts(mask_bT)

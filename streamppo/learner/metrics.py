@@ -71,9 +71,9 @@ class PolicyPass(NamedTuple):
 class Minibatch(NamedTuple):
     """A minibatch that was passed over; `sums` and `passes` are this rank's part.
 
-    `rows`, on the CPU, are those of all ranks. `grad_norm` is None where no step was due, and not finite where the step
-    was left out. `stopped_early`: the policy had moved too far, so that its steps end before this one. `is_empty`: no
-    token was left to learn from, so that no step was made.
+    `rows`, on the CPU, are those of all ranks; `idle` are those that left its passes. `grad_norm` is None where no step
+    was due, and not finite where the step was left out. `stopped_early`: the policy had moved too far, so that its
+    steps end before this one. `is_empty`: no token was left to learn from, so that no step was made.
     """
 
     part: Part
@@ -83,6 +83,7 @@ class Minibatch(NamedTuple):
     grad_norm: float | None
     stopped_early: bool
     is_empty: bool = False
+    idle: Tensor | None = None
 
 
 def first_logprobs(

@@ -24,7 +24,7 @@ from streamppo.process import phase
 class Scorer(NamedTuple):
     """Scores the micro-batches `pieces` of this rank, and gathers those of all ranks of `group`.
 
-    Calls are collectives.
+    These are those of the rows `scored_B`. `is_last` says that steps pass over the same rows. Calls are collectives.
     """
 
     policy: Policy
@@ -33,6 +33,8 @@ class Scorer(NamedTuple):
     config: Config
     group: dist.ProcessGroup
     pieces: list[Tensor]
+    scored_B: Tensor
+    is_last: bool
 
     def prepare(self, objective: Objective, batch: PaddedBatch, *, beta: float) -> tuple[Targets, Scored | None]:
         """The targets of `batch`, and the graph of the pass that found them, if a step can be made from it.
@@ -43,7 +45,7 @@ class Scorer(NamedTuple):
         try:
             frozen = Frozen(self._frozen(self.reference, batch), self._taught(batch))
             with phase("targets"):
-                return find_targets(objective, self.config, batch, scored, frozen, beta=beta), graph
+                return find_targets(objective, self.config, batch, scored, frozen, self.scored_B, beta=beta), graph
         except ValueError as error:
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
@@ -52,7 +54,7 @@ class Scorer(NamedTuple):
         part = objective.scored
         if part is None:
             return nothing(batch), None
-        single = part != "critic" and objective.one_step and len(self.pieces) == 1
+        single = self.is_last and part != "critic" and objective.one_step and len(self.pieces) == 1
         with torch.set_grad_enabled(single):
             scores = [score(self.policy, batch, rows, part) for rows in self.pieces]
         return self._gather(batch, scores), scores[0] if single else None

@@ -48,20 +48,23 @@ def forward_flops(size: Size, width_B: Tensor) -> float:
     return float((2 * size.multiplied * width_B + 2 * size.layers * size.hidden * width_B.square()).sum())
 
 
-def forward_passes(updated: Updated, trained: float = 1.0) -> float:
-    """Passes of the policy over its batch, in forward passes: a backward one is two, none is computed again.
+def policy_flops(size: Size, updated: Updated) -> float:
+    """Operations of the policy's passes: a backward one is two forward ones, none is computed again.
 
-    Of a backward pass one half is for the weights, and of these only the share that is `trained` has gradients.
+    Of a backward pass one half is for the weights, and of these only the share that is trained has gradients.
     """
-    rows = sum(len(minibatch.rows) for minibatch in updated.minibatches if minibatch.part != "critic")
-    return float(updated.objective.scores_policy) + (2 + trained) * rows / len(updated.batch.reward_B)
+    width_B = updated.batch.on_host.start_B + updated.batch.on_host.length_B
+    before = updated.chosen.scored_B.nonzero()[:, 0]
+    made = forward_flops(size, width_B[before]) if updated.objective.scores_policy else 0.0
+    steps = [one.rows for one in updated.minibatches if one.part != "critic"]
+    return made + (2 + size.trained) * sum(forward_flops(size, width_B[rows]) for rows in steps)
 
 
 def speed(size: Size, updated: Updated, metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
     """The numbers of an update whose `metrics` have its times."""
     batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
-    tflops = forward_passes(updated, size.trained) * forward_flops(size, width_B) / seconds / ranks / 1e12
+    tflops = policy_flops(size, updated) / seconds / ranks / 1e12
     made = {
         "learner_tokens_per_s": float(width_B.sum()) / seconds,
         "learner_tflops": tflops,

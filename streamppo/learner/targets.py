@@ -16,6 +16,7 @@ from streamppo.algorithms.kl import kl_reward
 from streamppo.config.algorithm import Algorithm
 from streamppo.config.sections import Config
 from streamppo.learner.batch import PaddedBatch, unpadded
+from streamppo.learner.device import to_device
 from streamppo.learner.objective import Objective
 from streamppo.learner.policy import Scored
 from streamppo.types import Learned
@@ -63,9 +64,19 @@ class Targets(NamedTuple):
 
 
 def find_targets(
-    objective: Objective, config: Config, batch: PaddedBatch, scored: Scored, frozen: Frozen, *, beta: float
+    objective: Objective,
+    config: Config,
+    batch: PaddedBatch,
+    scored: Scored,
+    frozen: Frozen,
+    scored_B: Tensor,
+    *,
+    beta: float,
 ) -> Targets:
-    """The targets of `batch`, whose KL in the reward weighs `beta`. Raises `ValueError` for data that cannot teach."""
+    """The targets of `batch`, of it the rows `scored_B` scored; its KL in the reward weighs `beta`.
+
+    Raises `ValueError` for data that cannot teach.
+    """
     mask_BT = batch.mask_BT
     check_any(mask_BT)
     check_logprobs(mask_BT, proximal=scored.logprobs_BT, behavior=batch.behavior_logprobs_BT)
@@ -79,8 +90,10 @@ def find_targets(
     estimate = _taught(config.algorithm, objective.advantages(batch, scored, rewards_BT), batch, scored, frozen)
     correction = None
     if objective.anchor is None:
-        columns = scored.logprobs_BT, batch.behavior_logprobs_BT, batch.lag_BT, mask_BT, trained_BT
-        correction = objective.correct(*columns)
+        # A row that was not scored has no ratio that is far from 1.
+        is_scored_B1, behavior_BT = to_device(scored_B, mask_BT.device)[:, None], batch.behavior_logprobs_BT
+        logprobs_BT = torch.where(is_scored_B1, scored.logprobs_BT, behavior_BT)
+        correction = objective.correct(logprobs_BT, behavior_BT, batch.lag_BT, mask_BT, trained_BT)
     chosen_BT = None
     if objective.exploration is not None:
         chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
@@ -90,13 +103,17 @@ def find_targets(
     )
 
 
-def learned(objective: Objective, config: Config, batch: PaddedBatch, targets: Targets) -> Learned:
-    """The numbers of each token that are kept, as far as a pass before the first step has found them."""
+def learned(objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor) -> Learned:
+    """The numbers of each token that are kept, as far as a pass before the first step has found them.
+
+    Log-probs of rows that were not `scored_B` are NaN.
+    """
     scored, is_kept = targets.scored, config.archive.numbers
     has_logprobs = is_kept and objective.scored in ("policy", "both")
+    logprobs_BT = scored.logprobs_BT.masked_fill(~to_device(scored_B, batch.mask_BT.device)[:, None], torch.nan)
     return Learned(
         values=unpadded(scored.values_BT, batch.length_B) if config.algorithm.has_critic else b"",
-        proximal_logprobs=unpadded(scored.logprobs_BT, batch.length_B) if has_logprobs else b"",
+        proximal_logprobs=unpadded(logprobs_BT, batch.length_B) if has_logprobs else b"",
         advantages=unpadded(targets.estimate.advantages, batch.length_B) if is_kept else b"",
     )
 

@@ -22,7 +22,7 @@ from streamppo.algorithms.kl import kl, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
-from streamppo.learner import attention, steering
+from streamppo.learner import attention, idle_rows, steering
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.device import add_up, to_device
 from streamppo.learner.division import Division
@@ -50,13 +50,16 @@ log = logging.getLogger(__name__)
 
 
 class Updated(NamedTuple):
-    """A batch that was trained on; `age` is the distance between its policies, if the learning rate went by it.
+    """A batch that was trained on, of it the rows `chosen`.
+
+    `age` is the distance between its policies, if the learning rate went by it.
 
     `start` and `scored` are the moments, of `time.perf_counter`, at which the update and its first step began.
     """
 
     objective: Objective
     batch: PaddedBatch
+    chosen: idle_rows.Rows
     targets: Targets
     minibatches: Sequence[Minibatch]
     age: OffPolicy | None
@@ -125,9 +128,10 @@ class Updater:
         """The bonus that a later updater goes on with; None if it is not steered."""
         return self.bonus if self.config.algorithm.entropy_control.target else None
 
-    def own_rows(self, tokens_B: Tensor, version: int) -> list[int]:
-        """The rows whose tokens this rank reads in the update from `version`, of a batch with rows of so many."""
-        return self.division.own_rows(tokens_B, version, self.objective.epochs)
+    def own_rows(self, batch: PaddedBatch) -> list[int]:
+        """The rows of `batch` whose tokens this rank reads in its update; it may lack them."""
+        chosen, tokens_B = idle_rows.find(self.config, batch), batch.start_B + batch.length_B
+        return self.division.own_rows(tokens_B, batch.version, self.objective.epochs, chosen)
 
     def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> Updated:
         """Train on `batch` for `epochs`, by default those of the objective.
@@ -137,7 +141,8 @@ class Updater:
         start, objective = time.perf_counter(), self.objective
         if epochs is None and batch.version < self.config.algorithm.critic.warmup_updates:
             objective = objective.warm_up()
-        targets, graph = self._scorer(batch).prepare(objective, batch, beta=self.beta)
+        chosen = idle_rows.find(self.config, batch)
+        targets, graph = self._scorer(batch, chosen).prepare(objective, batch, beta=self.beta)
         age = steering.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
@@ -149,14 +154,14 @@ class Updater:
                 shares: list[Share] = []
                 counts = self._counts(batch, rows)
                 self.optimizer.zero_grad(set_to_none=True)
-                for piece in self._micro_batches(batch, rows):
+                for piece in self._pieces(batch, rows, chosen):
                     current = self._current(batch, piece, epoch.part, graph)
                     share = loss.share(to_device(piece, self.device), epoch.part, current, counts)
                     self.backward(share.loss)
                     shares.append(share._replace(loss=share.loss.detach()))
-                minibatches.append(self._step(epoch, batch.version, rows, shares))
+                minibatches.append(self._step(epoch, batch.version, rows, shares, chosen))
         self._tell_of_empty_steps(batch.version, minibatches)
-        return Updated(objective, batch, targets, minibatches, age, start, scored)
+        return Updated(objective, batch, chosen, targets, minibatches, age, start, scored)
 
     @phase("metrics")
     def metrics(self, updated: Updated) -> dict[str, float]:
@@ -165,7 +170,7 @@ class Updater:
         To be called once after each update. Now and then a reference that follows the policy moves.
         """
         batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
-        scored, passed_B = targets.scored, torch.ones_like(batch.truncated_B)
+        scored, passed_B = targets.scored, updated.chosen.scored_B.to(self.device)
         if not updated.objective.scores_policy:
             first_BT, passed_B = first_logprobs(minibatches, batch.mask_BT, self.group)
             scored = scored._replace(logprobs_BT=first_BT)
@@ -177,7 +182,8 @@ class Updater:
         made = {
             **batch_metrics(batch, scored, passed_B, targets.estimate, targets.trained_BT, updated.age),
             **steps,
-            **left_out_shares(self.objective.rules, minibatches, batch.mask_BT, self.group),
+            **left_out_shares(self.objective.rules, minibatches, batch, self.group),
+            "tokens_idle": float(batch.mask_BT[~updated.chosen.taught_B.to(self.device)].sum()),
             **self._kl_metrics(batch, targets, scored, passed_B),
             **self._exploration_metrics(batch.version, targets, steps["entropy"]),
             **distances(batch, targets.teacher_BT, targets.right_BT, scored, passed_B),
@@ -191,7 +197,7 @@ class Updater:
 
     def learned(self, updated: Updated) -> Learned:
         """The numbers of each token that were known before the first step, as far as they are to be kept."""
-        return learned(self.objective, self.config, updated.batch, updated.targets)
+        return learned(self.objective, self.config, updated.batch, updated.targets, updated.chosen.scored_B)
 
     def pretrain(self, batch: PaddedBatch) -> float:
         """Teach the critic alone the returns of `batch`, which may be another run's.
@@ -203,10 +209,11 @@ class Updater:
         targets = self.update(batch, self.objective.critic_epochs()).targets
         return explained_variance(targets.scored.values_BT, targets.estimate.returns, batch.mask_BT)
 
-    def _scorer(self, batch: PaddedBatch) -> Scorer:
+    def _scorer(self, batch: PaddedBatch, chosen: idle_rows.Rows) -> Scorer:
         """The passes over `batch` before its first step."""
-        pieces = self._micro_batches(batch, torch.arange(len(batch.reward_B)))
-        return Scorer(self.policy, self.reference, self.teacher, self.config, self.group, pieces)
+        pieces = self._micro_batches(batch, chosen.scored_B.nonzero()[:, 0])
+        models, is_last = (self.policy, self.reference, self.teacher), torch.equal(chosen.scored_B, chosen.taught_B)
+        return Scorer(*models, self.config, self.group, pieces, chosen.scored_B, is_last)
 
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
         """The denominators of a minibatch, over all ranks."""
@@ -215,6 +222,11 @@ class Updater:
         if not self.config.algorithm.positive_nll:
             return counts
         return counts._replace(right=float(in_right_answers(batch, self.config)[rows].sum()))
+
+    def _pieces(self, batch: PaddedBatch, rows: Tensor, chosen: idle_rows.Rows) -> list[Tensor]:
+        """This rank's micro-batches of a minibatch; an empty one, if its step is due and has no gradient."""
+        pieces = self._micro_batches(batch, chosen.of(rows))
+        return pieces or [rows[:0]] * bool(chosen.idle_B[rows].any())
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
         return self.division.micro_batches(batch.on_host.start_B + batch.on_host.length_B, rows)
@@ -229,21 +241,24 @@ class Updater:
         # Denominators are those of all ranks, whose gradients FSDP sums.
         loss.backward()
 
-    def _step(self, epoch: Epoch, version: int, rows: Tensor, shares: Sequence[Share]) -> Minibatch:
+    def _step(
+        self, epoch: Epoch, version: int, whole: Tensor, shares: Sequence[Share], chosen: idle_rows.Rows
+    ) -> Minibatch:
         """Use the gradient of a minibatch, unless the policy has moved too far already. A collective."""
-        sums = shares[0].sums
-        for share in shares[1:]:
+        sums, rows, idle = Sums.zero(self.device), chosen.of(whole), whole[~chosen.taught_B[whole]]
+        for share in shares:
             sums = sums.plus(share.sums)
         passes = [share.policy_pass for share in shares if share.policy_pass is not None]
-        if not self._has_tokens(sums, passes):
-            return Minibatch(epoch.part, rows, sums, passes, None, stopped_early=False, is_empty=True)
+        if not chosen.idle_B[whole].any() and not self._has_tokens(sums, passes):
+            return Minibatch(epoch.part, rows, sums, passes, None, stopped_early=False, is_empty=True, idle=idle)
         target_kl = self.config.algorithm.target_kl
         moved = self._moved(sums) if target_kl and epoch.part != "critic" else 0.0
         if not math.isfinite(moved):
-            return Minibatch(epoch.part, rows, sums, passes, self._left_out(epoch.part, moved), stopped_early=False)
+            norm = self._left_out(epoch.part, moved)
+            return Minibatch(epoch.part, rows, sums, passes, norm, stopped_early=False, idle=idle)
         too_far = stop_early(moved, target_kl or None)
         norm = None if too_far else self._optimize(epoch, version)
-        return Minibatch(epoch.part, rows, sums, passes, norm, too_far)
+        return Minibatch(epoch.part, rows, sums, passes, norm, too_far, idle=idle)
 
     def _has_tokens(self, sums: Sums, passes: Sequence[PolicyPass]) -> bool:
         """True if a token of a minibatch has a weight in the policy's loss, or is for the critic's. A collective."""

@@ -57,6 +57,7 @@ UPDATE = {
     "tokens": "tokens of the batch that the policy sampled",
     "tokens_too_old": "tokens of the batch beyond max_lag, left out of the loss",
     "tokens_trained": "tokens of the batch that are for the loss: young enough, of a group that teaches, not filtered",
+    "tokens_idle": "tokens of rows that teach nothing, and are not passed over: distances below are not over them",
     "equal_groups": "share of trajectories whose whole group scored the same",
     "lag_mean": "versions, mean age of a token",
     "lag_max": "versions, greatest age of a token",

@@ -5,6 +5,7 @@ from pathlib import Path
 import learner_case as case
 import torch
 
+from streamppo.learner import idle_rows
 from streamppo.learner.batch import pad
 from streamppo.queue import parts
 
@@ -32,7 +33,7 @@ def _updated(ranks: int, folder: str, options: tuple[str, ...], *, own: bool) ->
     whole = case.cut(case.batch())
     if own:
         outline = parts.outline_of(whole)
-        rows = updater.own_rows(torch.tensor(parts.widths(outline)), whole.version)
+        rows = updater.own_rows(pad(parts.join(outline, [])))
         whole = parts.join(outline, parts.tokens_of(whole, rows))
     updater.metrics(updater.update(pad(whole)))
     return [*case.whole(updater.policy).values()]
@@ -50,6 +51,8 @@ def test_a_rank_of_several_reads_a_part_of_the_rows_and_all_ranks_together_read_
     with case.group(0, 1, tmp_path / "store"):
         updater = case.updater(case.config_of(), folder)
     tokens_B, epochs = torch.arange(1, 65), updater.objective.epochs
-    ranks = [updater.division._replace(rank=rank, ranks=4).own_rows(tokens_B, 0, epochs) for rank in range(4)]
+    every_B = torch.ones(64, dtype=torch.bool)
+    chosen = idle_rows.Rows(every_B, every_B, ~every_B)
+    ranks = [updater.division._replace(rank=rank, ranks=4).own_rows(tokens_B, 0, epochs, chosen) for rank in range(4)]
     assert {row for rows in ranks for row in rows} == set(range(64))
     assert all(len(rows) <= 17 for rows in ranks), "a quarter, and the row of an empty pass"

@@ -10,7 +10,9 @@ from typing import Any
 
 import learner_case as case
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from streamppo.learner import scorer, update
 from streamppo.learner.batch import Host, pad
@@ -94,6 +96,13 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group for all tests of this file."""
     with case.group(0, 1, tmp_path_factory.mktemp("group") / "store"):
         yield
+
+
+def test_the_hosts_columns_are_no_part_of_what_fsdp_moves_to_a_gpu() -> None:
+    batch = pad(case.batch())
+    moved = batch.to(torch.device("meta"))
+    assert moved.on_host.inputs_BL.equal(batch.inputs_BL) and moved.on_host.inputs_BL.device.type == "cpu"
+    assert all(not isinstance(one, torch.Tensor) or one.is_meta for one in tree_leaves(moved))
 
 
 @pytest.mark.usefixtures("group")
