@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
-"""Those that are the same at every place that `positions.longest` allows."""
+"""Rotary embeddings of these types turn a place alike in every row of up to `positions.longest` tokens."""
 
 
 class _Filling(NamedTuple):
