@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from streamppo.rollout.sglang import engine as sglang
 from streamppo.rollout.sglang import own, push, server, wire
 from streamppo.rollout.sglang.life import Setup
 from streamppo.rollout.sglang.link import Start
-from streamppo.weights.models.settings import as_pushed, settings
+from streamppo.weights.models.settings import as_pushed, as_written, is_tied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -40,7 +41,8 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
     """
     if config.rollout.gpus and not torch.cuda.is_available():
         raise ModelError(f"rollout.gpus is {config.rollout.gpus:g}, and torch finds no GPU here")
-    hf_config = as_pushed(settings(model_path), tensors)
+    written = as_written(model_path)
+    hf_config = as_pushed(deepcopy(written), tensors)
     eos_ids = _eos_ids(hf_config, model_path)
     seed = crc32(f"{config.seed}/{actor}".encode())
     match config.rollout.engine:
@@ -60,7 +62,8 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
             )
         case SGLangEngine() as chosen:
             await asyncio.to_thread(Architecture(hf_config).check_names, model_path)
-            start = _start(config, chosen, model_path, hf_config.max_position_embeddings, seed)
+            untied = is_tied(written) and not is_tied(hf_config)
+            start = _start(config, chosen, model_path, hf_config.max_position_embeddings, seed, untied=untied)
             connect = _connect(config, chosen, actor)
             setup = Setup(
                 start,
@@ -82,10 +85,20 @@ async def engine(config: Config, actor: str, model_path: str, version: int, tens
             )
 
 
-def _start(config: Config, chosen: SGLangEngine, model_path: str, context: int, seed: int) -> Start:
-    """Choose how SGLang starts: as a server that runs already, or in processes of the actor's own."""
+def _start(
+    config: Config, chosen: SGLangEngine, model_path: str, context: int, seed: int, *, untied: bool = False
+) -> Start:
+    """Choose how SGLang starts: as a server that runs already, or in processes of the actor's own.
+
+    A model is `untied` that has a head of its own, against its config.json. Raises `ModelError` for one in a server.
+    """
     slots = config.rollout.slots
     if chosen.urls:
+        if untied:
+            raise ModelError(
+                f"{model_path}: its head is a weight of its own, and config.json says that it is the embedding, which "
+                "an SGLang server believes: set tie_word_embeddings = false there, and start the server with it"
+            )
         (url,) = chosen.urls
         key = os.environ.get(chosen.api_key_env, "")
         server.check_address(url, key)
@@ -93,7 +106,7 @@ def _start(config: Config, chosen: SGLangEngine, model_path: str, context: int, 
     version = wire.installed()
     settings = own.Settings(
         version,
-        wire.arguments(config, chosen, model_path, slots * context, version),
+        wire.arguments(config, chosen, model_path, slots * context, version) | wire.head(chosen, untied=untied),
         wire.environment(config, local=Path(model_path).is_dir()),
         capacity=slots,
         ranks=wire.ranks(config),
