@@ -1,6 +1,5 @@
 """Makes the policy of a model's files: sharded first, without memory, then filled rank by rank."""
 
-from collections.abc import Collection
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -71,15 +70,15 @@ def load(
     """
     device = mesh.device_type
     with torch.random.fork_rng(devices=[]):
-        apart = _apart(str(path), critic)
-        plan = weight_files.plan(str(path), critic, adapted=lora is not None, apart=apart)
+        untied = _is_untied(path)
+        plan = weight_files.plan(str(path), critic, adapted=lora is not None)
         whole = _whole(path, critic, lora, plan) if dist.get_rank() == 0 else None
     chosen = attention.choose(config, device)
     made = [] if whole is None else whole.transformers
     chosen = attention.without_leaks(chosen, config, path, made)
     share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
     policy = sharded(
-        config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, apart=apart
+        config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, untied=untied
     )
     policy.temperature, policy.share_prompts = temperature, share_prompts
     policy.to_empty(device="cpu" if offload else device)
@@ -107,16 +106,16 @@ def sharded(
     master: bool = True,
     lora: Lora | None = None,
     slices: Slices = ulysses.WHOLE,
-    apart: Collection[str] = (),
+    untied: bool = False,
 ) -> Policy:
     """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
 
     In float32 a rank alone leaves it whole: FSDP would move nothing, and its hooks and DTensors cost a tenth of a small
-    model's update. `attends` is transformers' name of the attention; `apart` is that of `settings`. Raises `ModelError`
-    for a model whose rows cannot be cut into `slices`.
+    model's update. `attends` is transformers' name of the attention; `untied` is that of `settings`. Raises
+    `ModelError` for a model whose rows cannot be cut into `slices`.
     """
     with torch.device("meta"):
-        lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False, apart=apart)
+        lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False, untied=untied)
         if lora is not None:
             adapters.add(lm, lora, config.dtype)
         if not master:
@@ -169,23 +168,21 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
     parallel.shard_fully(policy, mesh, slices.cut, sharding)
 
 
-def _apart(path: str, critic: str) -> list[str]:
-    """The models whose head is no embedding, by the files that rank 0 sees, if not by config.json. A collective."""
-    made: list[list[str]] = [[]]
+def _is_untied(path: str | Path) -> bool:
+    """True if the head of the model is no embedding, by the files that rank 0 sees. A collective."""
+    made = [False]
     if dist.get_rank() == 0:
-        models = {path} | ({critic}.difference(pretrained.OWN_CRITICS))
-        for one in models:
-            fetch(one)
-        made = [[one for one in models if not is_tied(settings(one))]]
+        fetch(path)
+        made = [not is_tied(settings(path))]
     dist.broadcast_object_list(made, src=0)
     return made[0]
 
 
 def _read(
-    path: str | Path, critic: str, chosen: str, *, weights: bool, apart: Collection[str] = ()
+    path: str | Path, critic: str, chosen: str, *, weights: bool, untied: bool = False
 ) -> tuple[Any, CriticStart]:
-    lm = pretrained.read(path, chosen, weights=weights, apart=apart)
-    return lm, pretrained.critic(critic, path, chosen, weights=weights, apart=apart)
+    lm = pretrained.read(path, chosen, weights=weights, untied=untied)
+    return lm, pretrained.critic(critic, path, chosen, weights=weights)
 
 
 def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.Plan | None) -> Policy:

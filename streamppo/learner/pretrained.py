@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +21,6 @@ from streamppo.weights.models.settings import naming, settings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-OWN_CRITICS = ("head", "policy", "scratch")
-"""Critics that are no model of their own."""
 PART = "5GB"
 """The size above which a model's weights are several files with an index, as of published ones."""
 
@@ -41,16 +39,16 @@ def read(
     *,
     weights: bool = True,
     body: bool = False,
-    apart: Collection[str] = (),
+    untied: bool = False,
 ) -> Any:
     """The model at `path`; without `weights` its modules alone, for which config.json is enough.
 
-    With `body` its transformer alone has to be in its files; `apart` is that of `settings`. Raises `ModelError` if it
-    cannot be loaded, or lacks a tensor.
+    With `body` its transformer alone has to be in its files; without weights, `untied` is that of `settings`. Raises
+    `ModelError` if it cannot be loaded, or lacks a tensor.
     """
     if weights:
-        return models.load(path, kind, attention=attention, body=body, apart=apart).model
-    return models.empty(path, kind, attention=attention, apart=apart)
+        return models.load(path, kind, attention=attention, body=body).model
+    return models.empty(path, kind, attention=attention, untied=untied)
 
 
 def write(
@@ -132,24 +130,22 @@ def rehearse(path: str) -> tuple[str, ...]:
     return tuple(one for one in (*made.notes, note) if one)
 
 
-def critic(
-    choice: str, policy: str | Path, attention: str, *, weights: bool = True, apart: Collection[str] = ()
-) -> CriticStart:
+def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
     """The critic of a configuration: "head", a copy of the "policy", its architecture from "scratch", or a path.
 
     At a path may be a causal LM or a sequence classification model of one label, whose head becomes the value head; the
-    transformer alone has to be in its files. `weights` and `apart` are those of `read`. Raises `ModelError` for a model
+    transformer alone has to be in its files. `weights` is that of `read`. Raises `ModelError` for a model
     that cannot be loaded, or has other labels or words.
     """
     match choice:
         case "head":
             return CriticStart()
         case "policy":
-            return CriticStart(read(policy, attention, weights=weights, apart=apart).base_model)
+            return CriticStart(read(policy, attention, weights=weights).base_model)
         case "scratch":
             return CriticStart(read(policy, attention, "AutoModel", weights=False))
         case path:
-            start = _at(path, attention, weights, apart)
+            start = _at(path, attention, weights)
     own, wanted = start.transformer.config.vocab_size, settings(policy).vocab_size
     if own < wanted:
         raise ModelError(f"the critic {path!r} knows {own} tokens, and the policy writes {wanted}")
@@ -163,9 +159,9 @@ def critic_kind(path: str | Path) -> Kind:
     return "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
 
 
-def _at(path: str, attention: str, weights: bool, apart: Collection[str]) -> CriticStart:
+def _at(path: str, attention: str, weights: bool) -> CriticStart:
     if (kind := critic_kind(path)) == "AutoModelForCausalLM":
-        return CriticStart(read(path, attention, weights=weights, body=True, apart=apart).base_model)
+        return CriticStart(read(path, attention, weights=weights, body=True).base_model)
     if not weights:
         return CriticStart(read(path, attention, kind, weights=False).base_model)
     loaded = models.load(path, kind, attention=attention, body=True)

@@ -8,7 +8,7 @@ names           those of the files, by transformers' own conversion: experts of 
 import hashlib
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -78,12 +78,12 @@ class Plan(NamedTuple):
         return None if source is None else source.read(self.files, begin, end)
 
 
-def plan(path: str, critic: str, *, adapted: bool, apart: Collection[str] = ()) -> Plan | None:
+def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
     """Find out how all ranks can read the model at `path`, for a critic of the configuration. A collective.
 
     None if rank 0 reads for all: a small model; one that is `adapted`, or has a critic that is not of its files; files
-    that a rank does not see, or has others of; a family that is not read as it should be. `apart` is that of
-    `settings`. Raises `ModelError`, on rank 0 also for files that are not of the model.
+    that a rank does not see, or has others of; a family that is not read as it should be. Raises
+    `ModelError`, on rank 0 also for files that are not of the model.
     """
     found = None if adapted or critic not in ("head", "policy") else _files(path)
     mine = "" if found is None else _digest(found)
@@ -92,11 +92,11 @@ def plan(path: str, critic: str, *, adapted: bool, apart: Collection[str] = ()) 
     if found is None or seen.count(mine) < len(seen):
         return None
     if dist.get_rank() == 0:
-        fit.check(fetch(path), settings(path, apart))
+        fit.check(fetch(path), settings(path))
     with torch.device("meta"):
-        whole = pretrained.read(path, "eager", weights=False, apart=apart)
+        whole = pretrained.read(path, "eager", weights=False)
     sources = {name: _source(whole, name, one) for name, one in whole.named_parameters()}
-    config = _of_first_layers(settings(path, apart), whole)
+    config = _of_first_layers(settings(path), whole)
     known = {name: one for name, one in sources.items() if one and _has(found, one)}
     sees = [config is not None and len(known) == len(sources)]
     first: Any = None

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,7 +29,7 @@ from streamppo.tasks import stop as stops
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints
-from streamppo.weights.models.settings import as_pushed, settings
+from streamppo.weights.models.settings import as_pushed, as_written, is_tied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,7 +46,7 @@ def sampling(config: Config) -> Sampling:
 
 def stop(config: Config, model_path: str, tokenizer: Tokenizer | None) -> Stop:
     """Find all that ends a completion. Raises `ModelError` for an end that is no token."""
-    return _stop(config, model_path, settings(model_path), tokenizer)
+    return _stop(config, model_path, as_written(model_path), tokenizer)
 
 
 def _stop(config: Config, model_path: str, hf_config: "PreTrainedConfig", tokenizer: Tokenizer | None) -> Stop:
@@ -67,7 +68,8 @@ async def engine(
     """
     if config.rollout.gpus and not torch.cuda.is_available():
         raise ModelError(f"rollout.gpus is {config.rollout.gpus:g}, and torch finds no GPU here")
-    hf_config = as_pushed(settings(model_path), tensors)
+    written = as_written(model_path)
+    hf_config = as_pushed(deepcopy(written), tensors)
     model = _model(config, model_path, hf_config, tokenizer or _tokenizer(model_path))
     seed = crc32(f"{config.seed}/{actor}".encode())
     match config.rollout.engine:
@@ -91,8 +93,9 @@ async def engine(
             positions.check(model.hf_config, model.room)
             await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
             tokens = config.rollout.slots * model.room
+            untied = is_tied(written) and not is_tied(hf_config)
             setup = Setup(
-                _start(config, chosen, model_path, tokens, seed, strings=model.stop.strings),
+                _start(config, chosen, model_path, tokens, seed, strings=model.stop.strings, untied=untied),
                 _connect(config, chosen, actor),
                 chosen.kv,
                 model.vocabulary,
@@ -150,11 +153,26 @@ def _tokenizer(model_path: str) -> Tokenizer | None:
 
 
 def _start(
-    config: Config, chosen: SGLangEngine, model_path: str, tokens: int, seed: int, *, strings: Sequence[str]
+    config: Config,
+    chosen: SGLangEngine,
+    model_path: str,
+    tokens: int,
+    seed: int,
+    *,
+    strings: Sequence[str],
+    untied: bool,
 ) -> Start:
-    """Choose how SGLang starts: as a server that runs already, or in processes of the actor's own."""
+    """Choose how SGLang starts: as a server that runs already, or in processes of the actor's own.
+
+    A model is `untied` that has a head of its own, against its config.json. Raises `ModelError` for one in a server.
+    """
     slots = config.rollout.slots
     if chosen.urls:
+        if untied:
+            raise ModelError(
+                f"{model_path}: its head is a weight of its own, and config.json says that it is the embedding, which "
+                "an SGLang server believes: set tie_word_embeddings = false there, and start the server with it"
+            )
         (url,) = chosen.urls
         key = os.environ.get(chosen.api_key_env, "")
         server.check_address(url, key)
@@ -162,7 +180,8 @@ def _start(
     version = wire.installed()
     chosen_settings = own.Settings(
         version,
-        wire.arguments(config, chosen, model_path, tokens, version, spells=bool(strings)),
+        wire.arguments(config, chosen, model_path, tokens, version, spells=bool(strings))
+        | wire.head(chosen, untied=untied),
         wire.environment(config, local=Path(model_path).is_dir()),
         capacity=slots,
         ranks=wire.ranks(config),

@@ -5,6 +5,7 @@ Token ids go in and come out, never text.
 
 import base64
 import difflib
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -129,6 +130,14 @@ def arguments(
         "max_total_tokens": engine.max_total_tokens or tokens,
         **engine.args,
     }
+
+
+def head(engine: SGLangEngine, *, untied: bool) -> dict[str, object]:
+    """Write the argument for a model with a head of its own, where config.json says that it is the embedding."""
+    if not untied:
+        return {}
+    given = json.loads(str(engine.args.get("json_model_override_args", "{}")))
+    return {"json_model_override_args": json.dumps({**given, "tie_word_embeddings": False})}
 
 
 def check_arguments(given: Iterable[str], known: Collection[str]) -> None:

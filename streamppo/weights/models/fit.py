@@ -89,7 +89,7 @@ def refuse(here: Path, config: "PretrainedConfig", reported: Report, found: Coll
     folder.refuse_names(here, found)
     sentences = list(_sentences(config, reported, found))
     more = f" (and {len(sentences) - SHOWN} more)" if len(sentences) > SHOWN else ""
-    hint = _hint(config, reported)
+    hint = _hint(config, reported, found)
     raise ModelError(
         f"{here}: its files are not of the model in its config.json: {'; '.join(sentences[:SHOWN])}{more}{hint}"
     )
@@ -204,15 +204,19 @@ def _sentences(config: "PretrainedConfig", reported: Report, found: Collection[s
         yield f"{name!r} is no tensor of the model" + (f" (the nearest is {near[0]!r})" if near else "")
 
 
-def _hint(config: "PretrainedConfig", reported: Report) -> str:
+def _hint(config: "PretrainedConfig", reported: Report, found: Collection[str]) -> str:
     text = config.get_text_config()
-    layers = getattr(text, "num_hidden_layers", 0)
-    numbers = [int(found[1]) for name in reported.unexpected if (found := NUMBERED.search(name))]
-    if any(number >= layers for number in numbers):
-        return f". num_hidden_layers is {layers}, and they have {max(numbers) + 1} layers"
+    layers, there = getattr(text, "num_hidden_layers", 0), _layers(found)
+    if there and (_layers(reported.unexpected) > layers or _layers(reported.missing) > there):
+        return f". num_hidden_layers is {layers} in config.json, and they have {there} layers"
     heads = {head for head, _ in pairs(config)}
     if heads & set(reported.missing):
         return ". Set tie_word_embeddings = true in config.json if the model's head is its embedding"
     if any("embed" in name or "wte" in name for name in reported.misshaped):
         return f". vocab_size is {text.vocab_size:,} in config.json"
     return ""
+
+
+def _layers(names: Collection[str]) -> int:
+    """One more than the highest number of a layer in `names`."""
+    return max((1 + int(number[1]) for name in names if (number := NUMBERED.search(name))), default=0)

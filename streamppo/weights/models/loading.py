@@ -1,6 +1,6 @@
 """Loads a model of transformers with all of its weights, or says which of them are not in its files."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -29,16 +29,15 @@ def load(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     body: bool = False,
-    apart: Iterable[str] = (),
 ) -> Loaded:
     """Load the model at `path`, a folder or a name on the hub, in `dtype`, with transformers' `attention`.
 
-    With `body` its transformer alone has to be in the files. `apart` is that of `settings`. Raises `ModelError` for a
+    With `body` its transformer alone has to be in the files. Raises `ModelError` for a
     tensor that is missing, unexpected, of another shape or not finite, and for everything that transformers refuses.
     """
     import transformers
 
-    here, config = fetch(path), settings(path, apart)
+    here, config = fetch(path), settings(path)
     fit.check(here, config, kind, body=body)
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
     with naming(path), fit.quiet():
@@ -61,11 +60,14 @@ def load(
     return Loaded(model, reported.missing)
 
 
-def empty(path: str | Path, kind: Kind, *, attention: str, apart: Iterable[str] = ()) -> Any:
-    """Make the modules of the model at `path`, whose weights are random: config.json is enough. Raises `ModelError`."""
+def empty(path: str | Path, kind: Kind, *, attention: str, untied: bool = False) -> Any:
+    """Make the modules of the model at `path`, whose weights are random: config.json is enough.
+
+    `untied` is that of `settings`. Raises `ModelError`.
+    """
     import transformers
 
-    config = settings(path, apart)
+    config = settings(path, untied=untied)
     with naming(path):
         options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
         return getattr(transformers, kind).from_config(config, **options).eval()

@@ -36,12 +36,20 @@ CHUNK = 1 << 26
 """Bytes of two tensors that are compared at a time."""
 
 
-def settings(path: str | Path, apart: Iterable[str] = ()) -> "PretrainedConfig":
+def settings(path: str | Path, *, untied: bool = False) -> "PretrainedConfig":
     """Read the configuration of the model at `path`, a folder or a name on the hub.
 
-    Its head is no embedding if its files say so, as far as they are on this machine, or if `path` is among `apart`.
+    Its head is no embedding if its files say so, as far as they are on this machine, or if it is `untied`.
     Raises `ModelError` if there is none, or if it is of quantised weights or of code that comes with the model.
     """
+    config = as_written(path)
+    if is_tied(config) and (untied or heads_differ(path, config)):
+        untie(config)
+    return config
+
+
+def as_written(path: str | Path) -> "PretrainedConfig":
+    """Read the configuration of the model at `path` as it is written, whatever its files hold. Raises as `settings`."""
     from transformers import AutoConfig
 
     if Path(path).is_dir():
@@ -49,8 +57,6 @@ def settings(path: str | Path, apart: Iterable[str] = ()) -> "PretrainedConfig":
     with naming(path):
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     folder.refuse_quantised(path, config.to_dict())
-    if is_tied(config) and (str(path) in apart or heads_differ(path, config)):
-        untie(config)
     return config
 
 
@@ -69,6 +75,12 @@ def _sentence(path: str | Path, error: BaseException) -> str:
         return (
             f"the model {str(path)!r} needs code that comes with it (auto_map in its config.json or tokenizer), which "
             "streamppo does not run: name a model of a family that transformers has, or convert it to one"
+        )
+    if "does not recognize this architecture" in text:
+        from transformers import __version__
+
+        return (
+            f"the model {str(path)!r} is of a model_type that the installed transformers ({__version__}) does not know"
         )
     if isinstance(error, OSError | ValueError | ImportError | SafetensorError):
         return f"the model {str(path)!r} cannot be loaded: {text}"
