@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Checkpointing: TypeAlias = Literal["off", "selective", "full", "offloaded"]
 """Layers keep their activations, a part of them, or their input alone, which may be in the CPU's memory."""
-PLACES = ("layers", "h", "language_model.layers")
-"""The names of the layers: of most models, of GPT-2 and its like, and of the text part of those that see."""
+PLACES = ("layers", "h", "language_model.layers", "blocks")
+"""The names of the layers: of most models, of GPT-2 and its like, of the text part of those that see, of MPT."""
 MATRIX = ("aten::mm", "aten::addmm")
 """Names of the products of activations and weights."""
 ATTENTION = ("attention", "flash_attn")

@@ -40,7 +40,7 @@ REMEDIES = {
     "unknown_type": r"qwen9",
     "no_tokenizer": r"tokenizer",
     "small_embeddings": r"token",
-    "no_config": r"config\.json",
+    "no_config": r"config\.json|own format",
     "broken_config": r"config\.json",
     "in_a_subfolder": r"config\.json|snapshots",
 }
@@ -84,7 +84,7 @@ class Draw:
             r"\.gz|\.csv": self.rows in ("gzip", "csv"),
             r"tool|alternate|roles": self.rows == "tools",
             r"system": self.rows == "system",
-            r"vocabulary|rows|beyond": self.spare > 0,
+            r"names of files": self.engine == "sglang" and self.layout in ("bin", "bare_names"),
         }
         return "|".join(pattern for pattern, holds in found.items() if holds)
 

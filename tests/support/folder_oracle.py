@@ -73,7 +73,8 @@ def stops(folder: Path, tokenizer: Any, template: str | None) -> set[int]:
     sources = [config.eos_token_id, tokenizer.eos_token_id]
     if (folder / "generation_config.json").is_file():
         sources.append(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
-    if template is not None:
+    # GLM's template writes nothing behind a turn: the next one begins.
+    if template not in (None, "glm"):
         sources.append(tokenizer.convert_tokens_to_ids(tokenizer_kinds.CONTROLS[template].turn_end))
     for one in sources:
         found |= set() if one is None else {one} if isinstance(one, int) else set(one)

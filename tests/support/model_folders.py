@@ -54,7 +54,7 @@ _FAMILIES = {
         },
         *("spm_bpe", "gemma3", True),
     ),
-    "phi3": Family("Phi3", {"sliding_window": 64}, "spm_bpe", "phi", False),
+    "phi3": Family("Phi3", {"sliding_window": 256}, "spm_bpe", "phi", False),
     "mistral": Family("Mistral", {"sliding_window": None, "head_dim": 8}, "spm_bpe", "mistral", False),
     "llama3": Family("Llama", {"rope_parameters": LLAMA3}, "double_bos", "llama3", True),
     "qwen2": Family("Qwen2", {}, "byte_bpe", "qwen2.5", True),
@@ -143,7 +143,8 @@ def config_of(
     return getattr(transformers, f"{chosen.prefix}Config")(
         **{
             **sizes,
-            "vocab_size": len(tokenizer) + spare,
+            # transformers adds this one to a tokenizer of a Qwen2 model that lacks it.
+            "vocab_size": len(tokenizer) + spare + (family == "qwen2" and "<|endoftext|>" not in tokenizer.get_vocab()),
             "initializer_range": 0.1,
             "tie_word_embeddings": tied,
             "bos_token_id": tokenizer.bos_token_id,

@@ -14,8 +14,8 @@ from streamppo.weights.models import headers
 
 OWN_CRITICS = ("head", "policy", "scratch")
 """Values of critic.model that name no folder."""
-ELSEWHERE = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt", "opt")
-"""Values of model_type whose decoders keep their layers elsewhere than under `layers`: the learner refuses them."""
+EAGER = ("bloom", "codegen", "gpt_neo", "gptj", "mpt", "openai-gpt")
+"""Values of model_type that transformers has with one attention alone, its eager one."""
 
 
 def model(config: Config) -> Findings:
@@ -27,7 +27,7 @@ def model(config: Config) -> Findings:
     folder, finding = find(path, "model")
     yield finding
     if folder is not None:
-        found = list(_content(Path(folder), embedded=isinstance(config.rollout.engine, EmbeddedEngine)))
+        found = list(_content(Path(folder), config))
         yield from found or weights(path, "model")
 
 
@@ -68,18 +68,18 @@ def looks_like_path(name: str) -> bool:
     return name.count("/") > 1 or not name[:1].isalnum() or name.endswith("/")
 
 
-def _content(folder: Path, *, embedded: bool) -> Findings:
+def _content(folder: Path, config: Config) -> Findings:
     try:
         kind = folders.kind(folder).get("model_type")
     except ModelError as error:
         yield Finding("model", "error", str(error))
         return
-    if kind in ELSEWHERE:
-        text = f"{folder} is a {kind}, whose layers are elsewhere than under `layers`: the learner does not run it"
-        yield Finding("model", "error", text)
-    elif embedded and kind not in FAMILIES:
+    if isinstance(config.rollout.engine, EmbeddedEngine) and kind not in FAMILIES:
         text = f"{folder} is a {kind}; the embedded engine runs {', '.join(FAMILIES)}: use another rollout.engine"
         yield Finding("model", "error", text)
+    elif kind in EAGER and config.model.attention != "eager":
+        text = f"{folder} is a {kind}, which transformers computes with eager attention alone: "
+        yield Finding("model", "error", f'{text}model.attention = "eager"')
 
 
 def weights(path: str, subject: str) -> Findings:

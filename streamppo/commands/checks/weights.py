@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.folder import OWN_CRITICS, find
+from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import ModelError
 from streamppo.learner import pretrained
+from streamppo.rollout.fit import Architecture
 from streamppo.weights.models import fit, headers
 from streamppo.weights.models.fit import Kind
 from streamppo.weights.models.settings import settings
@@ -34,6 +36,8 @@ def findings(config: Config) -> Findings:
             yield _weights(one, Path(folder))
     if config.model.path != BUILTIN and (folder := find(config.model.path, "model")[0]) is not None:
         yield from _export(folder)
+        if isinstance(config.rollout.engine, SGLangEngine):
+            yield from _names(folder)
 
 
 def _models(config: Config) -> Iterator[Named]:
@@ -71,3 +75,11 @@ def _export(folder: str) -> Findings:
     yield from (Finding("export", "note", note) for note in notes)
     if not notes:
         yield Finding("export", "ok", "settings, tokenizer and chat template are saved and read back as they are")
+
+
+def _names(folder: str) -> Findings:
+    """Check that a push names the tensors as the files do, by which SGLang knows them."""
+    try:
+        Architecture(settings(folder)).check_names(folder)
+    except ModelError as error:
+        yield Finding("model", "error", f"{folder}: {error}: save it with transformers' save_pretrained")

@@ -13,7 +13,8 @@ import hollow_weights
 import pytest
 import torch
 from conftest import COUNTERS, MATH, REPOSITORY
-from transformers import Gemma3Config, GPT2Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
+from safetensors.torch import load_file
+from transformers import CodeGenConfig, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.cli import main
 from streamppo.commands import memory_estimate as memory
@@ -184,7 +185,14 @@ WRONG = {
     "it writes 120 tokens, and the model knows 50": ["model.path=small"],
     "cluster.cpus (1) is less than the 2": ["cluster.cpus=1"],
     "broken-late.jsonl, line 101: not JSON": ["task={kind='data', data='broken-late.jsonl'}", "model.path=model"],
-    "gpt2 is a gpt2, whose layers are elsewhere": ["model.path=gpt2", "rollout.engine.kind=sglang"],
+    "codegen is a codegen, which transformers computes with eager attention alone": [
+        "model.path=codegen",
+        "rollout.engine.kind=sglang",
+    ],
+    "bin: a push of this model would bring model.embed_tokens.weight": [
+        "model.path=bin",
+        "rollout.engine.kind=sglang",
+    ],
     "mixtral is a mixtral; the embedded engine runs llama, qwen2, qwen3": ["model.path=mixtral"],
     "light: no weights": ["model.path=light"],
     "parts: model-2.safetensors of the 2 parts are missing": ["model.path=parts"],
@@ -216,7 +224,7 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     Journal(tmp_path / "young" / "journal.sqlite").close()
     row = '{"prompt": "hello", "answer": "a"}\n'
     (tmp_path / "broken-late.jsonl").write_text(row * 100 + "{\n" + row)
-    for other in (GPT2Config(n_embd=32, n_layer=2, n_head=4), MixtralConfig(**SMALL, vocab_size=200)):
+    for other in (CodeGenConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4), MixtralConfig(**SMALL, vocab_size=200)):
         model_folder(tmp_path / other.model_type, **SMALL)
         hollow_weights.write(tmp_path / other.model_type, other)
     (model_folder(tmp_path / "light", **SMALL) / "model.safetensors").unlink()
@@ -227,6 +235,9 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     model_folder(tmp_path / "model", **SMALL)
     model_folder(tmp_path / "plain", template=None, **SMALL)
     model_folder(tmp_path / "small", **SMALL, vocab_size=50)
+    whole = model_folder(tmp_path / "bin", **SMALL) / "model.safetensors"
+    torch.save(load_file(whole), tmp_path / "bin" / "pytorch_model.bin")
+    whole.unlink()
     (tmp_path / "mute").mkdir()
     hollow_weights.write(tmp_path / "mute", Qwen2Config(**SMALL, num_key_value_heads=2))
     code, output = checked(MATH, *WRONG[sentence])
