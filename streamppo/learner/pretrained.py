@@ -65,7 +65,7 @@ def write(
         shutil.rmtree(aside, ignore_errors=True)
         notes = _write_model(lm, aside)
         if tokenizer is not None:
-            notes += [tokenizers.write(tokenizer, start or aside, aside)]
+            notes += [tokenizers.write(tokenizer, start, aside)]
         elif start is not None:
             notes += [tokenizers.copy(start, aside, "transformers does not read them")]
         for path in aside.rglob("*"):

@@ -26,11 +26,14 @@ def load(path: str | Path) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
 
 
-def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path, folder: Path) -> str:
+def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
     """Write the `tokenizer` of the model at `start` into `folder`; returns a sentence if its files are copied instead.
 
-    Raises `OSError` if the disk refuses.
+    One that has no `start` is new, and written as it is. Raises `OSError` if the disk refuses.
     """
+    if start is None:
+        tokenizer.save_pretrained(folder)
+        return ""
     try:
         tokenizer.save_pretrained(folder)
         if (why := _difference(tokenizer, folder)) == "":

@@ -302,21 +302,22 @@ def test_a_family_plays_two_turns_with_an_environment_and_rewards_read_them_as_m
     made_of = tokenizer_kinds.make("byte_bpe", family)
     made_of.save_pretrained(tmp_path)
     tokenizer = Tokenizer(tmp_path)
+    end = tokenizer.turn_end() or tokenizer.numbers()["<|user|>"]
+    ends = Stop({end: ["chat template"]})
 
     class Ends(Scripted):
         """Ends its turns as the template does; GLM's with the role of the next one."""
 
         async def generate(self, prompt: Any, sampling: Any, cuts: Any = None) -> Any:
             said = await super().generate(prompt, sampling, cuts)
-            end = tokenizer.turn_end()
-            said.tokens[-1] = tokenizer.numbers()["<|user|>"] if end is None else end
+            said.tokens[-1] = end
             return said
 
     prompt = Prompt(text="hi", columns={}, messages=(Message(role="user", content="hi"),))
     config = Environment(name=f"{HERE}:Asks", max_tokens=256)
     engine = Ends(tokenizer, "ab", "bye")
-    episode = asyncio.run(Player(engine, tokenizer, config).play(prompt, Sampling(32)))
-    text = episode.text(prompt, tokenizer)
+    episode = asyncio.run(Player(engine, tokenizer, config, ends).play(prompt, Sampling(32)))
+    text = episode.text(prompt, tokenizer, ends)
     assert (episode.turns, text.turns) == (("ab", "bye"), ("ab", "bye"))
     assert [(one.role, one.content) for one in text.completion_messages] == [
         ("assistant", "ab"),

@@ -133,7 +133,7 @@ FAULTS = {
 class Player:
     """Says 2 to every prompt that does not name a fault."""
 
-    tokenizer = SimpleNamespace(decode=lambda tokens: "2")
+    tokenizer = SimpleNamespace(completion=lambda tokens, sampled=None: "2")
     stop = Stop()
 
     def prepare(self, prompt: Prompt) -> None:
