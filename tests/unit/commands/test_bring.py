@@ -58,6 +58,14 @@ def test_every_line_of_the_file_has_its_reason(tmp_path: Path) -> None:
     assert [line for line in lines if not re.search(r"\S +# \S", line)] == []
 
 
+def numbered(row: dict[str, Any], column: str, number: int) -> dict[str, Any]:
+    """The row with a prompt that no other number has."""
+    prompt = row[column]
+    if isinstance(prompt, str):
+        return {**row, column: f"{prompt}{number}"}
+    return {**row, column: [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{number}"}]}
+
+
 @pytest.mark.parametrize(
     ("row", "prompt", "answer"),
     [
@@ -74,7 +82,7 @@ def test_columns_are_found_by_the_names_that_data_sets_have(
     row: dict[str, Any], prompt: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case.model(tmp_path / "chat", template=case.TEMPLATE)
-    data = case.rows(tmp_path / "its.jsonl", [row] * 40)
+    data = case.rows(tmp_path / "its.jsonl", [numbered(row, prompt, n) for n in range(40)])
     config, said = begun(capsys, case.bring(tmp_path, data=str(data), model="chat"))
     assert (source(config).prompt, source(config).answer) == (prompt, answer)
     assert f"the prompt is {prompt!r}" in said and f"the answer {answer!r}" in said
@@ -107,7 +115,7 @@ def test_what_cannot_be_told_or_used_is_refused_with_the_remedy(
 
 
 def test_columns_that_are_named_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = case.rows(tmp_path / "its.jsonl", [{"a": "x", "b": "y", "meta": {"gold": "z"}}] * 40)
+    data = case.rows(tmp_path / "its.jsonl", [{"a": f"x{n}", "b": f"y{n}", "meta": {"gold": "z"}} for n in range(40)])
     options = {"data": str(data), "prompt": "b", "answer": "meta.gold"}
     config, _ = begun(capsys, case.bring(tmp_path, **options))
     assert (source(config).prompt, source(config).answer) == ("b", "meta.gold")

@@ -21,7 +21,7 @@ ROW = {"prompt": "1+1=", "level": 3, "answer": "2", "note": "x" * 2 * SHOWN}
 @pytest.fixture
 def run(tmp_path: Path, math_config: Callable[..., Config]) -> Path:
     data = case.rows(tmp_path / "rows.jsonl", [ROW] * 40)
-    return run_folder(tmp_path / "math", math_config("task=data", f"task.data={data}"), updates=2)
+    return run_folder(tmp_path / "math", math_config("task=data", f"task.data={data}", "task.held_out=0"), updates=2)
 
 
 def inspected(run: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
