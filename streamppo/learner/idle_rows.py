@@ -43,12 +43,12 @@ class Rows(NamedTuple):
     idle_B: Tensor
 
     def of(self, rows: Tensor) -> Tensor:
-        """Those of `rows` that are passed over."""
+        """Return the part of `rows` that is passed over."""
         return rows[self.taught_B[rows]]
 
 
 def find(config: Config, batch: PaddedBatch) -> Rows:
-    """The rows of `batch` that teach, and those that are scored. Where none teaches, all pass, to be described."""
+    """Find the rows of `batch` that teach, and those that are scored. All pass if none teaches: they are described."""
     # The shares of rules that need a pass are over truncated completions too.
     known = _has_no_other_rule(config.algorithm)
     algorithm = config.algorithm if known else structs.replace(config.algorithm, filters=())

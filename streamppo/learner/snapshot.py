@@ -19,7 +19,7 @@ from streamppo.process import phase
 
 
 class Copies:
-    """Copies the weights of `policy`, which steps of `optimizer` change. Those in the host's memory need no stream."""
+    """Copies the weights of `policy`, which `optimizer` changes. Weights in the host's memory need no stream."""
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         self._policy = policy

@@ -92,10 +92,9 @@ async def engine(
         case SGLangEngine() as chosen:
             positions.check(model.hf_config, model.room)
             await asyncio.to_thread(Architecture(model.hf_config).check_names, model_path)
-            tokens = config.rollout.slots * model.room
             untied = is_tied(written) and not is_tied(hf_config)
             setup = Setup(
-                _start(config, chosen, model_path, tokens, seed, strings=model.stop.strings, untied=untied),
+                _start(config, chosen, model_path, model, seed, untied=untied),
                 _connect(config, chosen, actor),
                 chosen.kv,
                 model.vocabulary,
@@ -156,17 +155,16 @@ def _start(
     config: Config,
     chosen: SGLangEngine,
     model_path: str,
-    tokens: int,
+    model: "Model",
     seed: int,
     *,
-    strings: Sequence[str],
     untied: bool,
 ) -> Start:
     """Choose how SGLang starts: as a server that runs already, or in processes of the actor's own.
 
     A model is `untied` that has a head of its own, against its config.json. Raises `ModelError` for one in a server.
     """
-    slots = config.rollout.slots
+    slots, strings = config.rollout.slots, model.stop.strings
     if chosen.urls:
         if untied:
             raise ModelError(
@@ -180,7 +178,7 @@ def _start(
     version = wire.installed()
     chosen_settings = own.Settings(
         version,
-        wire.arguments(config, chosen, model_path, tokens, version, spells=bool(strings))
+        wire.arguments(config, chosen, model_path, slots * model.room, version, spells=bool(strings))
         | wire.head(chosen, untied=untied),
         wire.environment(config, local=Path(model_path).is_dir()),
         capacity=slots,

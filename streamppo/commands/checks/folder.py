@@ -83,7 +83,7 @@ def _content(folder: Path, config: Config) -> Findings:
 
 
 def weights(path: str, subject: str) -> Findings:
-    """Look at the first bytes of a model's files. Those of a name on the hub may come when the run starts."""
+    """Look at the first bytes of a model's files. The files of a name on the hub may come when the run starts."""
     folder, _ = find(path, subject)
     if folder is None:
         return

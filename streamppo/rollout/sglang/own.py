@@ -16,7 +16,7 @@ from functools import partial
 from typing import BinaryIO, NamedTuple, Protocol
 
 from streamppo.errors import ModelError
-from streamppo.rollout.sglang import child, wire
+from streamppo.rollout.sglang import child, failure, wire
 from streamppo.rollout.sglang.link import Answer
 from streamppo.rollout.sglang.thread import EngineThread
 
@@ -219,4 +219,4 @@ def _logged(function: Callable[..., object], log: str) -> Callable[..., object]:
 
 def _reason(output: BinaryIO) -> str:
     output.seek(0)
-    return wire.reason(output.read().decode(errors="replace"))
+    return failure.reason(output.read().decode(errors="replace"))

@@ -117,9 +117,10 @@ def not_finite(here: Path) -> str:
         return first_not_finite(headers.pickled(here))
     for file in sorted({one.file for one in found.values()}):
         with safe_open(file, framework="pt") as opened:
-            for name in (name for name, one in found.items() if one.file == file):
-                if first := first_not_finite({name: opened.get_tensor(name)}):
-                    return first
+            names = [name for name, one in found.items() if one.file == file]
+            first = next((name for name in names if first_not_finite({name: opened.get_tensor(name)})), "")
+        if first:
+            return first
     return ""
 
 

@@ -10,6 +10,7 @@ transformers takes the first of these that is there, and so does this file.
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -157,7 +158,8 @@ def pickled(folder: Path, device: str = "cpu") -> "dict[str, Tensor]":
         refuse_pointer(file)
         try:
             # A file of before torch 1.6 cannot be mapped.
-            content: object = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
+            with warnings.catch_warnings(action="ignore"):
+                content: object = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             text = " ".join(str(error).split())[:200]
             raise ModelError(f"{file}: not a pickle of tensors: {text}; save the model as safetensors") from error

@@ -29,7 +29,7 @@ def load(path: str | Path) -> "PreTrainedTokenizerBase":
 def write(tokenizer: "PreTrainedTokenizerBase", start: str | Path | None, folder: Path) -> str:
     """Write the `tokenizer` of the model at `start` into `folder`; returns a sentence if its files are copied instead.
 
-    One that has no `start` is new, and written as it is. Raises `OSError` if the disk refuses.
+    A tokenizer without a `start` is new, and written as it is. Raises `OSError` if the disk refuses.
     """
     if start is None:
         tokenizer.save_pretrained(folder)
