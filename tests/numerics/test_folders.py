@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import folder_draw as draws
 import folder_faults
@@ -142,7 +143,11 @@ def test_a_campaign_draws_every_kind_of_everything() -> None:
 
 def test_the_campaign_sees_an_export_of_the_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export = pretrained.export
-    monkeypatch.setattr(pretrained, "export", lambda weights, *given: export({}, *given))
+
+    def of_the_start(weights: object, start: str, *given: Any) -> tuple[str, ...]:
+        return export(dict(pretrained.read(start, "eager").named_parameters()), start, *given)
+
+    monkeypatch.setattr(pretrained, "export", of_the_start)
     found = folder_play.play(USUAL, tmp_path)
     assert "export: the weights are those of the start" in found.wrong
 

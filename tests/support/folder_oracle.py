@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 ANSWER = "QXZQ"
 """An assistant's answer that occurs nowhere else."""
+NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Loaded(NamedTuple):
@@ -82,9 +83,13 @@ def stops(folder: Path, tokenizer: Any, template: str | None) -> set[int]:
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> str:
-    """The text of a turn without the token that ends it."""
+    """The text of a turn without the token that ends it, and without special tokens that every tokenizer may have.
+
+    Others are text: `<|python_tag|>` is what a parser of tool calls looks for.
+    """
     kept = list(tokens[:-1] if len(tokens) and int(tokens[-1]) in stops else tokens)
-    return tokenizer.decode(kept, skip_special_tokens=True)
+    named = {getattr(tokenizer, f"{name}_token_id") for name in NAMED}
+    return tokenizer.decode([one for one in kept if one not in named], skip_special_tokens=False)
 
 
 def furthest(one: NDArray[Any], other: NDArray[Any]) -> float:

@@ -11,6 +11,7 @@ In the fourth case the configuration that everything here gets, and that an expo
 false`: SGLang, which goes by the configuration alone, then has the same model.
 """
 
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ REFUSALS = (
     *(RuntimeError, ImportError, AssertionError, SafetensorError, StrictDataclassError),
 )
 """Exceptions by which transformers and torch refuse a model: of its author's mistakes every kind."""
+UNKNOWN_TYPE = re.compile(r"model type `([^`]+)`")
+"""transformers' words of a type that it does not have."""
 CHUNK = 1 << 26
 """Bytes of two tensors that are compared at a time."""
 
@@ -79,8 +82,11 @@ def _sentence(path: str | Path, error: BaseException) -> str:
     if "does not recognize this architecture" in text:
         from transformers import __version__
 
+        named = UNKNOWN_TYPE.search(text)
+        kind = f"model_type {named[1]!r}" if named else "a model_type"
         return (
-            f"the model {str(path)!r} is of a model_type that the installed transformers ({__version__}) does not know"
+            f"the model {str(path)!r} is of {kind} that the installed transformers ({__version__}) does not know: "
+            "name a model of a family that it has, or install a release that has this one"
         )
     if isinstance(error, OSError | ValueError | ImportError | SafetensorError):
         return f"the model {str(path)!r} cannot be loaded: {text}"

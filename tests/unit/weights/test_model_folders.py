@@ -47,7 +47,7 @@ SLOW = {
     "more_layers": "num_hidden_layers is 3 in config.json, and they have 2 layers",
     "not_a_number": r"has NaN or infinity in '.*\.1\..*'",
     "auto_map": "needs code that comes with it .*, which streamppo does not run",
-    "unknown_type": r"is of a model_type that the installed transformers \([0-9.]+\) does not know",
+    "unknown_type": r"is of model_type '[a-z0-9_]+' that the installed transformers \([0-9.]+\) does not know",
 }
 """Sentences about faults that transformers' own reading shows."""
 FAMILIES = ("qwen3", "gpt2", "qwen3_moe")
