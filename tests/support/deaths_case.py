@@ -16,6 +16,7 @@ from transformers import Qwen2Config
 from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.embedded import decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.follower import Follower
 from streamppo.rollout.puller import Puller
 from streamppo.types import encode
@@ -127,7 +128,7 @@ def actor(first: Chain, then: Chain, dies: str) -> None:
             version=puller.replica.version,
             slots=1,
             max_total_tokens=64,
-            eos_ids={1},
+            ends=Ends({1}),
             seed=0,
             dtype=torch.bfloat16,
         )

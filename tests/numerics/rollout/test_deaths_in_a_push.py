@@ -24,6 +24,7 @@ from transformers import Qwen2ForCausalLM
 from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.follower import Follower
 from streamppo.rollout.puller import Puller
 from streamppo.types import Push, decode, encode
@@ -96,7 +97,7 @@ async def follower_of(learner: Learner) -> Follower:
         version=push.version,
         slots=1,
         max_total_tokens=64,
-        eos_ids={1},
+        ends=Ends({1}),
         seed=0,
         dtype=torch.bfloat16,
     )

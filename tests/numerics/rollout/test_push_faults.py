@@ -18,6 +18,7 @@ from streamppo.rollout import puller
 from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
+from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.follower import Follower
 from streamppo.types import Push, encode
 from streamppo.weights import object_store
@@ -239,7 +240,7 @@ def test_three_hundred_faults_and_no_wrong_weight_is_ever_served(monkeypatch: An
             version=0,
             slots=1,
             max_total_tokens=64,
-            eos_ids={1},
+            ends=Ends({1}),
             seed=0,
             dtype=torch.bfloat16,
         )
