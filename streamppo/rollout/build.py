@@ -79,7 +79,7 @@ async def engine(
                 tensors,
                 version=version,
                 slots=config.rollout.slots,
-                max_total_tokens=model.context,
+                max_total_tokens=positions.embedded(model.hf_config, model.room),
                 ends=Ends(model.stop.ids, model.completes, model.unknown),
                 seed=seed,
                 kv=kv,

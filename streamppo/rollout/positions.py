@@ -50,6 +50,22 @@ def window(hf_config: "PreTrainedConfig") -> int | None:
     return None if width is None or width >= longest(hf_config, width) else width
 
 
+def embedded(hf_config: "PreTrainedConfig", longest_row: int) -> int:
+    """Tokens that a row of the embedded engine may have: it sees all of it, and so may no layer look back on less.
+
+    Raises `ModelError` if the configuration's `longest_row` has more than that.
+    """
+    context, width = longest(hf_config, longest_row), window(hf_config)
+    if width is None:
+        return context
+    if width < min(context, longest_row):
+        raise ModelError(
+            f"layers look back on {width} tokens, and the embedded engine on all of up to {longest_row}: keep prompt "
+            f"and completion within {width}, or use another rollout.engine"
+        )
+    return min(context, width)
+
+
 def refusal(hf_config: "PreTrainedConfig", longest_row: int) -> str:
     """Say what SGLang would compute otherwise than transformers in rows of so many tokens; empty if nothing."""
     kind, width = hf_config.get_text_config().model_type, window(hf_config)

@@ -47,11 +47,12 @@ def _misspelt(strings: Sequence[str]) -> Findings:
 
 def rows(config: Config, hf_config: PretrainedConfig) -> Findings:
     """Check that the engine computes the longest rows as transformers does."""
-    if isinstance(config.rollout.engine, EmbeddedEngine):
-        if (width := positions.window(hf_config)) is not None:
-            text = f"layers look back on {width} tokens, and the embedded engine on all: use another rollout.engine"
-            yield Finding("model", "error", text)
-        return
     longest = longest_row(config)
+    if isinstance(config.rollout.engine, EmbeddedEngine):
+        try:
+            positions.embedded(hf_config, longest)
+        except ModelError as error:
+            yield Finding("model", "error", str(error))
+        return
     if refused := positions.refusal(hf_config, min(longest, positions.longest(hf_config, longest))):
         yield Finding("model", "error", refused)

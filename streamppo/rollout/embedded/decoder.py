@@ -22,7 +22,6 @@ from torch import Tensor
 from streamppo.config.engine import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.process import phase
-from streamppo.rollout import positions
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
 from streamppo.rollout.embedded.spans import Span
@@ -54,6 +53,7 @@ class _Decoding(NamedTuple):
 class Decoder:
     """The model with a cache: rows 0 .. `rows`-1 hold one sequence each, of as many tokens as `reserve` was asked for.
 
+    Every token sees all before it: rows of more tokens than `positions.embedded` gives would be computed wrongly.
     Raises `ModelError` for a model that it would not compute exactly, and `WeightsError` for `tensors` (HF names) that
     do not fit.
     """
@@ -237,7 +237,6 @@ def _refuse_unknown(config: "PreTrainedConfig") -> None:
     problems = {
         f"model_type {config.model_type!r} (known are {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
         f"activation {getattr(config, 'hidden_act', 'silu')!r}": getattr(config, "hidden_act", "silu") != "silu",
-        "sliding-window attention": positions.window(config) is not None,
         "a bias in the MLP": bool(getattr(config, "mlp_bias", False)),
         f"rope type {rope!r}": rope not in ROPE_TYPES,
     }

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
+from streamppo.rollout import positions
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
 from streamppo.rollout.embedded.rows import Ends, Request, Rows
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
@@ -61,6 +62,7 @@ class EmbeddedEngine:
         float32_head: bool = True,
         device: str = "cpu",
     ) -> None:
+        positions.embedded(hf_config, max_total_tokens)
         self._decoder = Decoder(
             hf_config,
             tensors,

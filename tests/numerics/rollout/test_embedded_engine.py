@@ -160,7 +160,9 @@ def test_rows_of_one_prompt_get_the_bits_of_one_that_has_it_alone_and_rows_that_
 
     def decoder() -> Decoder:
         more: Any = {"dtype": torch.float32, "float32_head": True, "device": "cpu"}
-        return Decoder(model.config, tensors(model), rows=6, max_tokens=64, **more)
+        made = Decoder(model.config, tensors(model), rows=6, **more)
+        made.reserve(64)
+        return made
 
     one, shared = decoder(), decoder()
     logits_BV = one.prefill(tokens_BP, lengths_B, 0, torch.tensor([0, 1]))
@@ -188,11 +190,11 @@ def test_the_float32_head_multiplies_in_float32_what_bfloat16_gives_it(name: str
             model.config,
             tensors(model),
             rows=4,
-            max_tokens=64,
             dtype=torch.bfloat16,
             float32_head=wide,
             device="cpu",
         )
+        decoder.reserve(64)
         logits[wide] = decoder.prefill(tokens_BP, torch.tensor([3, 3]), 0, torch.tensor([0, 1]))
         assert decoder.parameters.embedding.dtype == torch.bfloat16
         rounded = torch.equal(logits[wide], logits[wide].bfloat16().float())
@@ -375,7 +377,6 @@ def test_what_a_decoder_holds_is_every_tensor_bit_for_bit(name: str, float32_hea
         model.config,
         tensors(model),
         rows=1,
-        max_tokens=8,
         dtype=torch.bfloat16,
         float32_head=float32_head,
         device="cpu",
@@ -555,7 +556,7 @@ def test_stopping_at_any_moment_cancels_every_waiting_call(passes: int) -> None:
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True}, "sliding"),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, "look back on 8 tokens"),
     ],
 )
 def test_a_model_that_would_be_computed_wrongly_is_refused(change: dict[str, Any], named: str) -> None:

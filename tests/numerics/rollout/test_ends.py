@@ -146,7 +146,7 @@ def test_an_end_that_is_no_token_stops_the_start_in_a_sentence(tmp_path: Path) -
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "eos_token_id": "</s>"}))
     config = configfile.load(MATH, [f"model.path={tmp_path}"])
-    with pytest.raises(ModelError, match="configuration cannot be read"):
+    with pytest.raises(ModelError, match=r"cannot be loaded with its config\.json: .*'eos_token_id' with value '</s>'"):
         asyncio.run(build.engine(config, "rollout-0", str(tmp_path), 0, {}))
 
 
@@ -243,10 +243,24 @@ def test_windows_that_are_shorter_than_rows_are_refused_by_the_engine_that_does_
     assert positions.window(sliding) == 8
     assert "qwen2 look back on 8 tokens, and in SGLang on all of up to 20" in positions.refusal(sliding, 20)
     assert not positions.refusal(sliding, 8)
-    with pytest.raises(ModelError, match="does not run sliding-window attention"):
-        Decoder(sliding, {}, rows=1, dtype=torch.float32, float32_head=True, device="cpu")
+    with pytest.raises(ModelError, match="8 tokens, and the embedded engine on all of up to 9: keep prompt and comp"):
+        positions.embedded(sliding, 9)
+    assert [positions.embedded(sliding, room) for room in (1, 8)] == [8, 8]
     dynamic = LlamaConfig(**PLACES, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     assert "'dynamic', which SGLang scales" in positions.refusal(dynamic, 8)
+
+
+def test_a_window_that_the_configurations_rows_fit_into_is_computed_up_to_its_last_token(tmp_path: Path) -> None:
+    """Rows of 256 + 5 tokens by the configuration, a window of 300 in a context of 4,096, and requests of up to 360."""
+    window = {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 1}
+    model = folder_of(tmp_path, **window)
+    kept = completions(tmp_path, 6, length=360)
+    assert {len(done.tokens) for done in kept} == {299}
+    for number, done in enumerate(kept):
+        expected = logprobs(model, prompt(number), done.tokens, range(27))
+        np.testing.assert_allclose(done.logprobs, expected, atol=3e-5, rtol=0)
+    with pytest.raises(ModelError, match="look back on 300 tokens, and the embedded engine on all of up to 316: keep"):
+        completions(tmp_path, 1, "rollout.max_tokens=60")
 
 
 @pytest.mark.parametrize(

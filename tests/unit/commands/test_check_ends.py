@@ -90,12 +90,10 @@ def test_a_model_that_nothing_ends_is_noted_and_an_end_that_is_no_token_is_an_er
 @pytest.mark.parametrize(
     ("engine", "hf_config", "said"),
     [
-        ("embedded", Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0), "look back"),
-        (
-            "sglang",
-            Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0),
-            "in SGLang on",
-        ),
+        ("embedded", Qwen2Config(**SMALL, **WINDOW), "look back on 8 tokens, and the embedded engine on all of up"),
+        ("embedded", Qwen2Config(**SMALL, **WINDOW | {"sliding_window": 4096}), None),
+        ("sglang", Qwen2Config(**SMALL, **WINDOW | {"sliding_window": 4096}), None),
+        ("sglang", Qwen2Config(**SMALL, **WINDOW), "in SGLang on"),
         ("sglang", LlamaConfig(**SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
         ("embedded", LlamaConfig(**SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), None),
         ("sglang", Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=8), None),
