@@ -64,7 +64,9 @@ def play(seed: int, numbers: Sequence[int], whole: int) -> list[Row]:
                 stack.enter_context(case.group(0, 1, Path(folder) / "store"))
             made = draws.draw(seed, number, whole=count < whole)
             at = Path(folder) / str(number)
-            rows.append((runs.run if made.whole else players.play)(made, at).row())
+            row = (runs.run if made.whole else players.play)(made, at).row()
+            # Sentences without the place of this campaign.
+            rows.append(json.loads(json.dumps(row).replace(f"{folder}/", "")))
             print(f"{len(rows)}: {rows[-1]['outcome']}, {rows[-1]['seconds']} s", file=sys.stderr)
     return rows
 

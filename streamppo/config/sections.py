@@ -61,7 +61,7 @@ class Model(Section, frozen=True):
     float32_head: bool = True
     """Logits are a float32 product even in bfloat16 (arXiv:2506.13585), in learner and engine."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
-    """Attention of the learner; auto: flash-attn for bfloat16 on a GPU, else sdpa; short rows on a CPU by our own."""
+    """The learner's; auto: flash-attn for bfloat16 on a GPU, else sdpa (Gemma 2: eager; short rows on a CPU: ours)."""
     share_prompts: bool = True
     """With sdpa, the learner computes a prompt once for its samples in a micro-batch, where that is less work."""
     float32_router: bool = False

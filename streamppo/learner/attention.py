@@ -10,7 +10,7 @@ A context without gradient is read first, and the completions behind it (learner
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,8 @@ PROBED = (5, 7)
 """Tokens of the two rows that a model reads together and alone: more than a convolution looks back on."""
 LEAK = 1e-3
 """The largest difference between the two readings that is rounding, as a share of the largest entry, in float32."""
+CAP = "attn_logit_softcapping"
+"""transformers' name of the bound on scores of attention: flash-attn and eager attention keep to it, SDPA does not."""
 
 
 class Context(NamedTuple):
@@ -149,6 +151,20 @@ def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "S
         raise ModelError(f'{why}; model.attention = "sdpa" reads every row alone')
     _warn(f"{why}; the learner uses SDPA, which computes padding too")
     return "sdpa"
+
+
+def with_caps(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
+    """`chosen`, or eager attention if that is SDPA and a model of `configs` caps its scores, as Gemma 2 does.
+
+    Raises `ModelError` where the configuration insists on SDPA, which leaves the cap out without a word.
+    """
+    if chosen != "sdpa" or not any(getattr(one.get_text_config(), CAP, None) for one in configs):
+        return chosen
+    why = f"the model caps the scores of its attention ({CAP}), which SDPA leaves out"
+    if config.attention != "auto":
+        raise ModelError(f'{why}: choose model.attention = "auto" or "eager"')
+    _warn(f"{why}: the learner uses eager attention")
+    return "eager"
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from streamppo.config.algorithm import CRITICS
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Model
 from streamppo.errors import ModelError
@@ -35,7 +36,7 @@ from streamppo.learner.routing import Routers
 from streamppo.learner.ulysses import Slices
 from streamppo.weights.models.fit import first_not_finite
 from streamppo.weights.models.loading import fetch, not_finite
-from streamppo.weights.models.settings import is_tied, settings
+from streamppo.weights.models.settings import as_written, is_tied, settings
 
 SHARD_LAYERS_ABOVE = 16_000_000
 """Parameters above which every layer is gathered on its own; a smaller model is gathered at once."""
@@ -76,6 +77,8 @@ def load(
     chosen = attention.choose(config, device)
     made = [] if whole is None else whole.transformers
     chosen = attention.without_leaks(chosen, config, path, made)
+    configs = [as_written(one) for one in (path, critic) if one not in CRITICS]
+    chosen = attention.with_caps(chosen, config, configs)
     share_prompts = config.share_prompts and chosen == "sdpa" and shared.can_share(made)
     policy = sharded(
         config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, untied=untied

@@ -15,7 +15,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "FalconH1": {"lm_head_multiplier": 0.5, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
     "GPTNeoX": {},
-    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0},
+    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0},
     "Gemma3Text": {"head_dim": 8, "final_logit_softcapping": 2.0},
     "Glm4": {"head_dim": 8},
     "GptOss": {"head_dim": 8, **MOE},

@@ -16,6 +16,8 @@ OWN_CRITICS = ("head", "policy", "scratch")
 """Values of critic.model that name no folder."""
 EAGER = ("bloom", "codegen", "gpt_neo", "gptj", "mpt", "openai-gpt")
 """Values of model_type that transformers has with one attention alone, its eager one."""
+CAP = "attn_logit_softcapping"
+"""The entry of config.json that bounds scores of attention."""
 
 
 def model(config: Config) -> Findings:
@@ -70,16 +72,20 @@ def looks_like_path(name: str) -> bool:
 
 def _content(folder: Path, config: Config) -> Findings:
     try:
-        kind = folders.kind(folder).get("model_type")
+        content = folders.kind(folder)
     except ModelError as error:
         yield Finding("model", "error", str(error))
         return
+    kind = content.get("model_type")
     if isinstance(config.rollout.engine, EmbeddedEngine) and kind not in FAMILIES:
         text = f"{folder} is a {kind}; the embedded engine runs {', '.join(FAMILIES)}: use another rollout.engine"
         yield Finding("model", "error", text)
     elif kind in EAGER and config.model.attention != "eager":
         text = f"{folder} is a {kind}, which transformers computes with eager attention alone: "
         yield Finding("model", "error", f'{text}model.attention = "eager"')
+    elif content.get(CAP) and config.model.attention == "sdpa":
+        text = f"{folder} caps the scores of its attention ({CAP}), which SDPA leaves out: "
+        yield Finding("model", "error", f'{text}model.attention = "auto" or "eager"')
 
 
 def weights(path: str, subject: str) -> Findings:

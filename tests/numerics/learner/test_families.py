@@ -10,11 +10,16 @@ import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
+from streamppo.errors import ModelError
 from streamppo.learner import loading, policy
 from streamppo.learner.batch import pad
 
 QUICK = ("Cohere2", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Qwen3Next")
 """One for each thing that a head or a place of layers can be; the others take longer than they tell."""
+
+
+EAGER = ("Gemma2", "GptOss")
+"""Families that SDPA computes otherwise, or does not compute."""
 
 
 @pytest.mark.usefixtures("alone")
@@ -23,7 +28,7 @@ QUICK = ("Cohere2", "GPT2", "Gemma2", "GptOss", "Granite", "Phi", "Qwen3Moe", "Q
 )
 def test_scores_and_gradients_are_the_models_own(tmp_path: Path, family: str) -> None:
     families.make(family, tmp_path)
-    attention = "eager" if family == "GptOss" else "sdpa"
+    attention = "eager" if family in EAGER else "sdpa"
     config = case.config_of(f"model.attention={attention}").model
     trained = loading.load(config, tmp_path, 0.7, init_device_mesh("cpu", (1,)))
     rows = pad(case.batch())
@@ -31,7 +36,8 @@ def test_scores_and_gradients_are_the_models_own(tmp_path: Path, family: str) ->
     weights_BT = torch.randn(rows.mask_BT.shape, generator=torch.Generator().manual_seed(1)) * rows.mask_BT
     (weights_BT * scored.logprobs_BT).sum().backward()
 
-    own: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention)
+    own: Any = made.eval()
     loss = torch.zeros(())
     for row in range(len(rows.start_B)):
         start, width = int(rows.start_B[row]), int(rows.length_B[row])
@@ -46,3 +52,23 @@ def test_scores_and_gradients_are_the_models_own(tmp_path: Path, family: str) ->
     assert found.keys() == theirs.keys()
     for name, gradient in theirs.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item(), msg=name)
+
+
+@pytest.mark.usefixtures("alone")
+def test_scores_of_attention_that_a_model_caps_are_capped_by_auto_and_sdpa_is_refused(tmp_path: Path) -> None:
+    families.make("Gemma2", tmp_path / "capped")
+    families.make("Llama", tmp_path / "plain")
+    mesh, rows = init_device_mesh("cpu", (1,)), pad(case.batch())
+
+    def load(model: str, choice: str, critic: str = "head") -> policy.Policy:
+        config = case.config_of(f"model.attention={choice}").model
+        return loading.load(config, tmp_path / model, 1.0, mesh, critic)
+
+    found, expected = load("capped", "auto"), load("capped", "eager")
+    with torch.no_grad():
+        assert torch.equal(found(rows, "policy").logprobs_BT, expected(rows, "policy").logprobs_BT)
+    assert load("plain", "auto").lm.config._attn_implementation == "sdpa"
+    assert load("plain", "auto", str(tmp_path / "capped")).lm.config._attn_implementation == "eager"
+    for model, critic in (("capped", "head"), ("plain", str(tmp_path / "capped"))):
+        with pytest.raises(ModelError, match=r"caps the scores of its attention .* SDPA leaves out"):
+            load(model, "sdpa", critic)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import COUNTERS, MATH, REPOSITORY
 from safetensors.torch import load_file
-from transformers import CodeGenConfig, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import CodeGenConfig, Gemma2Config, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.cli import main
 from streamppo.commands import memory_estimate as memory
@@ -189,6 +189,11 @@ WRONG = {
         "model.path=codegen",
         "rollout.engine.kind=sglang",
     ],
+    "gemma2 caps the scores of its attention (attn_logit_softcapping), which SDPA leaves out": [
+        "model.path=gemma2",
+        "model.attention=sdpa",
+        "rollout.engine.kind=sglang",
+    ],
     "bin: a push of this model would bring model.embed_tokens.weight": [
         "model.path=bin",
         "rollout.engine.kind=sglang",
@@ -224,7 +229,8 @@ def test_an_error_is_a_sentence_and_the_exit_code(
     Journal(tmp_path / "young" / "journal.sqlite").close()
     row = '{"prompt": "hello", "answer": "a"}\n'
     (tmp_path / "broken-late.jsonl").write_text(row * 100 + "{\n" + row)
-    for other in (CodeGenConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4), MixtralConfig(**SMALL, vocab_size=200)):
+    codegen = CodeGenConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+    for other in (codegen, MixtralConfig(**SMALL, vocab_size=200), Gemma2Config(**SMALL, vocab_size=200)):
         model_folder(tmp_path / other.model_type, **SMALL)
         hollow_weights.write(tmp_path / other.model_type, other)
     (model_folder(tmp_path / "light", **SMALL) / "model.safetensors").unlink()
