@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from transformers.utils import logging
 
-from benchmarks import folders
 from streamppo.learner import pretrained
 from streamppo.rollout import episode
 from streamppo.tasks.tokenizer import Tokenizer
@@ -120,9 +119,10 @@ def test_a_draw_of_the_campaign_trains_or_is_refused_in_a_sentence_that_names_th
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_draw_of_two_hundred_is_silently_wrong() -> None:
-    rows = folders.play(SEED, range(200), whole=0)
-    assert [(row["draw"], row["wrong"]) for row in rows if row["wrong"]] == []
+def test_no_draw_of_two_hundred_is_silently_wrong(tmp_path: Path) -> None:
+    found = [folder_play.play(draws.draw(SEED, number), tmp_path / str(number)) for number in range(200)]
+    assert [(one.draw, one.wrong) for one in found if one.silent] == []
+    assert min(sum(one.outcome == outcome for one in found) for outcome in ("passes", "refused")) >= 50
 
 
 def test_a_campaign_draws_every_kind_of_everything() -> None:
