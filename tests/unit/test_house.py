@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def measured() -> dict[str, house.Measure]:
 def test_the_house_keeps_its_bounds(name: str, measured: dict[str, house.Measure]) -> None:
     value, places = measured[name]
     assert value <= house.BOUNDS[name], "\n".join([f"{name}: {value:g}, at most {house.BOUNDS[name]:g}", *places])
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    # pytest imports each by its bare name: the second of two would not be collected.
+    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 # --- the measures find what they are for: one fault each in a package of two rooms ----------------------------
