@@ -91,8 +91,9 @@ class Episode(NamedTuple):
         """
         assert self.finish != "cut"
         sampled = self.tokens[self.mask]
-        inner = [end for end in self.turn_ends[:-1] if int(self.tokens[end]) in stop.origins]
-        tokens, own = np.delete(self.tokens, inner), np.delete(self.mask, inner)
+        tokens, own = self.tokens, self.mask
+        if inner := [end for end in self.turn_ends[:-1] if int(tokens[end]) in stop.origins]:
+            tokens, own = np.delete(tokens, inner), np.delete(own, inner)
         return ScoredText(
             prompt=prompt.text,
             completion=stop.text(tokens, self.finish, lambda left: tokenizer.completion(left, own[: len(left)])),

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from numbers import Real
-from typing import Protocol, runtime_checkable
 
 from streamppo.tasks import places
 from streamppo.types import Crossing, Reward, ScoredText, utf8_safe
@@ -15,15 +14,6 @@ QUOTED = 200
 
 LARGEST = 1e16
 """No reward is larger: the squares of a batch's rewards, and their sum, are numbers of float32."""
-
-
-@runtime_checkable
-class Scalar(Protocol):
-    """A number of numpy, torch or jax, or an array that holds one."""
-
-    def item(self) -> object:
-        """Return it as a number of Python's."""
-        ...
 
 
 class Outcome(Crossing, frozen=True):
@@ -121,7 +111,9 @@ def number(value: object) -> float:
     Raises `ValueError` that says what it is instead: not a finite number, or beyond `LARGEST`.
     """
     try:
-        plain = value.item() if isinstance(value, Scalar) else value
+        # Numbers of numpy, torch and jax, and arrays that hold one.
+        item = getattr(value, "item", None)
+        plain = item() if callable(item) else value
         found = float(plain) if isinstance(plain, Real | Decimal) else math.nan
     except (TypeError, ValueError, RuntimeError, ArithmeticError):
         found = math.nan
