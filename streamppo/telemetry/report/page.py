@@ -67,8 +67,9 @@ def render(views: Sequence[View]) -> str:
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.globals |= {"headline": view.headline, "ledger": view.ledger, "lengths": view.lengths}
     environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": lags}
+    environment.globals |= {"charts": charts, "section": view.section}
     template = environment.get_template("page.html")
-    return template.render(views=views, charts=charts(views), runs=[one for one in views if not one.is_replay])
+    return template.render(views=views, runs=[one for one in views if not one.is_replay])
 
 
 def curves(one: View) -> str:

@@ -1,6 +1,7 @@
 """The parts of the live page that are made anew as a run goes on, each as HTML. Text of a run is escaped."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -77,18 +78,23 @@ MACROS = cast(_Macros, environment().get_template("sections.html").module)
 
 def sections(runs: Sequence[Shown]) -> dict[str, str]:
     """The HTML of every section by its name: about the first of the runs, with the curves of all of them."""
-    first = runs[0]
-    charts = page.charts([one.view for one in runs])
-    restarts = [line for line in first.view.lines if "restart" in line]
-    return {
-        "head": MACROS.head(first, _left(first)),
-        "headline": MACROS.headline(first, _rows(first), _beside(runs)),
-        "curves": MACROS.curves([chart for chart in charts if chart.title in FIRST]),
-        "more": MACROS.curves([chart for chart in charts if chart.title not in FIRST]),
-        "pipeline": MACROS.pipeline(first),
-        "data": MACROS.data(first.view),
-        "trouble": MACROS.trouble(first.view, restarts[-RESTARTS:][::-1]),
+    first, views = runs[0], [one.view for one in runs]
+    charts = cache(lambda: page.charts(views))
+    parts: dict[str, Callable[[], Markup]] = {
+        "head": lambda: MACROS.head(first, _left(first)),
+        "headline": lambda: MACROS.headline(first, _rows(first), _beside(runs)),
+        "curves": lambda: MACROS.curves([chart for chart in charts() if chart.title in FIRST]),
+        "more": lambda: MACROS.curves([chart for chart in charts() if chart.title not in FIRST]),
+        "pipeline": lambda: MACROS.pipeline(first),
+        "data": lambda: MACROS.data(first.view),
+        "trouble": lambda: MACROS.trouble(first.view, _restarts(first.view)),
     }
+    return {name: view.section(part) for name, part in parts.items()}
+
+
+def _restarts(one: View) -> list[RestartLine]:
+    """The newest restarts, the last one first."""
+    return [line for line in one.lines if "restart" in line][-RESTARTS:][::-1]
 
 
 def _rows(one: Shown) -> list[Row]:
