@@ -12,8 +12,9 @@ from streamppo.errors import StreamppoError
 from streamppo.telemetry import summary as summaries
 from streamppo.telemetry import timeline
 from streamppo.telemetry.diagnosis import Finding
-from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine
+from streamppo.telemetry.metrics_file import FINISHED, Line, RemadeLine, UpdateLine
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, short
+from streamppo.telemetry.rules import WINDOW
 from streamppo.telemetry.summary import OfLines, Summary
 from streamppo.telemetry.timeline import Stretch
 from streamppo.types import QueueReport
@@ -90,6 +91,26 @@ class View:
             return "replayed"
         last = next((line for line in reversed(self.lines) if "end" in line or "part" in line), None)
         return last["end"] if last is not None and "end" in last else "running, or killed"
+
+
+def kind(condition: str) -> str:
+    """Name the colour of a run's condition or outcome: anything but a good end, a signal or a kill is a failure."""
+    known = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
+    if condition.startswith("Interrupted"):
+        return "stopped"
+    return known.get(condition) or ("running" if condition.startswith("running") else "failed")
+
+
+def in_short(condition: str) -> str:
+    """Write a condition in one word, and an error by its first line."""
+    return condition.strip().partition("\n")[0] if kind(condition) == "failed" else condition
+
+
+def signs(view: View) -> tuple[list[Finding], list[Finding]]:
+    """The findings that hold, and those that are over: seen in none of the newest `WINDOW` updates."""
+    newest = max((_version(line) for line in summaries.in_order(view.lines)), default=0)
+    over = [one for one in view.findings if newest - one.last >= WINDOW]
+    return [one for one in view.findings if one not in over], over
 
 
 def headline(view: View) -> list[Row]:
@@ -198,11 +219,22 @@ def events(view: View) -> list[Event]:
         found.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
     stretches = list(timeline.stretches(view.lines))
     found += [_engine(one) for one in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
+    found += _untold(view.lines, stretches)
     for line in view.lines:
         if (told := timeline.told(line)) is not None:
             lane, before, colour = INSTANTS[told[0]]
+            colour = FINISHED_COLOUR if line.get("end") == FINISHED else colour
             found.append(Event(lane, line["wall_s"], line["wall_s"], before + told[1], colour))
     return found
+
+
+def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
+    """The time since the last line of each rollout actor of the newest part: it has told nothing of it yet."""
+    end_s = max((line["wall_s"] for line in lines), default=0.0)
+    begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
+    newest = {one.line["engine"]: one.line["wall_s"] for one in stretches if one.line["wall_s"] >= begun_s}
+    text = "{}: has told nothing since second {:.0f}"
+    return [Event(name, at, end_s, text.format(name, at), UNTOLD) for name, at in newest.items() if at < end_s]
 
 
 def _engine(stretch: Stretch) -> Event:
@@ -214,6 +246,8 @@ def _engine(stretch: Stretch) -> Event:
     return Event(line["engine"], before["wall_s"], line["wall_s"], text, 5, 0.15 + 0.85 * (1 - stretch.idle))
 
 
+UNTOLD, FINISHED_COLOUR = 8, 2
+"""Colours of time of which nothing is known yet, and of a good end."""
 INSTANTS = {
     "evaluation": ("evaluation", "after update ", 1),
     "restart": ("restart", "", 3),

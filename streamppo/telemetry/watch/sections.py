@@ -69,6 +69,9 @@ def environment() -> Environment:
         "lags": page.lags,
         "ledger": view.ledger,
         "lengths": view.lengths,
+        "kind": view.kind,
+        "in_short": view.in_short,
+        "signs": view.signs,
     }
     return found
 
@@ -83,13 +86,17 @@ def sections(runs: Sequence[Shown]) -> dict[str, str]:
     parts: dict[str, Callable[[], Markup]] = {
         "head": lambda: MACROS.head(first, _left(first)),
         "headline": lambda: MACROS.headline(first, _rows(first), _beside(runs)),
-        "curves": lambda: MACROS.curves([chart for chart in charts() if chart.title in FIRST]),
-        "more": lambda: MACROS.curves([chart for chart in charts() if chart.title not in FIRST]),
+        "curves": lambda: MACROS.curves([chart for chart in charts() if _is_first(chart)]),
+        "more": lambda: MACROS.curves([chart for chart in charts() if not _is_first(chart)]),
         "pipeline": lambda: MACROS.pipeline(first),
         "data": lambda: MACROS.data(first.view),
         "trouble": lambda: MACROS.trouble(first.view, _restarts(first.view)),
     }
     return {name: view.section(part) for name, part in parts.items()}
+
+
+def _is_first(chart: page.Chart) -> bool:
+    return chart.title in FIRST and not chart.is_flat
 
 
 def _restarts(one: View) -> list[RestartLine]:

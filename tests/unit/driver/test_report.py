@@ -14,8 +14,10 @@ from streamppo.config.sections import Config
 from streamppo.driver import report
 from streamppo.errors import RunError
 from streamppo.telemetry import metrics_file
+from streamppo.telemetry.diagnosis import Finding
 from streamppo.telemetry.record import SUMMARY
-from streamppo.telemetry.report import page
+from streamppo.telemetry.report import page, view
+from streamppo.telemetry.report.view import View
 
 
 @pytest.fixture
@@ -68,6 +70,40 @@ def test_curves_have_a_point_for_each_update_and_the_catalogues_sentences(run: P
     assert "<h3>Held-out accuracy</h3>" in html
     # Clip fraction of the critic is nobody's chart, and no run here has a teacher.
     assert "teacher_kl" not in html
+
+
+def test_curves_in_which_nothing_moves_come_last(run: Path) -> None:
+    titles = re.findall(r"<figure>\s*<h3>([^<]*)</h3>", text(run).partition("Timeline")[0])
+    assert titles[0] == "Reward" and titles.index("Clip fraction") > titles.index("Seconds of an update")
+
+
+def finding(first: int, last: int) -> Finding:
+    return Finding("entropy collapse", "entropy 0.01", "raise it", first, last)
+
+
+@pytest.mark.parametrize(("last", "holds"), [(24, True), (5, True), (4, False)])
+def test_a_sign_that_is_over_is_no_warning_any_more(run: Path, last: int, holds: bool) -> None:
+    html = page.render([View("math", metrics_file.read(run), config="x", findings=[finding(3, last)])])
+    assert ('class="card finding"' in html) is holds
+    assert ("signs that are over: entropy collapse" in html) is not holds
+    assert ("No sign holds any more." in html) is not holds
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind"),
+    [
+        ("finished", "finished"),
+        ("Interrupted: stopped by SIGINT", "stopped"),
+        ("RunError: a stall", "failed"),
+        ("KeyError('x')", "failed"),
+        ("killed", "killed"),
+        ("running, or killed", "running"),
+    ],
+)
+def test_an_outcome_has_the_colour_of_its_kind(run: Path, outcome: str, kind: str) -> None:
+    lines = [*metrics_file.read(run), {"end": outcome, "wall_s": 99.0}]
+    assert f'<div class="{kind}"><span class="soft">outcome' in page.render([View("math", lines)])  # pyright: ignore
+    assert view.kind(outcome) == kind
 
 
 def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
