@@ -221,6 +221,7 @@ class Record:
 
         Raises `RunError` if it cannot be written; after another error that is only logged.
         """
+        self.display.line({"end": outcome, "wall_s": self.wall_s})
         self.display.close()
         path = self.folder / SUMMARY
         try:

@@ -89,4 +89,4 @@ def test_a_histogram_of_many_values_has_equal_parts_in_which_each_is_counted_onc
         (float(x), float(wide))
         for x, wide in re.findall(r'<rect class="fill c0" x="([\d.]+)"[^>]*width="([\d.]+)"', drawn)
     ]
-    assert len({wide for _, wide in boxes}) <= 2 and plot.LEFT <= boxes[0][0] and sum(boxes[-1]) <= plot.WIDTH
+    assert len({wide for _, wide in boxes}) <= 2 and boxes[0][0] >= plot.LEFT and sum(boxes[-1]) <= plot.WIDTH
