@@ -70,7 +70,12 @@ class Chart(NamedTuple):
 def render(views: Sequence[View]) -> str:
     """Write the page of one run, or of several to be compared."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.globals |= {"headline": view.headline, "ledger": view.ledger, "lengths": view.lengths}
+    environment.globals |= {
+        "headline": view.headline,
+        "beside": view.beside,
+        "ledger": view.ledger,
+        "lengths": view.lengths,
+    }
     environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": lags}
     environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}
     template = environment.get_template("page.html")

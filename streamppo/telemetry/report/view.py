@@ -131,6 +131,22 @@ def headline(view: View) -> list[Row]:
     return [*rows, Row("push", f"{told['push_ms']:.0f} ms", "in the mean"), Row("restarts", f"{restarts}")]
 
 
+class Beside(NamedTuple):
+    """The headlines of several runs as a table: names of runs, then rows of a name and a value for each run."""
+
+    runs: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+
+def beside(views: Sequence[View]) -> Beside | None:
+    """The headlines of several runs; None of a single one."""
+    if len(views) < 2:
+        return None
+    found = [{row.name: row.value for row in headline(one)} for one in views]
+    names = list(dict.fromkeys(name for rows in found for name in rows))
+    return Beside([one.name for one in views], [(name, [rows.get(name, "") for rows in found]) for name in names])
+
+
 def _ends(told: OfLines) -> list[Row]:
     rows: list[Row] = []
     for name, ends in (("held-out accuracy", told["eval_accuracy"]), ("reward", told["reward"])):

@@ -42,18 +42,11 @@ class _Macros(Protocol):
     """The macros of sections.html."""
 
     def head(self, one: Shown, left: str) -> Markup: ...
-    def headline(self, one: Shown, rows: Sequence[Row], beside: "Beside | None") -> Markup: ...
+    def headline(self, one: Shown, rows: Sequence[Row], beside: view.Beside | None) -> Markup: ...
     def curves(self, charts: Sequence[page.Chart]) -> Markup: ...
     def pipeline(self, one: Shown) -> Markup: ...
     def data(self, one: View) -> Markup: ...
     def trouble(self, one: View, restarts: Sequence[RestartLine]) -> Markup: ...
-
-
-class Beside(NamedTuple):
-    """The headlines of several runs as a table: names of runs, then rows of a name and a value for each run."""
-
-    runs: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[str]]]
 
 
 def environment() -> Environment:
@@ -85,7 +78,7 @@ def sections(runs: Sequence[Shown]) -> dict[str, str]:
     charts = cache(lambda: page.charts(views))
     parts: dict[str, Callable[[], Markup]] = {
         "head": lambda: MACROS.head(first, _left(first)),
-        "headline": lambda: MACROS.headline(first, _rows(first), _beside(runs)),
+        "headline": lambda: MACROS.headline(first, _rows(first), view.beside(views)),
         "curves": lambda: MACROS.curves([chart for chart in charts() if _is_first(chart)]),
         "more": lambda: MACROS.curves([chart for chart in charts() if not _is_first(chart)]),
         "pipeline": lambda: MACROS.pipeline(first),
@@ -120,12 +113,3 @@ def _left(one: Shown) -> str:
     """The time that a running run still takes, at its present pace."""
     seconds = one.state.seconds_left
     return f"about {view.duration(seconds)} left" if seconds and one.condition == "running" else ""
-
-
-def _beside(runs: Sequence[Shown]) -> Beside | None:
-    """The headlines of several runs; None of a single one."""
-    if len(runs) < 2:
-        return None
-    found = [{row.name: row.value for row in view.headline(one.view)} for one in runs]
-    names = list(dict.fromkeys(name for rows in found for name in rows))
-    return Beside([one.view.name for one in runs], [(name, [rows.get(name, "") for rows in found]) for name in names])

@@ -125,6 +125,9 @@ def test_several_runs_and_a_replay_are_in_the_same_curves(
     html = report.write([run, other, replay], tmp_path / "all.html").read_text()
     labels = re.findall(r'data-label="([^"]*) reward|data-label="([^"]*)" points', html.partition("Held-out")[0])
     assert [one or two for one, two in labels] == ["math", "other", "math replay 1: learner.lr=1e-3"]
+    told = html.partition('<table class="beside">')[2].partition("</table>")[0]
+    (updates,) = re.findall(r'<td class="soft">updates</td>(.*?)</tr>', told)
+    assert re.findall(r">([^<]+)<", updates) == ["24", "20", "24"] and 'class="tiles"' not in html
 
 
 def test_a_part_that_cannot_be_read_is_named_and_the_rest_is_there(run: Path) -> None:
