@@ -76,7 +76,7 @@ def _room(rows: int) -> int:
 def _narrow(state: State, width: int, room: int) -> list[Text]:
     """Take rows in the order of their importance until there is no more room; show them in their own order.
 
-    Where all of them fit, curves take the rest.
+    Curves take the rest if all of them fit.
     """
 
     def ranked(height: int) -> list[tuple[int, list[Text]]]:
