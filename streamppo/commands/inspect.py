@@ -62,7 +62,6 @@ def inspect_prompt(run: Path, prompt: int) -> int:
     """
     journal = Journal.of(run)
     attempts, counters = _in_journal(journal, prompt), journal.counters()
-    # The archive comes last: a batch that a run consumes meanwhile is in both.
     versions = journal.versions().values()
     journal.close()
     attempts |= _in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)

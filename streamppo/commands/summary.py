@@ -10,9 +10,14 @@ from streamppo.driver import lock
 from streamppo.errors import RunError
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry import summary as summaries
+from streamppo.telemetry.live.drawing import cut, harmless
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import view
-from streamppo.telemetry.report.view import View
+from streamppo.telemetry.report.view import View, attempt, in_short
+
+HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
+GAP, LEAST_STATE = 2, 10
+"""Cells between two columns, and cells of a state at least."""
 
 
 def summary(run: Path, *, as_json: bool) -> int:
@@ -42,15 +47,28 @@ def list_runs(runs: Path) -> int:
     found = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
     if not found:
         raise RunError(f"{runs}: no run is there")
-    rows = table("run", "state", "updates", "reward", "accuracy", "last")
-    for folder in sorted(found, key=_touched):
-        shown = _view(folder)
-        told = summaries.of_lines(shown.lines)
-        numbers = [_short(told[name]["final"]) for name in ("reward", "eval_accuracy")]
-        when = datetime.fromtimestamp(_touched(folder)).strftime("%Y-%m-%d %H:%M")
-        rows.add_row(folder.name, condition(folder, shown), f"{told['updates']}", *numbers, when)
-    console().print(rows)
+    cells = [_row(folder) for folder in sorted(found, key=_touched)]
+    others = sum(
+        max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS)) if place != 1
+    )
+    shown, rows = console(), table(*HEADINGS)
+    for column in rows.columns:
+        column.no_wrap = True
+    # An error may be long: it takes what the others leave of the line.
+    for name, state, *numbers in cells:
+        rows.add_row(name, cut(harmless(state), max(LEAST_STATE, shown.width - others - GAP)), *numbers)
+    shown.print(rows)
     return 0
+
+
+def _row(folder: Path) -> list[str]:
+    """The name of a run, its state, its numbers; a run that cannot be read has the reason for its state."""
+    shown, why = attempt(lambda: _view(folder))
+    shown = shown or View(folder.name, [])
+    told = summaries.of_lines(shown.lines)
+    numbers = [_short(told[name]["final"]) for name in ("reward", "eval_accuracy")]
+    when = datetime.fromtimestamp(_touched(folder)).strftime("%Y-%m-%d %H:%M")
+    return [folder.name, why or in_short(condition(folder, shown)), f"{told['updates']}", *numbers, when]
 
 
 def _view(run: Path) -> View:

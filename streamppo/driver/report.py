@@ -7,6 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -17,7 +18,7 @@ import tokenizers
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, model_path
-from streamppo.errors import JournalError, RunError, StreamppoError
+from streamppo.errors import JournalError, RunError
 from streamppo.queue import archive, report, snapshot
 from streamppo.queue.journal import Journal
 from streamppo.queue.state import settings_of
@@ -25,7 +26,7 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import page
-from streamppo.telemetry.report.view import Piece, Row, Sample, View
+from streamppo.telemetry.report.view import Piece, Row, Sample, View, attempt
 from streamppo.types import Batch, Ints, QueueReport, Trajectory, flags, ints
 
 REPORT = "report.html"
@@ -43,11 +44,11 @@ log = logging.getLogger(__name__)
 
 def write_after(folder: Path) -> None:
     """Write the report of a run that has ended. A report that cannot be made is a warning, and the run's end stays."""
-    try:
-        log.info("report: %s", write([folder], folder / REPORT))
-    # The run is over: nothing about its report may change its exit code, and its error is logged.
-    except Exception as error:
-        log.warning("%s: not written: %s: %s", folder / REPORT, type(error).__name__, error)
+    path, why = attempt(lambda: write([folder], folder / REPORT))
+    if path is None:
+        log.warning("%s: not written: %s", folder / REPORT, why)
+    else:
+        log.info("report: %s", path)
 
 
 def write(found: Sequence[Path], to: Path) -> Path:
@@ -80,41 +81,46 @@ ZEROS = {"wait_s": 0.0, "update_s": 0.0, "push_ms": 0.0, "push_mib": 0.0, "lag_h
 
 
 def _run(folder: Path) -> View:
-    content = metrics_file.content(folder)
-    view = View(folder.name, content.lines, notes=list(content.damage))
+    view = View(folder.name, [])
+    config = tried(view, lambda: configfile.load(folder / configfile.CONFIG))
+    if config is not None:
+        view.config = configfile.show(config)
+        # Before the lines: a running run writes the line of an update after its transaction.
+        told = tried(view, lambda: of_journal(config, folder, view.notes))
+        view.queue, view.failures = told or (None, ())
+    if content := tried(view, lambda: metrics_file.content(folder)):
+        view.lines = content.lines
+        view.notes += content.damage
     view.summary = tried(view, lambda: read_summary(folder))
-    if (config := tried(view, lambda: configfile.load(folder / configfile.CONFIG))) is None:
-        return view
-    view.config = configfile.show(config)
-    view.findings = diagnosis.of_lines(config, view.lines, view.summary)
-    view.queue = tried(view, lambda: queue_of(config, folder))
-    view.failures = tried(view, lambda: failures(folder)) or ()
-    view.samples = tried(view, lambda: _samples(config, folder)) or []
+    if config is not None:
+        view.findings = tried(view, lambda: diagnosis.of_lines(config, view.lines, view.summary)) or ()
+        view.samples = tried(view, lambda: _samples(config, folder)) or []
     return view
 
 
 def tried(view: View, part: Callable[[], T]) -> T | None:
     """Make a part of the report, or note why it cannot be made."""
-    try:
-        return part()
-    except (StreamppoError, OSError, ValueError) as error:
-        view.notes.append(f"{error}")
-        return None
+    made, why = attempt(part)
+    view.notes += [why] if why and why not in view.notes else []
+    return made
 
 
-def queue_of(config: Config, folder: Path) -> QueueReport | None:
-    """The queue's counters as of the journal's last transaction."""
-    journal = Journal.of(folder)
+def of_journal(config: Config, folder: Path, notes: list[str]) -> tuple[QueueReport | None, Sequence[Row]]:
+    """The queue's counters and the reasons of its failures, both as of one transaction; `notes` get what lacks."""
+    with closing(Journal.of(folder)) as journal:
+        parts = attempt(lambda: _counters(config, journal)), attempt(lambda: _failures(journal))
+    notes += [why for _, why in parts if why]
+    return parts[0][0], parts[1][0] or ()
+
+
+def _counters(config: Config, journal: Journal) -> QueueReport | None:
     saved = journal.read()
-    journal.close()
     return None if saved is None else report.report(snapshot.rebuild(settings_of(config), saved, journal.path))
 
 
-def failures(folder: Path) -> list[Row]:
+def _failures(journal: Journal) -> list[Row]:
     """The reasons for which attempts came to nothing, the most frequent first."""
-    journal = Journal.of(folder)
     reasons = Counter((one.state.replace("_", " "), _first_line(one.reason)) for one in journal.ended())
-    journal.close()
     rows = [Row(state, f"{count:,}", reason) for (state, reason), count in reasons.most_common(REASONS)]
     if (more := len(reasons) - REASONS) > 0:
         rows.append(Row(f"and {more} other reasons", "", "`streamppo inspect --dead-letters` and `--prompt`"))

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 class Database:
     """One file of SQLite's, with `tables` of the format of this number; several threads may use it in turn.
 
+    A reader sees it as it is when it is opened.
     Every method raises `JournalError`, which names the file, if SQLite or the disk refuses. So does opening a file that
     is damaged, or that another version of streamppo made.
     """
@@ -38,6 +39,8 @@ class Database:
         with self._errors_named():
             address = _read_only_address(path) if read_only else path
             self._db = sqlite3.connect(address, uri=read_only, check_same_thread=False, isolation_level=None)
+            if read_only:
+                self._db.execute("begin")
             self._verify_structure()
             if not read_only:
                 self._db.execute("pragma journal_mode = wal")

@@ -34,6 +34,8 @@ ALL = range(2**62)
 """Every slot."""
 TIP = struct.Struct("<QI")
 TIP_FILE = "journal.tip"
+TIP_READS = 3
+"""Reads of a tip until it counts as damaged: a queue may be in the midst of writing it."""
 TABLES = """
 create table if not exists state (name text primary key, value blob, checksum int) strict;
 create table if not exists slots (
@@ -52,13 +54,19 @@ create table if not exists dead_letters (
 
 
 class Journal(Database):
-    """One writer at a time, and readers, which leave the files as they are."""
+    """One writer at a time, and readers, which leave the files as they are.
+
+    A reader sees all of it as of one transaction, the last one when it was opened, whatever is written meanwhile.
+    """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._tip = path.with_name(TIP_FILE)
+        # A queue that may be at work writes the tip after each transaction: it is read before the transactions are.
+        with self._errors_named():
+            tip = self._read_tip()
         super().__init__(path, TABLES, FORMAT, read_only=read_only)
         with self._errors_named():
-            self._number = self._last_transaction()
+            self._number = self._last_transaction(tip)
 
     @classmethod
     def of(cls, run: Path) -> "Journal":
@@ -203,17 +211,15 @@ class Journal(Database):
         found = self._rows("state", "select value, checksum from state where name = 'number'", int)
         return found[0] if found else 0
 
-    def _last_transaction(self) -> int:
-        """The number of the last transaction. Raises if the tip knows of a later one."""
-        # A queue that may be at work makes the tip before its first transaction, and writes it after each of them.
-        begun = self._transactions() > 0
-        tip = self._tip.read_bytes() if self._tip.exists() else b""
+    def _last_transaction(self, tip: bytes) -> int:
+        """The number of the last transaction. Raises if the `tip`, as it was before, knows of a later one."""
         number = self._transactions()
-        if not tip and begun:
+        # A queue makes the tip before its first transaction, which may have come since.
+        if not tip and number and not self._read_tip():
             raise JournalError(f"{self._tip}: missing or empty, though {self.path} holds {number} transactions")
         if not tip:
             return number
-        if len(tip) != TIP.size or crc32(tip[:8]) != TIP.unpack(tip)[1]:
+        if not _is_whole(tip):
             raise JournalError(f"{self._tip}: damaged")
         if (known := TIP.unpack(tip)[0]) > number:
             raise JournalError(
@@ -222,9 +228,23 @@ class Journal(Database):
             )
         return number
 
+    def _read_tip(self) -> bytes:
+        """The content of the tip; empty without one."""
+        tip = b""
+        for _ in range(TIP_READS):
+            tip = self._tip.read_bytes() if self._tip.exists() else b""
+            # Half of it may be of the transaction before.
+            if not tip or _is_whole(tip):
+                break
+        return tip
+
 
 def _tip(number: int) -> bytes:
     return TIP.pack(number, crc32(struct.pack("<Q", number)))
+
+
+def _is_whole(tip: bytes) -> bool:
+    return len(tip) == TIP.size and crc32(tip[:8]) == TIP.unpack(tip)[1]
 
 
 def _dead(letter: DeadLetter) -> tuple[int | bytes, ...]:

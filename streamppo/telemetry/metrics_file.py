@@ -7,6 +7,7 @@ cut by a kill or a full disk, and is ignored. A damaged line is left out and rep
 import json
 import os
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypeAlias, TypedDict, TypeGuard
 
@@ -181,7 +182,8 @@ class Tail:
             self._recognize((found.st_dev, found.st_ino), found.st_size)
             self.written_s = found.st_mtime
             file.seek(self.end)
-            whole = [text for text in file.readlines(most_bytes) if text.endswith(b"\n")]
+            # The rest of a line that is being written may come right behind its beginning.
+            whole = list(takewhile(lambda text: text.endswith(b"\n"), file.readlines(most_bytes)))
         self.end += sum(map(len, whole))
         return whole
 

@@ -157,10 +157,13 @@ class Record:
     def engine(self, report: EngineReport) -> None:
         """Take in a report of a rollout actor; write it down now and then."""
         due = self._due(report.actor)
-        counters = {name: getattr(report, name) for name in ("version", "tokens", "busy_s", "idle_s")}
-        self._tell("engine", report.actor, {**counters, "sampled": _sampled(report.sample)}, written=due)
+        self._engine(report, written=due)
         if due:
             self._write("phases", report.actor, {"spent": report.phases})
+
+    def _engine(self, report: EngineReport, *, written: bool) -> None:
+        counters = {name: getattr(report, name) for name in ("version", "tokens", "busy_s", "idle_s")}
+        self._tell("engine", report.actor, {**counters, "sampled": _sampled(report.sample)}, written=written)
 
     def tick(self, doing: str) -> None:
         """Let the display look at the clock, and look at the trackers; `doing` is the driver's reason to wait."""
@@ -218,6 +221,7 @@ class Record:
 
         Raises `RunError` if it cannot be written; after another error that is only logged.
         """
+        self.display.line({"end": outcome, "wall_s": self.wall_s})
         self.display.close()
         path = self.folder / SUMMARY
         try:
@@ -225,6 +229,7 @@ class Record:
                 if queue is not None:
                     self._write("phases", "queue", {"spent": queue.phases})
                 for engine in engines:
+                    self._engine(engine, written=True)
                     self._write("phases", engine.actor, {"spent": engine.phases})
                 self._write("end", outcome)
             content: Summary = {

@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(lines: Sequence[Line]) -> Iterator[Stretch]:
-    """Pair each line of a rollout actor with the one before it; an actor that began anew has none before its first."""
+    """Pair each line of a rollout actor with the one before it, its first with its start, when all counts were 0."""
     engines: dict[str, EngineLine] = {}
     for line in lines:
         if "part" in line:
@@ -34,8 +34,14 @@ def stretches(lines: Sequence[Line]) -> Iterator[Stretch]:
         if "engine" in line:
             before = engines.get(line["engine"])
             engines[line["engine"]] = line
-            if before is not None and before["tokens"] <= line["tokens"]:
-                yield Stretch(before, line)
+            began_anew = before is None or before["tokens"] > line["tokens"]
+            yield Stretch(_start(line) if before is None or began_anew else before, line)
+
+
+def _start(line: EngineLine) -> EngineLine:
+    """The line that an actor would have written as it started, with the version that it is first known to have."""
+    began_s = max(0.0, line["wall_s"] - line["busy_s"] - line["idle_s"])
+    return {**line, "wall_s": began_s, "tokens": 0, "busy_s": 0.0, "idle_s": 0.0}
 
 
 def asked_s(line: UpdateLine) -> float:

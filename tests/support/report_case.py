@@ -45,24 +45,29 @@ def _small(line: dict[str, object]) -> dict[str, object]:
     return {**line, **tokens, "lag_histogram": {"0": 4, "1": 8}} if "update" in line else line
 
 
+def line_of(update: int) -> dict[str, object]:
+    """The line of another update."""
+    return _small({**json.loads(next(line for line in LINES.open() if '"update"' in line)), "update": update})
+
+
 def _sample(folder: Path, config: Config, updates: int) -> None:
     rules = QueueRules(settings_of(config), QueueState())
     journal, archive = Journal(folder / "journal.sqlite"), Archive(folder / "archive", {})
     for version in range(updates):
-        _deliver(rules, version)
+        deliver(rules, version)
         batch = rules.take(version)
         assert batch is not None
         made = Made(version=version + 1, digest="", archived=archive.write(batch))
         rules.publish(version + 1)
         journal.write(snapshot.drain(rules.settings, rules.state), [made], archive.settle)
-    _deliver(rules, updates, 1)
+    deliver(rules, updates, 1)
     journal.write(snapshot.drain(rules.settings, rules.state))
     journal.close()
 
 
-def _deliver(rules: QueueRules, version: int, limit: int = BATCH) -> None:
+def deliver(rules: QueueRules, version: int, limit: int = BATCH, calls: int | None = None) -> None:
     """Deliver a batch's worth; at version 0 one attempt fails and one comes twice."""
-    tickets = rules.issue("rollout-0", version, limit, 2 * version)
+    tickets = rules.issue("rollout-0", version, limit, 2 * version if calls is None else calls)
     if version == 0:
         failed = Failure(
             identity=tickets[0].identity, actor="rollout-0", stage="reward", reason="<no> answer", tokens=2

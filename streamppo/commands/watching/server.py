@@ -121,7 +121,8 @@ def application(folder: Path, others: list[Path], token: str | None) -> Starlett
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK), www_redirect=False)
     if token is not None:
         guard = Middleware(BaseHTTPMiddleware, dispatch=_asking_for(token))
-    return Starlette(routes=routes, middleware=[guard], exception_handlers={StreamppoError: _refused})
+    handlers = {StreamppoError: _refused, Exception: _failed}
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
 
 def _asking_for(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
@@ -147,6 +148,11 @@ def _is(token: str, given: str | None) -> bool:
 
 def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, status_code=404)
+
+
+def _failed(_: Request, error: Exception) -> Response:
+    """A fault of ours: the page has its sentence, and the terminal its traceback."""
+    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 
 def _name(path: Path, taken: set[str]) -> str:

@@ -22,7 +22,6 @@ from streamppo.driver.report import Decode
 from streamppo.errors import JournalError
 from streamppo.queue import archive
 from streamppo.telemetry.report import plot
-from streamppo.telemetry.report.plot import Bar
 from streamppo.types import Batch, Floats, Ints, Trajectory, flags, floats, ints
 
 KEPT = 4
@@ -31,8 +30,6 @@ SHOWN_TOKENS = 4000
 """Tokens of one completion that are shown."""
 BEGINNING = 160
 """Characters of a completion in the list of a batch."""
-BARS = 12
-"""Bars of the rewards of a batch at most."""
 MISSING = "Advantages, ratios and the learner's log-probs of single tokens were not kept: archive.numbers was off."
 LEARNED = {
     "values": ("value", "the critic's expectation before it, as the update began", "both"),
@@ -135,7 +132,7 @@ class Trajectories:
         return {
             "update": version + 1,
             "updates": [versions[0] + 1, versions[-1] + 1],
-            "rewards": str(plot.bars(_bars([one.reward for one in found.trajectories]))),
+            "rewards": str(plot.histogram([one.reward for one in found.trajectories], "reward", "trajectories")),
             "parts": _parts(found.trajectories),
             "rows": [_row(found, number, self._decode) for number in range(len(found.trajectories))],
         }
@@ -200,15 +197,6 @@ def _parts(trajectories: Sequence[Trajectory]) -> list[Part]:
         {"name": name, "mean": sum(column) / len(column), "lowest": min(column), "highest": max(column)}
         for name, column in columns.items()
     ]
-
-
-def _bars(rewards: Sequence[float]) -> list[Bar]:
-    """Rewards by their value where there are few different ones, else in parts of equal width."""
-    values = sorted(set(rewards))
-    if len(values) <= BARS:
-        return [Bar(f"{value:g}", rewards.count(value)) for value in values]
-    counts, edges = np.histogram(rewards, bins=BARS)
-    return [Bar(f"{edge:.3g}", count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=False)]
 
 
 # --- columns -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A run as it goes on: its folder is looked at again and again, and each line of metrics.jsonl is read once."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,13 +12,16 @@ from streamppo.errors import RunError
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import state_of
 from streamppo.telemetry.live.state import State
-from streamppo.telemetry.metrics_file import Follower
+from streamppo.telemetry.metrics_file import Follower, Line
 from streamppo.telemetry.record import read_summary
-from streamppo.telemetry.report.view import View
+from streamppo.telemetry.report.view import Row, View
 from streamppo.telemetry.watch.sections import Shown
+from streamppo.types import QueueReport
 
 JOURNAL_S = 10.0
 """Seconds between two looks into the journal at least: they read all that waits in the queue."""
+AHEAD = 2
+"""Updates of a running run that the journal has, and metrics.jsonl has not: their lines come when the driver reads."""
 
 
 class Watched(Protocol):
@@ -40,6 +44,7 @@ class WatchedRun:
         self._lines = Follower(folder)
         self._begun = 0
         self._journal_at = -JOURNAL_S
+        self._found: tuple[QueueReport | None, Sequence[Row]] = (None, ())
         self._looks = 0
         self._condition = ""
         self.view = View(name, [])
@@ -51,9 +56,13 @@ class WatchedRun:
     def tag(self) -> str:
         """Read the new lines, and now and then the journal."""
         self._read()
-        self._condition = self._state_of_driver()
-        if self._state.version and time.monotonic() - self._journal_at >= JOURNAL_S:
+        self._condition = report.tried(self.view, self._state_of_driver) or self.view.outcome
+        is_due = time.monotonic() - self._journal_at >= JOURNAL_S and not self._is_early
+        if self._state.version and is_due:
             self._look_into_journal()
+            self._read()
+        if not self._is_early:
+            self._show_journal()
         return f"{self._begun}-{len(self.view.lines)}-{self._looks}-{self._condition}"
 
     def shown(self) -> Shown:
@@ -67,13 +76,14 @@ class WatchedRun:
         self._diagnosis = Diagnosis(config) if config else None
 
     def _read(self) -> None:
-        new = self._lines.read()
+        if new := report.tried(self.view, self._lines.read):
+            report.tried(self.view, lambda: self._take(new))
+
+    def _take(self, new: Sequence[Line]) -> None:
         if self._lines.times_begun != self._begun:
             self._begun = self._lines.times_begun
             self._begin()
         self.view.lines = self._lines.content.lines
-        if not new:
-            return
         self.view.summary = report.tried(self.view, lambda: read_summary(self._folder))
         for line in new:
             self._state.add(line)
@@ -85,14 +95,25 @@ class WatchedRun:
 
     def _look_into_journal(self) -> None:
         self._journal_at = time.monotonic()
-        before = self.view.queue, self.view.failures, self.view.notes
-        self.view.notes = [*self._notes, *self._lines.content.damage]
+        before, self.view.notes = self.view.notes, [*self._notes, *self._lines.content.damage]
         if (config := self.config) is not None:
             # A journal that is gone changes nothing about what was read.
-            queue = report.tried(self.view, lambda: report.queue_of(config, self._folder))
-            failures = report.tried(self.view, lambda: report.failures(self._folder))
-            self.view.queue, self.view.failures = queue or self.view.queue, failures or self.view.failures
-        self._looks += (self.view.queue, self.view.failures, self.view.notes) != before
+            found = report.tried(self.view, lambda: report.of_journal(config, self._folder, self.view.notes))
+            self._found = found or self._found
+        self._looks += self.view.notes != before
+
+    @property
+    def _is_early(self) -> bool:
+        """True while what was found in the journal is ahead of the lines, which will come."""
+        queue, _ = self._found
+        ahead = queue.version - self._state.version if queue else 0
+        return 0 < ahead <= AHEAD and self._condition == "running"
+
+    def _show_journal(self) -> None:
+        queue, failures = self._found
+        before = self.view.queue, self.view.failures
+        self.view.queue, self.view.failures = queue or self.view.queue, failures or self.view.failures
+        self._looks += (self.view.queue, self.view.failures) != before
 
     def _state_of_driver(self) -> str:
         try:

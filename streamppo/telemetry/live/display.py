@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from streamppo.config.sections import Config
+from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live import memory
 from streamppo.telemetry.live.screen import Row, Screen
 from streamppo.telemetry.live.state import State
@@ -74,7 +75,8 @@ def state_of(config: Config, folder: Path) -> State:
     """Make the state of a run of which nothing is known yet."""
     queue = config.queue
     lag_bound = f"{queue.bound}{' in the mean' if queue.admission == 'mean' else ''}"
-    return State(config.name, str(folder), config.updates, lag_bound, queue.batch_size)
+    diagnosis = Diagnosis(config)
+    return State(config.name, str(folder), config.updates, lag_bound, queue.batch_size, diagnosis=diagnosis)
 
 
 class PlainLines:

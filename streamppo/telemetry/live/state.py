@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from streamppo.telemetry import rules
+from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, Sampled, UpdateLine, numbers
 
 WINDOW = 20
@@ -37,7 +39,8 @@ class State:
     """The state of one run.
 
     `lag_bound` says what a lag is at most, `line` is the newest update in one line, `doing` the driver's reason to
-    wait, `stopping` true after a signal. `memory` is in use and there, in GiB.
+    wait, `stopping` true after a signal. `memory` is in use and there, in GiB. `ended` says how the run has ended.
+    `diagnosis` knows which signs hold.
     """
 
     name: str
@@ -63,10 +66,14 @@ class State:
     doing: str = ""
     stopping: bool = False
     memory: tuple[float, float] | None = None
+    ended: str = ""
+    diagnosis: Diagnosis | None = None
 
     def add(self, line: Line) -> None:
         """Take in one more line."""
         self.wall_s = max(self.wall_s, line["wall_s"])
+        if self.diagnosis is not None:
+            self.diagnosis.add(line)
         if "update" in line:
             self._add_update(line)
         elif "remade" in line:
@@ -83,12 +90,20 @@ class State:
             self.engines = {} if line["restart"] == "rollout" else self.engines
         elif "part" in line:
             self._begin_part()
+        elif "end" in line:
+            self.ended = line["end"]
 
     def warn(self, text: str) -> None:
         """Remember the newest warning."""
         self.warning, self.warned_s = text, self.wall_s
 
     # --- numbers made of it ----------------------------------------------------------------------------------
+
+    @property
+    def present_warning(self) -> str:
+        """The newest warning, unless it is a sign that the newest updates do not show any more."""
+        sign = self.diagnosis and self.diagnosis.findings.get(self.warning.partition(":")[0])
+        return "" if sign and self.version - sign.last >= rules.WINDOW else self.warning
 
     @property
     def seconds_left(self) -> float | None:
@@ -171,6 +186,7 @@ class State:
         self.engines = {}
         self.paces.clear()
         self.ready = self.in_flight = 0
+        self.ended = ""
 
 
 def _since(engine: Engine, name: Literal["tokens", "busy_s", "idle_s"]) -> float:

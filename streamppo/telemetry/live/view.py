@@ -2,17 +2,20 @@
 
 below 60 columns, or 8 rows    one line: how far the run is
 from 60 columns                one column of rows; of few rows, the most important ones
-from 120 columns               curves on the left, the pipeline on the right; curves grow with the terminal's rows
+from 120 columns               curves on the left, the pipeline on the right
+
+Curves grow with the terminal's rows.
 """
 
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
+from itertools import pairwise, zip_longest
 
 from rich.text import Text
 
 from streamppo.telemetry.live.drawing import bar, curve, cut, harmless, seconds
 from streamppo.telemetry.live.pipeline import LABEL, labelled, pipeline, waits
 from streamppo.telemetry.live.state import State
+from streamppo.telemetry.metrics_file import FINISHED
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 8
 """A smaller terminal gets one line."""
@@ -27,6 +30,10 @@ CTRL_C = "Ctrl-C: a last checkpoint, and end; twice: end at once"
 STOPPING = "stopping: a last checkpoint, and end; Ctrl-C: end at once"
 VALUE, RANGE = 8, 14
 """Cells of the newest value before a curve, and of the smallest and the largest behind it."""
+TREND = 3
+"""Evaluations from which accuracy is a curve over the versions."""
+TALLEST = 8
+"""Rows of a curve at most."""
 VERSION = 7
 """Cells of the version of the newest accuracy."""
 
@@ -51,7 +58,8 @@ def last(state: State, columns: int) -> list[Text]:
     if columns < LEAST_COLUMNS:
         return [_line(state, width)]
     found = [_progress(state, width), *_reward(state, width, 1), *_held_out(state, width), *waits(state, width)]
-    found += [_warning(state, width)] if state.warning else []
+    found += [_warning(state, width)] if state.present_warning else []
+    found += [_end(state, width)] if state.ended not in ("", FINISHED) else []
     for row in found:
         row.truncate(width)
     return found
@@ -66,41 +74,54 @@ def _room(rows: int) -> int:
 
 
 def _narrow(state: State, width: int, room: int) -> list[Text]:
-    """Take rows in the order of their importance until there is no more room; show them in their own order."""
-    ranked: list[tuple[int, list[Text]]] = [
-        (8, [_title(state, width)]),
-        (0, [_progress(state, width)]),
-        (1, _reward(state, width, 2 if room > 18 else 1)),
-        (2, _held_out(state, width)),
-        *((9 + place, _curve(state, name, width, 1)) for place, name in enumerate(("entropy", "ess"))),
-        *zip((5, 6, 3, 10, 11), pipeline(state, width), strict=True),
-        (4, [_warning(state, width)] if state.warning else []),
-        (7, _sample(state, width)),
-        (8, [_footer(state)]),
-    ]
+    """Take rows in the order of their importance until there is no more room; show them in their own order.
+
+    Curves take the rest if all of them fit.
+    """
+
+    def ranked(height: int) -> list[tuple[int, list[Text]]]:
+        return [
+            (8, [_title(state, width)]),
+            (0, [_progress(state, width)]),
+            (1, _reward(state, width, height)),
+            (2, _held_out(state, width, height)),
+            *((9 + place, _curve(state, name, width, height)) for place, name in enumerate(("entropy", "ess"))),
+            *zip((5, 6, 3, 11, 12), pipeline(state, width), strict=True),
+            (4, [_warning(state, width)] if state.present_warning else []),
+            (7, _sample(state, width)),
+            (8, [_footer(state)]),
+        ]
+
+    found = ranked(_height(lambda height: sum(len(rows) for _, rows in ranked(height)), room))
     taken, left = set[int](), room
-    for place, (_, rows) in sorted(enumerate(ranked), key=lambda one: one[1][0]):
+    for place, (_, rows) in sorted(enumerate(found), key=lambda one: one[1][0]):
         if len(rows) <= left:
             taken.add(place)
             left -= len(rows)
-    return [row for place, (_, rows) in enumerate(ranked) if place in taken for row in rows]
+    return [row for place, (_, rows) in enumerate(found) if place in taken for row in rows]
 
 
 def _wide(state: State, width: int, room: int) -> list[Text]:
     half = (width - GAP) // 2
     above = [_title(state, width), _progress(state, width)]
-    below = [_warning(state, width)] if state.warning else []
+    below = [_warning(state, width)] if state.present_warning else []
     below += [*_sample(state, width), _footer(state)]
     middle = max(1, room - len(above) - len(below) - 2)
-    # Two curves are twice as high as the others where there is room for all.
-    height = max(1, min(4, (middle - 5) // 4))
-    left = [*_reward(state, half, height), *_held_out(state, half, min(height, 3))]
-    for name in list(SHOWN)[1:]:
-        left += _curve(state, name, half, 2 if height > 2 else 1)
+
+    def curves(height: int) -> list[Text]:
+        others = [row for name in list(SHOWN)[1:] for row in _curve(state, name, half, height)]
+        return [*_reward(state, half, height), *_held_out(state, half, height), *others]
+
+    left = curves(_height(lambda height: len(curves(height)), middle))
     right = [row for part in pipeline(state, half, tall=True) for row in part]
     rows = [_beside(a, b, half) for a, b in zip_longest(left[:middle], right[:middle], fillvalue=Text())]
     blank = [Text()] if room > len(above) + len(rows) + len(below) + 1 else []
     return [*above, *blank, *rows, *blank, *below]
+
+
+def _height(rows: Callable[[int], int], room: int) -> int:
+    """The greatest height of curves at which all rows fit; 1 if none does."""
+    return next((height for height in range(TALLEST, 1, -1) if rows(height) <= room), 1)
 
 
 def _beside(left: Text, right: Text, half: int) -> Text:
@@ -142,9 +163,9 @@ def _progress(state: State, width: int) -> Text:
     left = cut(left, width // 2)
     share = state.version / state.updates
     room = width - LABEL - len(made) - Text(left).cell_len - 10
-    done = bar(share, room)
+    done, colour = bar(share, room), "red" if state.ended not in ("", FINISHED) else "green"
     rest = "─" * (room - len(done))
-    return labelled("update", (f"{made}  ", "bold"), (done, "green"), (rest, "dim"), f" {share:4.0%}  ", (left, "bold"))
+    return labelled("update", (f"{made}  ", "bold"), (done, colour), (rest, "dim"), f" {share:4.0%}  ", (left, "bold"))
 
 
 def _reward(state: State, width: int, height: int) -> list[Text]:
@@ -158,11 +179,26 @@ def _curve(state: State, name: str, width: int, height: int) -> list[Text]:
 
 def _held_out(state: State, width: int, height: int = 1) -> list[Text]:
     """Show the accuracy on held-out prompts; `v20` is the version of the newest one."""
-    accuracies = [accuracy for _, accuracy in state.held_out]
-    rows = _drawn("held-out", accuracies, width - VERSION, height, "bright_cyan")
+    cells = width - VERSION - LABEL - VALUE - RANGE
+    rows = _drawn("held-out", _over_versions(state.held_out, cells), width - VERSION, height, "bright_cyan")
     if state.held_out:
         rows[0].append(f"  v{state.held_out[-1][0]}", "dim")
     return rows
+
+
+def _over_versions(held_out: Sequence[tuple[int, float]], cells: int) -> list[float]:
+    """Give each cell of the curve its accuracy, between two evaluations one on the line between both.
+
+    Two evaluations are no curve.
+    """
+    if len(held_out) < TREND or cells < len(held_out):
+        return [accuracy for _, accuracy in held_out]
+    (first, _), *_, (last, newest) = held_out
+    found = list[float]()
+    for (begin, low), (end, high) in pairwise(held_out):
+        while (version := first + len(found) * (last - first) / (cells - 1)) < end:
+            found.append(low + (high - low) * (version - begin) / (end - begin))
+    return [*found[: cells - 1], newest]
 
 
 def _drawn(label: str, values: Sequence[float], width: int, height: int, style: str) -> list[Text]:
@@ -180,6 +216,10 @@ def _warning(state: State, width: int) -> Text:
     return labelled("warning", (cut(harmless(state.warning), width - LABEL - len(when)), "yellow"), (when, "dim"))
 
 
+def _end(state: State, width: int) -> Text:
+    return labelled("ended", (cut(harmless(state.ended), width - LABEL), "bold red"))
+
+
 def _sample(state: State, width: int) -> list[Text]:
     """Show one completion behind its prompt, in one row, with every character made harmless."""
     if state.sampled is None:
@@ -189,12 +229,12 @@ def _sample(state: State, width: int) -> list[Text]:
     room = width - LABEL - len(tail) - 3
     prompt, completion = harmless(one["prompt"]), harmless(one["completion"])
     # The end of a prompt is the question; a completion gets at least the half of the row.
-    prompt = _end(prompt, max(room // 2, room - len(completion)))
+    prompt = _tail(prompt, max(room // 2, room - len(completion)))
     shown = cut(completion, room - Text(prompt).cell_len)
     return [labelled("sample", (prompt, "dim"), (" → ", "dim"), shown, (tail, "dim"))]
 
 
-def _end(text: str, width: int) -> str:
+def _tail(text: str, width: int) -> str:
     """Cut `text` to its last `width` cells."""
     short = text
     while Text(short).cell_len > width:

@@ -6,7 +6,7 @@ function chartOf(svg) {
   if (charts.has(svg)) return charts.get(svg);
   const [x0, x1, y0, y1] = svg.dataset.box.split(" ").map(Number);
   const [left, right, bottom, top] = svg.dataset.frame.split(" ").map(Number);
-  const curves = [...svg.querySelectorAll("polyline")].map((line) => ({
+  const curves = [...svg.querySelectorAll("polyline[data-label]")].map((line) => ({
     label: line.dataset.label,
     points: line.getAttribute("points").split(" ").map((point) => point.split(",").map(Number)),
   }));

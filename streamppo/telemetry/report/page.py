@@ -17,33 +17,34 @@ COLOURS = 6
 
 
 class Panel(NamedTuple):
-    """A chart of some metrics of the catalogue."""
+    """A chart of some metrics of the catalogue, of one unit."""
 
     title: str
     metrics: tuple[str, ...]
+    unit: str = ""
 
 
 PANELS = (
     Panel("Reward", ("reward",)),
-    Panel("Held-out accuracy", ("accuracy",)),
-    Panel("Entropy", ("entropy",)),
-    Panel("KL", ("behavior_kl", "proximal_kl", "reference_kl", "teacher_kl")),
-    Panel("Effective sample size", ("ess", "ess_sequence")),
-    Panel("Clip fraction", ("clip_fraction_high", "clip_fraction_low")),
+    Panel("Held-out accuracy", ("accuracy",), "share"),
+    Panel("Entropy", ("entropy",), "nats per token"),
+    Panel("KL", ("behavior_kl", "proximal_kl", "reference_kl", "teacher_kl"), "nats"),
+    Panel("Effective sample size", ("ess", "ess_sequence"), "share"),
+    Panel("Clip fraction", ("clip_fraction_high", "clip_fraction_low"), "share of tokens"),
     Panel("Gradient norm", ("grad_norm", "critic_grad_norm")),
-    Panel("Lag", ("lag_mean", "lag_max")),
-    Panel("Learner waits", ("wait_share",)),
-    Panel("Tokens a second", ("learner_tokens_per_s",)),
-    Panel("Seconds of an update", ("update_s", "train_s", "score_s", "wait_s")),
-    Panel("Length", ("length",)),
-    Panel("Shares of the batch", ("truncated", "equal_groups")),
+    Panel("Lag", ("lag_mean", "lag_max"), "versions"),
+    Panel("Learner waits", ("wait_share",), "share of time"),
+    Panel("Tokens a second", ("learner_tokens_per_s",), "tokens/s"),
+    Panel("Seconds of an update", ("update_s", "train_s", "score_s", "wait_s"), "s"),
+    Panel("Length", ("length",), "tokens"),
+    Panel("Shares of the batch", ("truncated", "equal_groups"), "share"),
     Panel("Value loss", ("value_loss",)),
-    Panel("Explained variance", ("explained_variance",)),
+    Panel("Explained variance", ("explained_variance",), "share"),
     Panel("Policy loss", ("policy_loss",)),
-    Panel("Engine and learner at lag 0", ("mismatch",)),
+    Panel("Engine and learner at lag 0", ("mismatch",), "nats per token"),
     Panel("Learning rate", ("lr",)),
-    Panel("Push", ("push_ms",)),
-    Panel("Memory of rank 0", ("peak_memory_mib",)),
+    Panel("Push", ("push_ms",), "ms"),
+    Panel("Memory of rank 0", ("peak_memory_mib",), "MiB"),
 )
 """The charts, in their order; one whose metrics no run has is left out."""
 OWN = {
@@ -54,21 +55,31 @@ OWN = {
 
 
 class Chart(NamedTuple):
-    """A panel with its drawing, the sentences of its metrics, and its curves for the legend."""
+    """A panel with its drawing, the sentences of its metrics, and its curves for the legend.
+
+    `is_flat` is true if nothing in it moves, such as a clip fraction where nothing can be clipped.
+    """
 
     title: str
     drawing: Markup
     help: Sequence[tuple[str, str]]
     legend: Sequence[Curve]
+    is_flat: bool = False
 
 
 def render(views: Sequence[View]) -> str:
     """Write the page of one run, or of several to be compared."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.globals |= {"headline": view.headline, "ledger": view.ledger, "lengths": view.lengths}
+    environment.globals |= {
+        "headline": view.headline,
+        "beside": view.beside,
+        "ledger": view.ledger,
+        "lengths": view.lengths,
+    }
     environment.globals |= {"timeline": lambda one: plot.timeline(view.events(one)), "lags": lags}
+    environment.globals |= {"charts": charts, "section": view.section, "kind": view.kind, "signs": view.signs}
     template = environment.get_template("page.html")
-    return template.render(views=views, charts=charts(views), runs=[one for one in views if not one.is_replay])
+    return template.render(views=views, runs=[one for one in views if not one.is_replay])
 
 
 def curves(one: View) -> str:
@@ -80,12 +91,12 @@ def curves(one: View) -> str:
 
 
 def charts(views: Sequence[View]) -> list[Chart]:
-    """The panels that have data, and one for each component of the rewards."""
+    """The panels that have data, and one for each component of the rewards; those in which nothing moves come last."""
     lines = [_by_version(one) for one in views]
     components = sorted({name for run in lines for line in run for name in line if name.startswith("reward_")})
     panels = [*PANELS, *([Panel("Parts of the reward", tuple(components))] if components else [])]
     found = [_chart(panel, views, lines) for panel in panels]
-    return [chart for chart in found if chart.drawing]
+    return sorted((chart for chart in found if chart.drawing), key=lambda chart: chart.is_flat)
 
 
 def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping[str, object]]]) -> Chart:
@@ -100,7 +111,9 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
                 drawn.add(metric)
                 curves.append(Curve(name, points, colour, dashed=len(views) > 1 and place > 0))
     sentences = [(metric, _sentence(metric)) for metric in panel.metrics if metric in drawn]
-    return Chart(panel.title, plot.curves(curves, "update"), sentences, curves if len(curves) > 1 else [])
+    is_flat = all(curve.is_flat for curve in curves)
+    drawing, legend = plot.curves(curves, "update", panel.unit), curves if len(curves) > 1 else []
+    return Chart(panel.title, drawing, sentences, legend, is_flat=is_flat)
 
 
 def _by_version(one: View) -> list[Mapping[str, object]]:
@@ -135,4 +148,6 @@ def lags(one: View) -> Markup:
     """Tokens by lag: those that were masked for it in another colour."""
     told = summary.of_lines(one.lines)
     sampled, trained = told["lag"]["histogram"], told["trained_lag"]["histogram"]
-    return plot.bars([Bar(f"lag {lag}", count, 0 if trained.get(lag) else 3) for lag, count in sampled.items()])
+    every = sampled if max(sampled, default=0) > plot.MOST_COLUMNS else range(max(sampled, default=-1) + 1)
+    bars = [Bar(f"{lag}", sampled.get(lag, 0), 0 if trained.get(lag) else 3) for lag in every]
+    return plot.bars(bars, "tokens by lag in versions")

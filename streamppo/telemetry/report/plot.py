@@ -7,19 +7,31 @@ bokeh takes 2 s of CPU and 1.3 MB for as many charts.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-WIDTH, HEIGHT = 480.0, 190.0
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 8.0, 20.0
+WIDTH, HEIGHT = 480.0, 200.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 8.0, 18.0, 20.0
 MOST_POINTS = 400
 """Points of one curve; of more, each point is the mean of several."""
 MOST_COLUMNS = 120
 """Columns of amounts over time; of more, each is the sum of several."""
+PARTS = 16
+"""Equal parts of a histogram."""
+NAME = 64.0
+"""Width of the name of the x axis."""
 MOST_ROWS = 16
 """The row that has this number and all above it."""
-TICKS = 4
+TICKS, X_TICKS = 4, 6
+FEW = 12
+"""Points of a curve from which it has a line alone; of fewer, each has a dot."""
+TREND = 3
+"""Points from which a line joins them."""
+LEAST_SMOOTHED, SAW_TOOTH = 30, 0.04
+"""Points from which a curve has a smooth one before it, if their mean distance from their neighbours is such a share of
+the whole height."""
 Point = tuple[float, float]
 
 
@@ -30,6 +42,11 @@ class Curve(NamedTuple):
     points: Sequence[Point]
     colour: int = 0
     dashed: bool = False
+
+    @property
+    def is_flat(self) -> bool:
+        """True if all values are the same."""
+        return len({y for _, y in self.points}) < 2
 
 
 class Bar(NamedTuple):
@@ -58,25 +75,29 @@ class Column(NamedTuple):
     amounts: Mapping[int, int]
 
 
-def curves(found: Sequence[Curve], x_name: str) -> Markup:
-    """Draw curves over one axis; empty if there is no point."""
+def curves(found: Sequence[Curve], x_name: str, unit: str = "") -> Markup:
+    """Draw curves over one axis; empty if there is no point. `unit` is that of their values.
+
+    A curve that ends before the others has a dot where it ends; one with teeth is pale, with its running mean before
+    it.
+    """
     found = [one._replace(points=_thinned(_finite(one.points))) for one in found]
     if not any(one.points for one in found):
         return Markup("")
     xs = [x for one in found for x, _ in one.points]
     ys = [y for one in found for _, y in one.points]
     x_axis, y_axis = _Axis(*_wide(min(xs), max(xs)), LEFT, WIDTH - RIGHT), _y_axis(ys)
-    drawn = [_curve(one, x_axis, y_axis) for one in found if one.points]
+    drawn = [part for one in found if one.points for part in _curve(one, x_axis, y_axis)]
     box = " ".join(f"{value:.10g}" for value in (*x_axis[:2], *y_axis[:2]))
     return _svg(
-        [*_grid(x_axis, y_axis), *drawn],
+        [*_rules(y_axis), *_marks(x_axis), *_names(x_name, unit), *drawn],
         f'class="curves" data-box="{box}" data-frame="{LEFT} {WIDTH - RIGHT} {HEIGHT - BOTTOM} {TOP}" '
         f'data-x="{escape(x_name)}"',
     )
 
 
-def bars(found: Sequence[Bar]) -> Markup:
-    """Draw one bar for each amount, side by side, its share of all below it."""
+def bars(found: Sequence[Bar], unit: str) -> Markup:
+    """Draw one bar for each amount, side by side; `unit` says what is counted, and by what."""
     total = sum(bar.amount for bar in found)
     if not total:
         return Markup("")
@@ -91,7 +112,33 @@ def bars(found: Sequence[Bar]) -> Markup:
         drawn.append(f'<rect class="fill c{bar.colour}" x="{left:.1f}" y="{top:.1f}" {size}>{title}</rect>')
         if number % every == 0:
             drawn.append(_text(left + 0.4 * step, HEIGHT - 6, bar.label, "middle"))
-    return _svg([*_rules(y_axis), *drawn], 'class="bars"')
+    return _svg([*_rules(y_axis), *_names("", unit), *drawn], 'class="bars"')
+
+
+def histogram(values: Sequence[float], x_name: str, unit: str) -> Markup:
+    """Draw how often values are, over an axis to scale: each by itself where they are few, else in equal parts."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return Markup("")
+    low, high = min(values), max(values)
+    distinct = sorted(set(values))
+    width = min((b - a for a, b in pairwise(distinct)), default=1.0)
+    if len(distinct) > PARTS or high - low > PARTS * width:
+        width = (high - low) / PARTS
+        places = [low + (min(PARTS - 1, int((value - low) / width)) + 0.5) * width for value in values]
+    else:
+        places = values
+    counts = Counter(places)
+    x_axis = _Axis(min(counts) - width / 2, max(counts) + width / 2, LEFT, WIDTH - RIGHT)
+    y_axis = _Axis(0.0, max(counts.values()), HEIGHT - BOTTOM, TOP)
+    drawn: list[str] = []
+    for place, count in sorted(counts.items()):
+        left, right, top = x_axis.place(place - 0.45 * width), x_axis.place(place + 0.45 * width), y_axis.place(count)
+        box = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{HEIGHT - BOTTOM - top:.1f}"'
+        where = f"{place:.4g}" if places is values else f"{place - width / 2:.4g} to {place + width / 2:.4g}"
+        text = f"{x_name} {where}: {count:,} ({count / len(values):.1%})"
+        drawn.append(f'<rect class="fill c0" {box}><title>{escape(text)}</title></rect>')
+    return _svg([*_rules(y_axis), *_marks(x_axis), *_names(x_name, unit), *drawn], 'class="bars"')
 
 
 def heat(columns: Sequence[Column], x_name: str, y_name: str) -> Markup:
@@ -118,7 +165,7 @@ def heat(columns: Sequence[Column], x_name: str, y_name: str) -> Markup:
         _text(LEFT - 5, HEIGHT - BOTTOM - (row + 0.5) * high + 3.5, _row_name(row, highest), "end")
         for row in range(0, highest + 1, every)
     ]
-    return _svg([*drawn, *marks, *names], 'class="heat"')
+    return _svg([*drawn, *marks, *names, *_names(x_name, y_name)], 'class="heat"')
 
 
 def timeline(events: Sequence[Event], begin_s: float = 0.0) -> Markup:
@@ -203,8 +250,8 @@ def _row_name(row: int, highest: int) -> str:
     return f"{row}+" if row == highest == MOST_ROWS else f"{row}"
 
 
-def _ticks(axis: _Axis) -> list[float]:
-    rough = (axis.high - axis.low) / TICKS
+def _ticks(axis: _Axis, count: int = TICKS) -> list[float]:
+    rough = (axis.high - axis.low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     first, last = math.ceil(axis.low / step), math.floor(axis.high / step)
@@ -212,15 +259,15 @@ def _ticks(axis: _Axis) -> list[float]:
     return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    marks = _marks(x_axis)
-    return [*_rules(y_axis), *marks]
-
-
 def _marks(x_axis: _Axis) -> list[str]:
-    """Write the numbers below the axis; one at its right end keeps within the drawing."""
-    places = [(x_axis.place(tick), short(tick)) for tick in _ticks(x_axis)]
-    return [_text(x, HEIGHT - 5, text, "end" if x > WIDTH - 2 * RIGHT else "middle") for x, text in places]
+    """Write the numbers below the axis, but for its right end, where its name stands."""
+    places = [(x_axis.place(tick), short(tick)) for tick in _ticks(x_axis, X_TICKS)]
+    return [_text(x, HEIGHT - 5, text, "middle") for x, text in places if x < WIDTH - NAME]
+
+
+def _names(x_name: str, unit: str) -> list[str]:
+    """Write what the axes count."""
+    return [_text(WIDTH - RIGHT, HEIGHT - 5, x_name, "end"), _text(2, 11, unit, "start")]
 
 
 def _rules(y_axis: _Axis) -> list[str]:
@@ -239,10 +286,38 @@ def short(number: float) -> str:
     return f"{number:.4g}"
 
 
-def _curve(curve: Curve, x_axis: _Axis, y_axis: _Axis) -> str:
-    points = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.2f}" for x, y in curve.points)
-    kind = f"c{curve.colour}{' dashed' if curve.dashed else ''}{' few' if len(curve.points) < 12 else ''}"
-    return f'<polyline class="{kind}" data-label="{escape(curve.label)}" points="{points}"/>'
+def _curve(curve: Curve, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    """Draw the points of a curve, which have its label, and what makes it easier to read."""
+    points, kind = curve.points, f"c{curve.colour}{' dashed' if curve.dashed else ''}"
+    smooth = _smooth(points)
+    form = " raw" if smooth else " loose" if len(points) < TREND else " few" if len(points) < FEW else ""
+    drawn = [_polyline(points, x_axis, y_axis, f'class="{kind}{form}" data-label="{escape(curve.label)}"')]
+    if smooth:
+        drawn.append(_polyline(smooth, x_axis, y_axis, f'class="{kind}"'))
+    ends_early = points[-1][0] < x_axis.high
+    dots = points if len(points) < FEW else (smooth or points)[-1:] if ends_early else []
+    return drawn + [
+        f'<circle class="fill c{curve.colour}" cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}" r="2.5"/>'
+        for x, y in dots
+    ]
+
+
+def _polyline(points: Sequence[Point], x_axis: _Axis, y_axis: _Axis, attributes: str) -> str:
+    places = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.2f}" for x, y in points)
+    return f'<polyline {attributes} points="{places}"/>'
+
+
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    """The running mean of points that go up and down like the teeth of a saw; empty for others."""
+    ys = [y for _, y in points]
+    if len(ys) < LEAST_SMOOTHED:
+        return []
+    teeth = sum(abs(2 * y - before - after) for before, y, after in zip(ys, ys[1:], ys[2:], strict=False)) / 2
+    if teeth / (len(ys) - 2) <= SAW_TOOTH * (max(ys) - min(ys)):
+        return []
+    half = max(3, len(ys) // 25)
+    parts = [ys[max(0, place - half) : place + half + 1] for place in range(len(ys))]
+    return [(x, sum(part) / len(part)) for (x, _), part in zip(points, parts, strict=True)]
 
 
 def _line(x1: float, y1: float, x2: float, y2: float) -> str:

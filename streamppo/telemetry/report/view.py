@@ -1,17 +1,43 @@
 """All that a report shows of one run, and the pieces of it that metrics.jsonl tells."""
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+from markupsafe import Markup, escape
+
+from streamppo.errors import StreamppoError
 from streamppo.telemetry import summary as summaries
 from streamppo.telemetry import timeline
 from streamppo.telemetry.diagnosis import Finding
-from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.metrics_file import FINISHED, Line, RemadeLine, UpdateLine
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, short
+from streamppo.telemetry.rules import WINDOW
 from streamppo.telemetry.summary import OfLines, Summary
 from streamppo.telemetry.timeline import Stretch
 from streamppo.types import QueueReport
+
+T = TypeVar("T")
+
+
+def attempt(part: Callable[[], T]) -> tuple[T | None, str]:
+    """Make a part of a page. Returns it, or the sentence that says why it cannot be made."""
+    try:
+        return part(), ""
+    except StreamppoError as error:
+        return None, str(error)
+    # A fault in a part is that part's sentence, and the others are there.
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return None, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+
+
+def section(caller: Callable[[], Markup]) -> Markup:
+    """Make a section of a page, or write in its place why it cannot be made."""
+    made, why = attempt(caller)
+    return Markup(f'<p class="none">{escape(why)}</p>') if made is None else made
 
 
 class Piece(NamedTuple):
@@ -67,6 +93,26 @@ class View:
         return last["end"] if last is not None and "end" in last else "running, or killed"
 
 
+def kind(condition: str) -> str:
+    """Name the colour of a run's condition or outcome: anything but a good end, a signal or a kill is a failure."""
+    known = {FINISHED: FINISHED, "running": "running", "killed": "killed", "replayed": "replayed"}
+    if condition.startswith("Interrupted"):
+        return "stopped"
+    return known.get(condition) or ("running" if condition.startswith("running") else "failed")
+
+
+def in_short(condition: str) -> str:
+    """Write a condition in one word, and an error by its first line."""
+    return condition.strip().partition("\n")[0] if kind(condition) == "failed" else condition
+
+
+def signs(view: View) -> tuple[list[Finding], list[Finding]]:
+    """The findings that hold, and those that are over: seen in none of the newest `WINDOW` updates."""
+    newest = max((_version(line) for line in summaries.in_order(view.lines)), default=0)
+    over = [one for one in view.findings if newest - one.last >= WINDOW]
+    return [one for one in view.findings if one not in over], over
+
+
 def headline(view: View) -> list[Row]:
     """The numbers that people ask for first."""
     told = summaries.of_lines(view.lines)
@@ -85,6 +131,22 @@ def headline(view: View) -> list[Row]:
     return [*rows, Row("push", f"{told['push_ms']:.0f} ms", "in the mean"), Row("restarts", f"{restarts}")]
 
 
+class Beside(NamedTuple):
+    """The headlines of several runs as a table: names of runs, then rows of a name and a value for each run."""
+
+    runs: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+
+def beside(views: Sequence[View]) -> Beside | None:
+    """The headlines of several runs; None of a single one."""
+    if len(views) < 2:
+        return None
+    found = [{row.name: row.value for row in headline(one)} for one in views]
+    names = list(dict.fromkeys(name for rows in found for name in rows))
+    return Beside([one.name for one in views], [(name, [rows.get(name, "") for rows in found]) for name in names])
+
+
 def _ends(told: OfLines) -> list[Row]:
     rows: list[Row] = []
     for name, ends in (("held-out accuracy", told["eval_accuracy"]), ("reward", told["reward"])):
@@ -94,16 +156,25 @@ def _ends(told: OfLines) -> list[Row]:
 
 
 def ledger(view: View) -> tuple[list[Row], str]:
-    """Each sampled token that reached the queue, under its end; and a sentence about the sum."""
+    """Each sampled token that reached the queue, under its end; and a sentence about the sum.
+
+    All of it is as of the journal's version: lines of later updates are left out. The learner counts the tokens of its
+    batches, the queue counts what is delivered and what it gives up, and adds up what waits in it.
+
+    Example: 100 delivered, 20 waiting and lines of 70 trained tokens make a sum that has 10 less.
+    """
     if view.queue is None:
         return [], ""
-    found, told = view.queue.tokens, _in_batches(view.lines)
+    found, version = view.queue.tokens, view.queue.version
+    known = [line for line in summaries.in_order(view.lines) if _version(line) <= version]
+    missing, told = version - len(known), _in_batches(known)
     trained, masked, rest = told["tokens_trained"], told["tokens_too_old"], told["tokens"]
+    unknown = found["consumed"] - rest if missing else 0
     parts = [
         ("trained on", trained, ""),
         ("masked", masked, "beyond queue.max_lag, in a batch and out of its loss"),
         ("left out", rest - trained - masked, "in a batch and out of its loss: filters, equal groups"),
-        ("trained on or not", found["consumed"] - rest, "in batches of updates whose line in metrics.jsonl is lost"),
+        ("trained on or not", unknown, "in batches of updates that have no line in metrics.jsonl"),
         ("dropped: too old", found["too_old"], "sampled again"),
         ("dropped: abandoned", found["abandoned"], "another sample of the group failed too often"),
         ("dropped: resampled", found["resampled"], "the group taught nothing"),
@@ -113,17 +184,27 @@ def ledger(view: View) -> tuple[list[Row], str]:
         ("waiting", found["waiting"], "ready, in the queue"),
         ("leased", found["leased"], "in the batch of an update that has not published its version"),
     ]
-    delivered = found["delivered"]
     rows = [Row(name, f"{count:,}", remark) for name, count, remark in parts if count or name == "trained on"]
-    total = sum(count for _, count, _ in parts)
-    if total == delivered:
-        return rows, f"{delivered:,} tokens were delivered: exactly the sum."
-    return rows, f"{delivered:,} tokens were delivered: {delivered - total:,} are missing in the sum."
+    return rows, _sum(found["delivered"], sum(count for _, count, _ in parts), version, missing)
 
 
-def _in_batches(lines: Sequence[Line]) -> dict[str, int]:
-    """The sums over all updates that have a line, each once."""
-    known, names = summaries.in_order(lines), ("tokens", "tokens_trained", "tokens_too_old")
+def _sum(delivered: int, total: int, version: int, missing: int) -> str:
+    told = f"{delivered:,} tokens were delivered up to version {version:,}: "
+    if total != delivered:
+        return f"{told}the sum has {abs(delivered - total):,} {'less' if total < delivered else 'more'}."
+    if missing:
+        lines = "line of 1 update is" if missing == 1 else f"lines of {missing:,} updates are"
+        return f"{told}exactly the sum. The {lines} missing, so the queue's count stands for their tokens."
+    return f"{told}exactly the sum of what learner and queue have counted."
+
+
+def _version(line: UpdateLine | RemadeLine) -> int:
+    return line["update"] if "update" in line else line["remade"]
+
+
+def _in_batches(known: Sequence[UpdateLine | RemadeLine]) -> dict[str, int]:
+    """The sums over updates, each of which has one line."""
+    names = ("tokens", "tokens_trained", "tokens_too_old")
     values = {name: [line.get(name, 0) for line in known] for name in names}
     return {name: round(sum(one for one in found if isinstance(one, int | float))) for name, found in values.items()}
 
@@ -154,11 +235,22 @@ def events(view: View) -> list[Event]:
         found.append(Event("push", begin, begin + push_s, f"version {line['update'] - 1}: {push_s:.2f} s", 2))
     stretches = list(timeline.stretches(view.lines))
     found += [_engine(one) for one in stretches[:: max(1, len(stretches) // MOST_POINTS + 1)]]
+    found += _untold(view.lines, stretches)
     for line in view.lines:
         if (told := timeline.told(line)) is not None:
             lane, before, colour = INSTANTS[told[0]]
+            colour = FINISHED_COLOUR if line.get("end") == FINISHED else colour
             found.append(Event(lane, line["wall_s"], line["wall_s"], before + told[1], colour))
     return found
+
+
+def _untold(lines: Sequence[Line], stretches: Sequence[Stretch]) -> list[Event]:
+    """The time since the last line of each rollout actor of the newest part: it has told nothing of it yet."""
+    end_s = max((line["wall_s"] for line in lines), default=0.0)
+    begun_s = max((line["wall_s"] for line in lines if "part" in line), default=0.0)
+    newest = {one.line["engine"]: one.line["wall_s"] for one in stretches if one.line["wall_s"] >= begun_s}
+    text = "{}: has told nothing since second {:.0f}"
+    return [Event(name, at, end_s, text.format(name, at), UNTOLD) for name, at in newest.items() if at < end_s]
 
 
 def _engine(stretch: Stretch) -> Event:
@@ -170,6 +262,8 @@ def _engine(stretch: Stretch) -> Event:
     return Event(line["engine"], before["wall_s"], line["wall_s"], text, 5, 0.15 + 0.85 * (1 - stretch.idle))
 
 
+UNTOLD, FINISHED_COLOUR = 8, 2
+"""Colours of time of which nothing is known yet, and of a good end."""
 INSTANTS = {
     "evaluation": ("evaluation", "after update ", 1),
     "restart": ("restart", "", 3),

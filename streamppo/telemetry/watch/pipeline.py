@@ -99,14 +99,15 @@ def _waiting(lines: Sequence[Line]) -> Chart:
     ]
     engines = [(one.line["wall_s"], one.idle) for one in timeline.stretches(lines)]
     text = "share of its time: the learner without a batch, a rollout actor without anything to decode"
-    return _chart("Who waits", [Curve("learner waits", learner, 0), Curve("engines idle", engines, 1)], text)
+    curves = [Curve("learner waits", learner, 0), Curve("engines idle", engines, 1)]
+    return _chart("Who waits", curves, "share of time", text)
 
 
 def _queue(lines: Sequence[Line]) -> Chart:
     ready: list[Point] = [(line["wall_s"], line["queue"]) for line in lines if "queue" in line]
     sampled: list[Point] = [(line["wall_s"], line["in_flight"]) for line in lines if "queue" in line]
     curves = [Curve("ready", ready, 2), Curve("being sampled", sampled, 4)]
-    return _chart("Queue", curves, "trajectories, now and then")
+    return _chart("Queue", curves, "trajectories", "trajectories, now and then")
 
 
 def _lag(lines: Sequence[Line]) -> Chart:
@@ -116,12 +117,12 @@ def _lag(lines: Sequence[Line]) -> Chart:
         if "update" in line
     ]
     text = "tokens of each batch by their lag in versions: the deeper the colour, the more of the batch"
-    return Chart("Lag over time", plot.heat(columns, "update", "lag"), [("lag_histogram", text)], [])
+    return Chart("Lag over time", plot.heat(columns, "update", "lag in versions"), [("lag_histogram", text)], [])
 
 
-def _chart(title: str, curves: Sequence[Curve], text: str) -> Chart:
+def _chart(title: str, curves: Sequence[Curve], unit: str, text: str) -> Chart:
     known = [curve for curve in curves if curve.points]
-    return Chart(title, plot.curves(known, "second"), [("over the seconds of the run", text)], known)
+    return Chart(title, plot.curves(known, "seconds", unit), [("over the seconds of the run", text)], known)
 
 
 def _newest_part(lines: Sequence[Line]) -> Sequence[Line]:

@@ -1,6 +1,7 @@
 """The parts of the live page that are made anew as a run goes on, each as HTML. Text of a run is escaped."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -41,18 +42,11 @@ class _Macros(Protocol):
     """The macros of sections.html."""
 
     def head(self, one: Shown, left: str) -> Markup: ...
-    def headline(self, one: Shown, rows: Sequence[Row], beside: "Beside | None") -> Markup: ...
+    def headline(self, one: Shown, rows: Sequence[Row], beside: view.Beside | None) -> Markup: ...
     def curves(self, charts: Sequence[page.Chart]) -> Markup: ...
     def pipeline(self, one: Shown) -> Markup: ...
     def data(self, one: View) -> Markup: ...
     def trouble(self, one: View, restarts: Sequence[RestartLine]) -> Markup: ...
-
-
-class Beside(NamedTuple):
-    """The headlines of several runs as a table: names of runs, then rows of a name and a value for each run."""
-
-    runs: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[str]]]
 
 
 def environment() -> Environment:
@@ -68,6 +62,9 @@ def environment() -> Environment:
         "lags": page.lags,
         "ledger": view.ledger,
         "lengths": view.lengths,
+        "kind": view.kind,
+        "in_short": view.in_short,
+        "signs": view.signs,
     }
     return found
 
@@ -77,18 +74,27 @@ MACROS = cast(_Macros, environment().get_template("sections.html").module)
 
 def sections(runs: Sequence[Shown]) -> dict[str, str]:
     """The HTML of every section by its name: about the first of the runs, with the curves of all of them."""
-    first = runs[0]
-    charts = page.charts([one.view for one in runs])
-    restarts = [line for line in first.view.lines if "restart" in line]
-    return {
-        "head": MACROS.head(first, _left(first)),
-        "headline": MACROS.headline(first, _rows(first), _beside(runs)),
-        "curves": MACROS.curves([chart for chart in charts if chart.title in FIRST]),
-        "more": MACROS.curves([chart for chart in charts if chart.title not in FIRST]),
-        "pipeline": MACROS.pipeline(first),
-        "data": MACROS.data(first.view),
-        "trouble": MACROS.trouble(first.view, restarts[-RESTARTS:][::-1]),
+    first, views = runs[0], [one.view for one in runs]
+    charts = cache(lambda: page.charts(views))
+    parts: dict[str, Callable[[], Markup]] = {
+        "head": lambda: MACROS.head(first, _left(first)),
+        "headline": lambda: MACROS.headline(first, _rows(first), view.beside(views)),
+        "curves": lambda: MACROS.curves([chart for chart in charts() if _is_first(chart)]),
+        "more": lambda: MACROS.curves([chart for chart in charts() if not _is_first(chart)]),
+        "pipeline": lambda: MACROS.pipeline(first),
+        "data": lambda: MACROS.data(first.view),
+        "trouble": lambda: MACROS.trouble(first.view, _restarts(first.view)),
     }
+    return {name: view.section(part) for name, part in parts.items()}
+
+
+def _is_first(chart: page.Chart) -> bool:
+    return chart.title in FIRST and not chart.is_flat
+
+
+def _restarts(one: View) -> list[RestartLine]:
+    """The newest restarts, the last one first."""
+    return [line for line in one.lines if "restart" in line][-RESTARTS:][::-1]
 
 
 def _rows(one: Shown) -> list[Row]:
@@ -107,12 +113,3 @@ def _left(one: Shown) -> str:
     """The time that a running run still takes, at its present pace."""
     seconds = one.state.seconds_left
     return f"about {view.duration(seconds)} left" if seconds and one.condition == "running" else ""
-
-
-def _beside(runs: Sequence[Shown]) -> Beside | None:
-    """The headlines of several runs; None of a single one."""
-    if len(runs) < 2:
-        return None
-    found = [{row.name: row.value for row in view.headline(one.view)} for one in runs]
-    names = list(dict.fromkeys(name for rows in found for name in rows))
-    return Beside([one.view.name for one in runs], [(name, [rows.get(name, "") for rows in found]) for name in names])

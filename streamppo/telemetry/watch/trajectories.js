@@ -101,8 +101,8 @@ async function openTrajectory(update, row) {
   const names = opened.columns.map((column) => column.name);
   byId("colour").replaceChildren(...names.map((name) => element("option", name)));
   byId("colour").value = names.includes(chosen.get("colour")) ? chosen.get("colour") : names[0];
-  const prompt = element("span", opened.prompt, "prompt");
-  byId("text").replaceChildren(prompt, ...opened.texts.map((text, number) => {
+  byId("prompt").textContent = opened.prompt;
+  byId("text").replaceChildren(...opened.texts.map((text, number) => {
     const token = element("span", text.replaceAll("\n", "⏎\n") || "·", opened.sampled[number] ? "token" : "token other");
     token.dataset.token = number;
     token.tabIndex = number ? -1 : 0;

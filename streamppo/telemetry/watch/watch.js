@@ -9,7 +9,7 @@ function keepChoice() {
 
 async function ask(path) {
   const response = await fetch(path, { cache: "no-store" });
-  const answer = await response.json();
+  const answer = await response.json().catch(() => ({ error: `${response.status} ${response.statusText}` }));
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }

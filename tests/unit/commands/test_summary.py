@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from report_case import run_folder
+from rich.console import Console
 
 from streamppo import cli
+from streamppo.commands import summary
 from streamppo.config.sections import Config
 from streamppo.driver import lock
 from streamppo.telemetry import metrics_file
@@ -58,6 +61,25 @@ def test_runs_are_listed_with_their_state(
         "killed": ["killed", "4"],
         "alive": ["running", "4"],
     }
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_every_run_takes_one_line_also_one_that_failed_with_many_words(
+    run: Path, math_config: Callable[..., Config], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", f"{columns}")
+    reason = "RunError: " + "the learner was killed by the kernel\x1b[2J for memory " * 9 + "\nsecond line"
+    with (run / metrics_file.METRICS).open("a") as file:
+        file.write(json.dumps({"end": reason, "wall_s": 99.0}) + "\n")
+    (run_folder(run.parent / "odd", math_config(), updates=4) / "summary.json").write_text("no JSON")
+    shown = StringIO()
+    monkeypatch.setattr(summary, "console", lambda: Console(file=shown, force_terminal=True, color_system=None))
+    assert cli.main(["list", "--runs", str(run.parent)]) == 0
+    heading, *rows = shown.getvalue().splitlines()
+    assert len(rows) == 2 and all(len(row) <= columns for row in (heading, *rows))
+    states = {row.split()[0]: row for row in rows}
+    assert "RunError:" in states["math"] and "…" in states["math"] and " 24 " in states["math"]
+    assert "\x1b" not in states["math"] and "JSON" in states["odd"]
 
 
 def test_a_folder_without_runs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

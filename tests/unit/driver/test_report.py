@@ -14,8 +14,10 @@ from streamppo.config.sections import Config
 from streamppo.driver import report
 from streamppo.errors import RunError
 from streamppo.telemetry import metrics_file
+from streamppo.telemetry.diagnosis import Finding
 from streamppo.telemetry.record import SUMMARY
-from streamppo.telemetry.report import page
+from streamppo.telemetry.report import page, view
+from streamppo.telemetry.report.view import View
 
 
 @pytest.fixture
@@ -39,7 +41,8 @@ def test_every_sampled_token_is_in_the_ledger_and_the_sum_is_exact(run: Path) ->
     assert "failed 2 sampled, and without a score" in found
     assert f"duplicates {LENGTH} " in found
     assert f"waiting {LENGTH} ready, in the queue" in found
-    assert f"{24 * BATCH * LENGTH + 2 + 2 * LENGTH} tokens were delivered: exactly the sum." in found
+    delivered = 24 * BATCH * LENGTH + 2 + 2 * LENGTH
+    assert f"{delivered} tokens were delivered up to version 24: exactly the sum of what" in found
 
 
 def test_tokens_of_an_update_whose_line_is_lost_are_told_apart(run: Path) -> None:
@@ -47,8 +50,8 @@ def test_tokens_of_an_update_whose_line_is_lost_are_told_apart(run: Path) -> Non
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if json.loads(line).get("update") != 7))
     found = plain(text(run))
-    assert f"trained on or not {BATCH * LENGTH} in batches of updates whose line in metrics.jsonl is lost" in found
-    assert "exactly the sum" in found
+    assert f"trained on or not {BATCH * LENGTH} in batches of updates that have no line in metrics.jsonl" in found
+    assert "exactly the sum. The line of 1 update is missing" in found
 
 
 def test_samples_are_escaped_and_show_the_lag_of_their_tokens(run: Path) -> None:
@@ -67,6 +70,40 @@ def test_curves_have_a_point_for_each_update_and_the_catalogues_sentences(run: P
     assert "<h3>Held-out accuracy</h3>" in html
     # Clip fraction of the critic is nobody's chart, and no run here has a teacher.
     assert "teacher_kl" not in html
+
+
+def test_curves_in_which_nothing_moves_come_last(run: Path) -> None:
+    titles = re.findall(r"<figure>\s*<h3>([^<]*)</h3>", text(run).partition("Timeline")[0])
+    assert titles[0] == "Reward" and titles.index("Clip fraction") > titles.index("Seconds of an update")
+
+
+def finding(first: int, last: int) -> Finding:
+    return Finding("entropy collapse", "entropy 0.01", "raise it", first, last)
+
+
+@pytest.mark.parametrize(("last", "holds"), [(24, True), (5, True), (4, False)])
+def test_a_sign_that_is_over_is_no_warning_any_more(run: Path, last: int, holds: bool) -> None:
+    html = page.render([View("math", metrics_file.read(run), config="x", findings=[finding(3, last)])])
+    assert ('class="card finding"' in html) is holds
+    assert ("signs that are over: entropy collapse" in html) is not holds
+    assert ("No sign holds any more." in html) is not holds
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind"),
+    [
+        ("finished", "finished"),
+        ("Interrupted: stopped by SIGINT", "stopped"),
+        ("RunError: a stall", "failed"),
+        ("KeyError('x')", "failed"),
+        ("killed", "killed"),
+        ("running, or killed", "running"),
+    ],
+)
+def test_an_outcome_has_the_colour_of_its_kind(run: Path, outcome: str, kind: str) -> None:
+    lines = [*metrics_file.read(run), {"end": outcome, "wall_s": 99.0}]
+    assert f'<div class="{kind}"><span class="soft">outcome' in page.render([View("math", lines)])  # pyright: ignore
+    assert view.kind(outcome) == kind
 
 
 def test_nothing_is_loaded_from_anywhere(run: Path) -> None:
@@ -88,6 +125,9 @@ def test_several_runs_and_a_replay_are_in_the_same_curves(
     html = report.write([run, other, replay], tmp_path / "all.html").read_text()
     labels = re.findall(r'data-label="([^"]*) reward|data-label="([^"]*)" points', html.partition("Held-out")[0])
     assert [one or two for one, two in labels] == ["math", "other", "math replay 1: learner.lr=1e-3"]
+    told = html.partition('<table class="beside">')[2].partition("</table>")[0]
+    (updates,) = re.findall(r'<td class="soft">updates</td>(.*?)</tr>', told)
+    assert re.findall(r">([^<]+)<", updates) == ["24", "20", "24"] and 'class="tiles"' not in html
 
 
 def test_a_part_that_cannot_be_read_is_named_and_the_rest_is_there(run: Path) -> None:

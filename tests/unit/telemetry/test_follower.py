@@ -1,5 +1,6 @@
 """metrics.jsonl as it is written: each line is read once, whole, and what was read stays."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,26 @@ def follower(tmp_path: Path) -> Follower:
     found = Follower(tmp_path)
     assert [line.get("queue") for line in found.read()] == [1, 2]
     return found
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(
+    tmp_path: Path, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rest, and the next line, come between two reads of one look."""
+
+    class Growing(io.BytesIO):
+        def readlines(self, most: int = -1, /) -> list[bytes]:
+            return [queue(3).encode(), queue(4)[:9].encode(), queue(4)[9:].encode(), queue(5).encode()]
+
+        def fileno(self) -> int:
+            return os.open(tmp_path / METRICS, os.O_RDONLY)
+
+    add(tmp_path, queue(3) + queue(4) + queue(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_: Growing())
+        assert [line.get("queue") for line in follower.read()] == [3]
+    assert [line.get("queue") for line in follower.read()] == [4, 5]
+    assert follower.content.damage == []
 
 
 def test_only_new_bytes_are_read(tmp_path: Path, follower: Follower) -> None:

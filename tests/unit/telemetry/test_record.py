@@ -212,6 +212,12 @@ def test_what_only_engines_know_is_told_of_those_at_the_end_and_over_their_own_t
     assert (found["idle_share"], found["swap_ms"]) == (0.75, pytest.approx(2.0))
 
 
+def test_the_last_counters_of_the_engines_are_written_down_so_that_their_time_ends_with_the_run(tmp_path: Path) -> None:
+    part(tmp_path).close(FINISHED, None, [engine("rollout-0", 700, 10.0)])
+    *_, told, _, end = lines.read(tmp_path)
+    assert (told.get("engine"), told.get("tokens"), end.get("end")) == ("rollout-0", 700, FINISHED)
+
+
 def test_where_nobody_was_asked_nothing_is_said(tmp_path: Path) -> None:
     updates(record := part(tmp_path), 1, 3)
     found = record.close("RunError: a stall", None, [])

@@ -58,11 +58,13 @@ def test_pushes_come_one_after_another() -> None:
     assert slices("push") == [("version 0", 1.0, 1.05), ("version 1", 4.0, 9.0), ("version 2", 9.0, 9.1)]
 
 
-def test_counters_are_rates_since_the_line_before_and_none_for_a_process_that_began_anew() -> None:
+def test_counters_are_rates_since_the_line_before_or_since_an_actor_began_anew() -> None:
     found = [(one["name"], one["ts"], one["args"]) for one in trace.events(LINES, "math") if one["ph"] == "C"]
     assert ("queue", 1_500_000, {"ready": 7, "being sampled": 5}) in found
     assert [one for one in found if "rollout-0" in str(one[0])] == [
-        ("rollout-0: tokens a second", 1_000_000, {"tokens": 50.0})
+        ("rollout-0: tokens a second", 0, {"tokens": 100.0}),
+        ("rollout-0: tokens a second", 1_000_000, {"tokens": 50.0}),
+        ("rollout-0: tokens a second", 9_000_000, {"tokens": 20.0}),
     ]
     ((_, at, journal),) = [one for one in found if "seconds a second" in str(one[0])]
     assert at == 1_000_000 and journal == {"journal": pytest.approx(0.1)}

@@ -1,11 +1,14 @@
 """The live view as text: it fits any terminal, tells the truth, and obeys nothing that a completion says."""
 
 import unicodedata
+from collections.abc import Callable
 
 import pytest
 from live_states import NASTY, busy, empty, engine, update
 from rich.text import Text
 
+from streamppo.config.sections import Config
+from streamppo.telemetry.diagnosis import Diagnosis, Finding
 from streamppo.telemetry.live.drawing import bar, curve, cut, harmless, seconds
 from streamppo.telemetry.live.view import last, view
 
@@ -33,11 +36,11 @@ def test_no_row_is_wider_than_the_terminal_and_there_are_no_more_of_them(
 def test_everything_is_there_at_80_by_24() -> None:
     found = texts(view(busy(completion="46"), 80, 24))
     labels = ["update", "reward", "held-out", "entropy", "ess", "lag", "queue", "waiting", "speed", "memory"]
-    assert [row.split(" ")[0] for row in found] == ["math", *labels, "warning", "sample", "Ctrl-C:"]
-    told = {row.split(" ")[0]: row for row in found}
+    told = {row.split(" ")[0]: row for row in found if row[0] != " "}
+    assert list(told) == ["math", *labels, "warning", "sample", "Ctrl-C:"]
     assert "40/100" in told["update"] and " 40%" in told["update"] and "2:00 left" in told["update"]
-    assert told["reward"].startswith("reward    0.400   ▁") and told["reward"].endswith("█  0.01..0.40")
-    assert told["held-out"].startswith("held-out  0.200   ▁") and told["held-out"].endswith("0.05..0.20  v40")
+    assert told["reward"].startswith("reward    0.400   ") and told["reward"].endswith("█  0.01..0.40")
+    assert told["held-out"].startswith("held-out  0.200   ") and told["held-out"].endswith("█  0.05..0.20  v40")
     assert [part for part in told["lag"].split() if part[-1] == "%"] == ["25%", "50%", "24%", "0%", "0%"]
     assert "128 of 512 ready" in told["queue"] and "320 being sampled" in told["queue"]
     assert told["waiting"] == "waiting   learner 25%, engines 10%: learner for engines"
@@ -70,6 +73,50 @@ def test_a_run_that_has_not_begun_says_what_it_waits_for_and_nothing_else() -> N
     found = texts(view(state, 80, 24))
     assert [row.split(" ")[0] for row in found] == ["math", "update", "Ctrl-C:"]
     assert "0/100" in found[1] and found[1].endswith("0%  loading the model")
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 30), (80, 50), (110, 70), (160, 40), (300, 90)])
+def test_curves_take_the_rows_and_the_columns_that_are_there(columns: int, rows: int) -> None:
+    found = texts(view(busy(completion="46"), columns, rows))
+    assert len(found) >= min(rows * 3 // 4, 40) - 5, "rows are left that a curve could have"
+    held_out = next(row for row in found if row.startswith("held-out"))
+    room = (columns - 5) // 2 if columns >= 120 else columns - 1
+    assert held_out[:room].rstrip().endswith("v40") and len(held_out[:room].rstrip()) >= room - 5
+
+
+def test_held_out_accuracy_is_a_curve_over_versions_from_three_evaluations_on() -> None:
+    def drawn(*versions: int) -> str:
+        state = empty()
+        state.held_out = [(version, version / 100) for version in versions]
+        return next(row for row in texts(last(state, 80)) if row.startswith("held-out"))
+
+    assert "▁█  " in drawn(0, 100) and "▁▄█  " not in drawn(0, 50, 100)
+    assert drawn(0, 10, 100).split()[2] == drawn(0, 50, 100).split()[2], (
+        "a straight line is one wherever its points are"
+    )
+
+
+@pytest.mark.parametrize(("outcome", "is_told"), [("finished", False), ("RunError: a stall\x1b[2J", True)])
+def test_a_failed_run_says_so_in_its_last_rows_in_red(outcome: str, is_told: bool) -> None:
+    state = busy()
+    state.add({"end": outcome, "wall_s": 103.0})
+    rows = last(state, 80)
+    assert (texts(rows)[-1] == "ended     RunError: a stall·[2J") is is_told
+    styles = {str(span.style) for row in rows for span in row.spans}
+    assert ("red" in styles) is ("bold red" in styles) is is_told
+
+
+def test_a_sign_that_is_over_leaves_the_row_of_warnings(math_config: Callable[..., Config]) -> None:
+    state = empty()
+    state.diagnosis = Diagnosis(math_config())
+    state.version = 40
+    state.diagnosis.findings["entropy collapse"] = Finding("entropy collapse", "0.01", "raise it", 20, 40)
+    state.warn("entropy collapse: 0.01: raise it")
+    assert any(row.startswith("warning   entropy collapse") for row in texts(view(state, 80, 24)))
+    state.version = 60
+    assert not any(row.startswith("warning") for row in texts(view(state, 80, 24)))
+    state.warn("learner-0: killed")
+    assert any(row.startswith("warning   learner-0") for row in texts(view(state, 80, 24)))
 
 
 def test_markup_and_control_characters_are_shown_and_not_obeyed() -> None:
