@@ -32,7 +32,9 @@ class Endpoint(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(run.port, LOOPBACK, registry)
-        self._server.set_app(_under_own_names(self._server.get_app()))
+        answer = self._server.get_app()
+        assert answer is not None
+        self._server.set_app(_under_own_names(answer))
         self.address, self.port = self._server.server_address[:2]
 
     def send(self, points: Sequence[Point]) -> None:
