@@ -29,6 +29,8 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from streamppo.terminal import HANGING, lines
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -127,7 +129,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line; a reader that went away stops nothing."""
         try:
-            sys.stdout.write(f"{wrap(self.format(record), _columns())}\n")
+            sys.stdout.write(f"{wrap(lines(self.format(record)), _columns())}\n")
             sys.stdout.flush()
         except OSError:
             self.handleError(record)
@@ -135,8 +137,6 @@ class _Lines(logging.Handler):
 
 ESCAPE = re.compile(r"\033\[[0-9;]*[A-Za-z]")
 """A colour, or another order to the terminal, which takes no cell."""
-HANGING = "  "
-"""Before what is left of a line."""
 
 
 def wrap(text: str, columns: int) -> str:

@@ -85,7 +85,7 @@ def run(
     """Train as CONFIG says, with overrides."""
     loaded = configfile.load(config, overrides)
     if dry_run:
-        echo(configfile.show(loaded))
+        echo(*configfile.show(loaded).split("\n"))
         return 0
     process.log_to_stdout()
     subject.refuse(loaded)

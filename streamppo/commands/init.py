@@ -24,6 +24,7 @@ from streamppo.config.engine import FAMILIES
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import ConfigError, RunError
 from streamppo.tasks import plugins
+from streamppo.terminal import harmless
 
 LETTERS, LENGTH = "abcdefgh", 4
 """The problems are all texts of so many of these letters."""
@@ -138,7 +139,7 @@ def _tell(file: Path, chosen: text.Chosen) -> int:
 
 def _say(text: str) -> None:
     """Print a line, broken between words on a terminal."""
-    echo(process.wrap(text, console().width))
+    echo(*process.wrap(harmless(text), console().width).split("\n"))
 
 
 def _from(file: Path, path: str) -> str:

@@ -12,6 +12,7 @@ from types import FrameType
 
 from streamppo.errors import Interrupted
 from streamppo.telemetry.live.display import PlainLines
+from streamppo.terminal import harmless
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,5 +52,5 @@ class Interrupts:
 
     def _tell(self, name: str) -> None:
         """Say at once that the run stops: the driver may look for signals seconds later."""
-        resume = f"; go on with: streamppo resume {shlex.quote(str(self.run))}" if self.run else ""
+        resume = f"; go on with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
         self.say(f"{name}: stopping, a second signal stops at once{resume}\n")
