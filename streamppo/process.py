@@ -13,11 +13,13 @@ Phases: calls, wall seconds and CPU seconds of each phase of its work since its 
 and metrics.jsonl keeps them (`telemetry/catalogue.py` names every phase). Phases do not contain each other.
 """
 
+import ctypes
 import gc
 import io
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping
@@ -27,9 +29,13 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from streamppo.terminal import HANGING, lines
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+PR_SET_PDEATHSIG = 1
+"""The option of prctl(2): a signal for this process when the thread that made it ends."""
 MORE_OBJECTS = 200_000
 """A pass comes when so many objects more are alive than at the last one: tens of MiB that cycles may hold."""
 
@@ -45,6 +51,12 @@ def collect_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(MORE_OBJECTS)
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this signal when the parent's thread that made this process ends. Linux alone knows how."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def log_to_stdout(who: str = "") -> None:
@@ -117,7 +129,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line; a reader that went away stops nothing."""
         try:
-            sys.stdout.write(f"{wrap(self.format(record), _columns())}\n")
+            sys.stdout.write(f"{wrap(lines(self.format(record)), _columns())}\n")
             sys.stdout.flush()
         except OSError:
             self.handleError(record)
@@ -125,8 +137,6 @@ class _Lines(logging.Handler):
 
 ESCAPE = re.compile(r"\033\[[0-9;]*[A-Za-z]")
 """A colour, or another order to the terminal, which takes no cell."""
-HANGING = "  "
-"""Before what is left of a line."""
 
 
 def wrap(text: str, columns: int) -> str:

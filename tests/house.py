@@ -15,7 +15,7 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parent.parent
 BOUNDS = {
     "files at the top of streamppo/": 8,
-    "units": 18,
+    "units": 19,
     "modules in an import cycle": 0,
     "units in an import cycle": 0,
     "steps of the declared path not in the code": 0,

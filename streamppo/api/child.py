@@ -18,6 +18,7 @@ import msgspec
 
 from streamppo import __version__, durable, process
 from streamppo.api.messages import Given, Request, Told, line
+from streamppo.commands import end
 from streamppo.commands.checks import quick
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
@@ -97,4 +98,4 @@ def _reward(given: Given | None, folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    end.leave(main(int(sys.argv[1])))

@@ -31,7 +31,7 @@ from streamppo.commands.echo import complain, echo, flush
 from streamppo.config import file as configfile
 from streamppo.driver import lock
 from streamppo.driver.interrupts import Interrupts
-from streamppo.errors import ConfigError, StreamppoError
+from streamppo.errors import ConfigError, RunError, StreamppoError
 
 STARTED = time.perf_counter()
 MISTAKE = ConfigError.exit_code
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Ray's usage report has no place in a training log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
+        _refuse_deleted_folder()
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
         return command(*bound.args, **bound.kwargs) or (0 if words else MISTAKE)
     except CycloptsError as error:
@@ -59,6 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     finally:
         flush()
+
+
+def _refuse_deleted_folder() -> None:
+    """Raise `RunError` where the current folder is gone: nothing can be found or started from there."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise RunError("the current folder has been deleted: change to another one, and try again") from error
 
 
 # --- training ------------------------------------------------------------------------------------------------
@@ -76,7 +85,7 @@ def run(
     """Train as CONFIG says, with overrides."""
     loaded = configfile.load(config, overrides)
     if dry_run:
-        echo(configfile.show(loaded))
+        echo(*configfile.show(loaded).split("\n"))
         return 0
     process.log_to_stdout()
     subject.refuse(loaded)

@@ -64,7 +64,7 @@ def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | N
     begin = time.perf_counter()
     now = measure(parts, rounds)
     _print_table(now, then)
-    echo(f"\n{', '.join(f'{name} {value}' for name, value in _flat(now.machine).items())}")
+    echo("", f"{', '.join(f'{name} {value}' for name, value in _flat(now.machine).items())}")
     echo(f"median and range of {rounds} rounds; {time.perf_counter() - begin:.0f} s")
     if to:
         to.write_bytes(msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
@@ -143,7 +143,7 @@ def _print_table(now: Result, then: Result | None) -> None:
         shown.add_row(*cells)
     console().print(shown)
     if then:
-        echo(f"\nearlier medians are times {speed:.2f}, as the fixed piece of work takes so much longer now")
+        echo("", f"earlier medians are times {speed:.2f}, as the fixed piece of work takes so much longer now")
         if missing := sorted(then.costs.keys() - now.costs.keys()):
             echo(f"not measured now: {', '.join(missing)}")
 

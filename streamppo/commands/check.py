@@ -36,9 +36,9 @@ def check(config: Config, name: str, gpu_gib: float | None, *, call: bool) -> in
     """
     findings = look_over(config, gpu_gib, call=call)
     errors, absent = _count(findings, "error"), _count(findings, "later") + _count(findings, "not here")
-    echo(f"{configfile.show(config)}\n")
+    echo(*configfile.show(config).split("\n"), "")
     print_table(sorted(findings, key=lambda one: one.state == "error"))
-    echo(f"\n{name}: {errors} errors, {absent} things that cannot be looked at here")
+    echo("", f"{name}: {errors} errors, {absent} things that cannot be looked at here")
     return 1 if errors else 0
 
 

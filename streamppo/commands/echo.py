@@ -6,11 +6,20 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.style import StyleType
 from rich.table import Table
+
+from streamppo.terminal import harmless, lines
 
 PLAIN_WIDTH = 10_000
 """Columns where there is no terminal: nothing is wrapped, so that every row is one line for grep."""
+
+
+class _Shown(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Write the message so that none of it is obeyed."""
+        return lines(super().format(record))
 
 
 class _Console(Console):
@@ -19,9 +28,9 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def echo(text: str = "") -> None:
-    """Print a text of a command's result."""
-    console().print(text, soft_wrap=True)
+def echo(*rows: str) -> None:
+    """Print lines of a command's result, one of them empty if there is none. Each of them stays one line."""
+    console().print("\n".join(map(harmless, rows)), soft_wrap=True)
 
 
 def console() -> Console:
@@ -30,15 +39,22 @@ def console() -> Console:
     return _Console(width=width, markup=False, highlight=False, emoji=False)
 
 
+class _Rows(Table):
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
+        """Add a row; a cell that is a text stays one line."""
+        shown = (harmless(cell) if isinstance(cell, str) else cell for cell in cells)
+        super().add_row(*shown, style=style, end_section=end_section)
+
+
 def table(*columns: str) -> Table:
     """Make a table with these columns; it has no line of headings where all of them are empty."""
-    return Table(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
+    return _Rows(*columns, box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def complain(text: str) -> None:
-    """Write one sentence to standard error. A terminal that was closed changes no exit code."""
+    """Write one message to standard error. A terminal that was closed changes no exit code."""
     with suppress(OSError):
-        sys.stderr.write(f"streamppo: {text}\n")
+        sys.stderr.write(f"streamppo: {lines(text)}\n")
 
 
 def flush() -> None:
@@ -54,7 +70,7 @@ def log_to_stderr() -> Generator[None]:
     """Write the package's log lines to standard error during the block: standard output has the result."""
     ours = logging.getLogger("streamppo")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Shown("%(message)s"))
     before = ours.level, ours.propagate
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)

@@ -110,7 +110,7 @@ def evaluate(
             rewards = Rewards(chosen.reward, models)
             answers = asyncio.run(_answers(chosen, subject, rewards, samples))
     found = _result(chosen, subject, samples, answers)
-    echo(json.dumps(found, indent=2)) if as_json else _print(found)
+    echo(*json.dumps(found, indent=2).split("\n")) if as_json else _print(found)
     return 0 if found["accuracy"]["mean"] is not None else 1
 
 

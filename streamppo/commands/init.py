@@ -5,6 +5,7 @@ project/     the files as they are written (NAME in them becomes the project's n
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from importlib import resources
 from itertools import product
@@ -23,6 +24,7 @@ from streamppo.config.engine import FAMILIES
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import ConfigError, RunError
 from streamppo.tasks import plugins
+from streamppo.terminal import harmless
 
 LETTERS, LENGTH = "abcdefgh", 4
 """The problems are all texts of so many of these letters."""
@@ -51,7 +53,7 @@ def init(folder: Path) -> int:
         _write(folder / "data" / "held_out.jsonl", problems[:HELD_OUT])
         _write(folder / "data" / "train.jsonl", problems[HELD_OUT:])
     echo(f"{folder}: {', '.join(FILES)} and data/ are there")
-    echo(f"begin with: cd {folder} && streamppo run run.toml")
+    echo(f"begin with: cd {shlex.quote(str(folder))} && streamppo run run.toml")
     return 0
 
 
@@ -130,13 +132,14 @@ def _tell(file: Path, chosen: text.Chosen) -> int:
         print_table(worth)
     errors = sum(one.state == "error" for one in findings)
     _say(f"  check    {errors} errors")
-    _say(f"begin with: streamppo run {file}" if not errors else f"mend them, then: streamppo check {file}")
+    quoted = shlex.quote(str(file))
+    _say(f"begin with: streamppo run {quoted}" if not errors else f"mend them, then: streamppo check {quoted}")
     return 1 if errors else 0
 
 
 def _say(text: str) -> None:
     """Print a line, broken between words on a terminal."""
-    echo(process.wrap(text, console().width))
+    echo(*process.wrap(harmless(text), console().width).split("\n"))
 
 
 def _from(file: Path, path: str) -> str:

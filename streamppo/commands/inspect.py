@@ -37,7 +37,7 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     )
     for row, trajectory in enumerate(batch.trajectories[:count]):
         numbers = {name: column[row] for name, column in learned.items()}
-        echo("\n".join([*_lines(batch, trajectory, numbers, tokenizer), *_row(rows.of(trajectory))]))
+        echo(*_lines(batch, trajectory, numbers, tokenizer), *_row(rows.of(trajectory)))
     return 0
 
 
@@ -51,7 +51,7 @@ def inspect_dead_letters(run: Path, count: int) -> int:
         trajectory = letter.trajectory
         # Their columns may not even be whole numbers of entries.
         tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
-        echo(f"\n{_title(trajectory)}: {letter.reason}\n  tokens      {' '.join(map(str, tokens))}")
+        echo("", f"{_title(trajectory)}: {letter.reason}", f"  tokens      {' '.join(map(str, tokens))}")
     return 0
 
 
@@ -129,7 +129,8 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
     versions = ints(trajectory.versions)
     components = "".join(f", {name} {value:g}" for name, value in trajectory.components.items())
     end = f"{trajectory.finish}, {trajectory.num_tokens} tokens"
-    yield f"\n{_title(trajectory)}: reward {trajectory.reward:g}{components}, {end}"
+    yield ""
+    yield f"{_title(trajectory)}: reward {trajectory.reward:g}{components}, {end}"
     if trajectory.explanation:
         yield f"  explained   {trajectory.explanation!r}"
     yield f"  prompt      {tokenizer.decode(ints(trajectory.prompt_tokens))!r}"

@@ -51,7 +51,7 @@ def reward_test(config: Config, count: int, completions: Path | None) -> int:
         task = tasks.build(config.task, config.seed, tokenizer)
         tried, reports = asyncio.run(_try(config, task, tokenizer, path, count, completions, models=models))
     _print_table(tried)
-    echo(_summary(tried, reports))
+    echo(*_summary(tried, reports))
     return 0 if all(one.reward is not None for one in tried) else 1
 
 
@@ -165,7 +165,7 @@ def _cut(text: str) -> str:
     return quoted if len(quoted) <= WIDTH else f"{quoted[: WIDTH - 1]}…"
 
 
-def _summary(tried: Sequence[Tried], reports: Sequence[ScorerReport]) -> str:
+def _summary(tried: Sequence[Tried], reports: Sequence[ScorerReport]) -> list[str]:
     totals = [one.reward.total for one in tried if one.reward is not None]
     mean = f"mean reward {sum(totals) / len(totals):.4g}, " if totals else ""
     lines = [f"{len(tried)} completions: {mean}{len(tried) - len(totals)} failed"]
@@ -175,4 +175,4 @@ def _summary(tried: Sequence[Tried], reports: Sequence[ScorerReport]) -> str:
             f"{report.respawns} processes killed, {report.mean_s * 1e3:.1f} ms mean, "
             f"{report.max_s * 1e3:.1f} ms longest"
         )
-    return "\n".join(lines)
+    return lines

@@ -24,7 +24,7 @@ def summary(run: Path, *, as_json: bool) -> int:
     """Print the numbers that people ask for first and the findings, or all numbers as JSON."""
     shown = _view(run)
     if as_json:
-        echo(json.dumps(known(run), indent=2))
+        echo(*json.dumps(known(run), indent=2).split("\n"))
         return 0
     rows = table("", "", "")
     for row in view.headline(shown):
@@ -32,7 +32,8 @@ def summary(run: Path, *, as_json: bool) -> int:
     console().print(rows)
     config = configfile.load(run / configfile.CONFIG)
     for finding in diagnosis.of_lines(config, shown.lines, shown.summary):
-        echo(f"\nwarning: {finding.name} (update {finding.last}): {finding.numbers}\n  try: {finding.advice}")
+        warning = f"warning: {finding.name} (update {finding.last}): {finding.numbers}"
+        echo("", warning, f"  try: {finding.advice}")
     return 0
 
 

@@ -2,17 +2,19 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray import ObjectRef
-from ray._private import worker
+from ray._private import ray_logging, worker
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -23,6 +25,7 @@ from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.placement import plan
 from streamppo.errors import RunError, StreamppoError
 from streamppo.tasks import plugins
+from streamppo.terminal import harmless
 
 if TYPE_CHECKING:
     from ray._private.node import Node
@@ -48,6 +51,7 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
     # A closed terminal signals the whole process group: Ray's processes, which inherit this, live until we end them.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     init_ray(config)
+    folder = _session_folder(config)
     # Ray has installed a handler of its own.
     interrupts.catch()
     try:
@@ -58,6 +62,32 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
         last.start()
         ray.shutdown()
         last.cancel()
+        if folder is not None:
+            _clear(folder, failed=sys.exception() is not None)
+
+
+def _session_folder(config: Config) -> Path | None:
+    """The folder of logs and sockets of a Ray of our own; None for a cluster, whose folders are its own."""
+    node = cast("Node | None", worker._global_node)
+    return Path(node.get_session_dir_path()) if node is not None and config.cluster.address == LOCAL else None
+
+
+def _clear(folder: Path, *, failed: bool) -> None:
+    """Remove the folder of a Ray that has ended; after a failure its logs stay, and the place is said."""
+    if failed:
+        size = sum(path.lstat().st_size for path in folder.rglob("*"))
+        log.info("Ray's logs, %.1f MiB: %s", size / 2**20, folder)
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    latest = folder.with_name("session_latest")
+    with suppress(OSError):
+        if latest.is_symlink() and latest.readlink().name == folder.name:
+            latest.unlink()
+
+
+def _show_lines(data: dict[str, Any]) -> None:
+    """Make lines of actors harmless before Ray prints them: rewards and environments print what they like."""
+    data["lines"] = [harmless(line) for line in data.get("lines", ())]
 
 
 def _end_without_ray(error: BaseException | None) -> None:
@@ -71,6 +101,10 @@ def init_ray(config: Config) -> None:
     cluster = config.cluster
     plugins.export_path()
     environment.quiet_pipes()
+    printed = ray_logging.global_worker_stdstream_dispatcher
+    printed.remove_handler(__name__)
+    # Before Ray's own, which `ray.init` adds.
+    printed.add_handler(__name__, _show_lines)
     # Some data sets use the hashes of texts, and every actor, now and after a resume, must make the same prompts.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:

@@ -11,6 +11,7 @@ file above `WHOLE_BYTES` a fingerprint covers the size and `PLACES` pieces of a 
 import hashlib
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -75,7 +76,7 @@ def verify(config: Config, folder: Path, *, accept_changes: bool) -> None:
         raise CheckpointError(
             "\n".join(refused) + "\na run keeps its data and its models: the numbers of its prompts would stand for "
             "other rows, and held-out rows could be trained on. Put them back, or go on with them on purpose: "
-            f"streamppo resume {folder} --accept-changes"
+            f"streamppo resume {shlex.quote(str(folder))} --accept-changes"
         )
     for field, change in changed.items():
         if change:

@@ -4,6 +4,7 @@ An exception out of a signal handler surfaces anywhere: inside an import that sw
 another exception of it. SIGHUP, of a terminal that is closed, is ignored where the run was started so (`nohup`).
 """
 
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import FrameType
 
 from streamppo.errors import Interrupted
 from streamppo.telemetry.live.display import PlainLines
+from streamppo.terminal import harmless
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -50,5 +52,5 @@ class Interrupts:
 
     def _tell(self, name: str) -> None:
         """Say at once that the run stops: the driver may look for signals seconds later."""
-        resume = f"; go on with: streamppo resume {self.run}" if self.run else ""
+        resume = f"; go on with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
         self.say(f"{name}: stopping, a second signal stops at once{resume}\n")

@@ -6,6 +6,7 @@ RUN/scale.taken    the same, while the driver sees to it; gone when it has, and 
 """
 
 import os
+import shlex
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -81,7 +82,8 @@ def scale(folder: Path, rollouts: int, within_s: float = WAIT_S) -> None:
     Raises `RunError` if it has no driver, or none that answers `within_s`.
     """
     if not is_running(folder):
-        raise RunError(f"{folder}: this run is not running: `streamppo resume {folder} rollout.actors={rollouts}`")
+        resume = f"streamppo resume {shlex.quote(str(folder))} rollout.actors={rollouts}"
+        raise RunError(f"{folder}: this run is not running: `{resume}`")
     with durable.naming(folder / SCALE, RunError):
         durable.write(folder / SCALE, msgspec.json.encode(Scale(rollouts=rollouts)))
     deadline = time.monotonic() + within_s

@@ -1,5 +1,6 @@
 """Rules for going on with a run: what it keeps, and what must be there. Pure: no Ray."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,9 +57,10 @@ def refuse_without_journal(run: Path) -> None:
     path = run / "journal.sqlite"
     trained = next((run / "archive").glob("*.zarr.zip"), None) or next((run / "checkpoints").glob("[0-9]*"), None)
     if trained is not None and not path.is_file():
+        quoted = shlex.quote(str(run))
         raise JournalError(
             f"{path}: missing, though {trained} is there: without it nobody knows which trajectories were trained on. "
-            f"Put it back, with journal.tip, to go on; `streamppo export {run} --to FOLDER` gets the weights out"
+            f"Put it back, with journal.tip, to go on; `streamppo export {quoted} --to FOLDER` gets the weights out"
         )
 
 

@@ -43,6 +43,9 @@ async def total(rewards: Rewards, completion: str, **columns: Any) -> float:
 
 
 def processes() -> list[psutil.Process]:
-    """The reward processes of these tests: the templates first."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if "streamppo.tasks.rewards.processes.worker" in process.cmdline()]
+    """The reward processes of these tests: the templates first, without their reapers."""
+    here = psutil.Process()
+    found = [
+        one for one in here.children(recursive=True) if "streamppo.tasks.rewards.processes.worker" in one.cmdline()
+    ]
+    return [one for one in found if one.ppid() != here.pid]

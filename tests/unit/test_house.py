@@ -1,5 +1,6 @@
 """The house is in order: format, lint, types, import direction, sizes, words; and its measures see each fault."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -170,6 +171,13 @@ def test_a_public_thing_without_a_docstring_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["old_log" + "probs", "old_logp", "TO" + "DO", "FIX" + "ME", "pickle.lo" + "ads"])
 def test_banned_words_do_not_occur(word: str) -> None:
     assert [path for path in SOURCES if word in path.read_text()] == []
+
+
+def test_a_command_that_is_printed_quotes_what_is_put_into_it() -> None:
+    commands = re.compile(
+        r"streamppo (?:run|resume|check|export|init|report|watch) \{(?!quoted|shlex|harmless\(shlex)[^}]*\}"
+    )
+    assert [path for path in SOURCES if commands.search(path.read_text())] == []
 
 
 def test_every_metric_of_an_update_is_in_the_catalogue() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 from importlib import metadata
 from pathlib import Path
 
@@ -72,9 +73,17 @@ def places(config: Config) -> Findings:
     if given is not None and given < cpus:
         yield Finding("CPUs", "error", f"cluster.cpus ({given}) is less than the {cpus:g} that are asked for")
     yield from _object_store(config.cluster.object_store_mib)
+    yield from _file_size(config.cluster.object_store_mib)
 
 
 def _object_store(mib: int) -> Findings:
     if mib > (has := memory_mib()):
         text = f"cluster.object_store_mib ({mib}) is more than the memory of this machine, {has} MiB"
         yield Finding("object store", "not here", text)
+
+
+def _file_size(mib: int) -> Findings:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < mib * 2**20:
+        text = f"no file may be larger than {limit // 2**10} KiB here, and Ray's object store is one of {mib} MiB"
+        yield Finding("file size", "not here", f"{text}: ulimit -f unlimited, or a smaller cluster.object_store_mib")

@@ -1,6 +1,7 @@
 """A configuration as a file has it: every line with a comment that tells its reason."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -38,9 +39,8 @@ class Chosen(NamedTuple):
 
 def write(chosen: Chosen) -> str:
     """Write the file."""
-    head = (
-        f"# `streamppo run {chosen.name}.toml`; `streamppo check {chosen.name}.toml` looks it over. Change anything.\n"
-    )
+    quoted = shlex.quote(f"{chosen.name}.toml")
+    head = f"# `streamppo run {quoted}`; `streamppo check {quoted}` looks it over. Change anything.\n"
     return head + "\n".join(_table(table) for table in _tables(chosen))
 
 

@@ -5,20 +5,17 @@ It also lets them die with the actor from the start: SGLang does so once it is l
 Runs in those processes: they find this function by its name, before anything of SGLang is loaded.
 """
 
-import ctypes
 import importlib
 import multiprocessing
 import os
-import signal
 
-PR_SET_PDEATHSIG = 1
-"""The option of prctl(2): a signal for this process when the thread that made it ends."""
+from streamppo.process import die_with_parent
 
 
 def run(log: str, target: str, *arguments: object) -> object:
     """Call SGLang's own `target` ("module:function") with this process's output in the file `log`."""
     parent = multiprocessing.parent_process()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if parent is not None and os.getppid() != parent.pid:
         # It ended before the signal was asked for.
         os._exit(1)

@@ -1,6 +1,5 @@
-"""Pictures made of characters, each in a given number of cells: curves, bars, and text that can do no harm."""
+"""Pictures made of characters, each in a given number of cells: curves, bars."""
 
-import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -10,8 +9,6 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 """Parts of a cell, from below."""
 LEFT_EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 """Parts of a cell, from the left."""
-HARMFUL = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
-"""Unicode categories of characters that move a cursor, turn the direction of writing, or have no shape."""
 
 
 def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
@@ -43,12 +40,6 @@ def seconds(value: float) -> str:
     if hours >= 24:
         return f"{hours // 24} d {hours % 24:02d}:{minutes:02d}"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def harmless(text: str) -> str:
-    """Make every character visible: a newline becomes ⏎, another one that a terminal would obey becomes ·."""
-    shown = (" " if one == "\t" else "⏎" if one == "\n" else one for one in text.replace("\r\n", "\n"))
-    return "".join("·" if unicodedata.category(one) in HARMFUL else one for one in shown)
 
 
 def cut(text: str, width: int) -> str:

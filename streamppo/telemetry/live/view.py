@@ -12,10 +12,11 @@ from itertools import pairwise, zip_longest
 
 from rich.text import Text
 
-from streamppo.telemetry.live.drawing import bar, curve, cut, harmless, seconds
+from streamppo.telemetry.live.drawing import bar, curve, cut, seconds
 from streamppo.telemetry.live.pipeline import LABEL, labelled, pipeline, waits
 from streamppo.telemetry.live.state import State
 from streamppo.telemetry.metrics_file import FINISHED
+from streamppo.terminal import harmless
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 8
 """A smaller terminal gets one line."""

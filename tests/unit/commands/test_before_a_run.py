@@ -45,6 +45,28 @@ def test_a_run_that_lacks_something_is_refused_before_it_has_a_folder(
     assert list(Path().iterdir()) == [Path("rows.jsonl")]
 
 
+@pytest.mark.parametrize(("kib", "is_refused"), [(4, True), (255 * 2**10, True), (256 * 2**10, False)])
+def test_a_limit_of_file_sizes_below_rays_object_store_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kib: int, *, is_refused: bool
+) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (kib * 2**10, -1))
+    monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
+    assert main(["run", str(MATH)]) == (2 if is_refused else 0)
+    said = f"file size: no file may be larger than {kib} KiB here, and Ray's object store is one of 256 MiB: ulimit -f"
+    assert (said in capsys.readouterr().err) == is_refused
+
+
+@pytest.mark.parametrize("words", [["run", str(MATH)], ["check", str(MATH)], ["list"], ["init", "x"], ["resume", "/x"]])
+def test_a_current_folder_that_is_gone_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(words) == 1
+    assert "RunError: the current folder has been deleted: change to another one" in capsys.readouterr().err
+
+
 def test_a_cluster_may_have_elsewhere_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
     assert main(["run", str(MATH), "learner.gpus=1", "cluster.address=auto"]) == 0

@@ -1,6 +1,7 @@
 """The environment of Ray's processes, and the disk, the memory and the signals of the driver's machine."""
 
 import os
+import shlex
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -294,6 +295,16 @@ def test_a_signal_is_answered_at_once_with_the_way_to_go_on_and_raised_where_the
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     # A terminal that is closed sends it more than once.
     os.kill(os.getpid(), signal.SIGHUP)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("name", ["a;b c", "a$(cmd)", "it's", "`x`", "a b"])
+def test_the_way_to_go_on_can_be_pasted_into_a_shell(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    interrupts = Interrupts()
+    interrupts.run = Path("runs") / name
+    os.kill(os.getpid(), signal.SIGINT)
+    said = capfd.readouterr().out
+    assert shlex.split(said.partition("go on with: ")[2]) == ["streamppo", "resume", f"runs/{name}"]
 
 
 @pytest.mark.usefixtures("handlers")

@@ -1,5 +1,6 @@
 """The real libraries, each in its process as a run has it, over two parts; the missing ones are skipped."""
 
+import http.client
 import importlib.util
 import json
 import sqlite3
@@ -141,6 +142,36 @@ class FakeGauge:
         assert tuple(tags) == self.tag_keys
         self.values[tuple(tags.values())] = value
         self.sets += 1
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9", 200),
+        ("localhost", 200),
+        ("[::1]:9", 200),
+        ("evil.example", 400),
+        ("localhost.evil.example:80", 400),
+        ("127.0.0.1.nip.io", 400),
+        ("127.0.0.1@evil.example", 400),
+        ("[", 400),
+        ("", 400),
+    ],
+)
+def test_the_endpoint_is_answered_under_names_of_loopback_alone(tmp_path: Path, host: str, status: int) -> None:
+    pytest.importorskip("prometheus_client")
+    from streamppo.telemetry.tracking.trackers.endpoint import Endpoint
+
+    endpoint = Endpoint(Run("prometheus", str(tmp_path / "math"), "", {}))
+    try:
+        endpoint.send([Point(7, 0.0, {"reward": 0.5})])
+        connection = http.client.HTTPConnection("127.0.0.1", endpoint.port)
+        connection.request("GET", "/metrics", headers={"Host": host})
+        answer = connection.getresponse()
+        assert (answer.status, b"streamppo_reward" in answer.read()) == (status, status == 200)
+        connection.close()
+    finally:
+        endpoint.close("")
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from rich.text import Text
 
 from streamppo.config.sections import Config
 from streamppo.telemetry.diagnosis import Diagnosis, Finding
-from streamppo.telemetry.live.drawing import bar, curve, cut, harmless, seconds
+from streamppo.telemetry.live.drawing import bar, curve, cut, seconds
 from streamppo.telemetry.live.view import last, view
+from streamppo.terminal import harmless
 
 SIZES = [
     (columns, rows) for columns in (1, 20, 59, 60, 61, 80, 119, 120, 160, 300) for rows in (1, 2, 7, 8, 15, 24, 50)

@@ -5,6 +5,8 @@ import os
 import threading
 import time
 
+from streamppo.terminal import harmless
+
 WINDOW_S = 60.0
 WINDOW_BYTES = 64 * 2**10
 """Passed on in one window, of all processes of a reward together; the rest of the window is dropped."""
@@ -27,7 +29,13 @@ def _forward(source: int, function: str) -> None:
             if passed <= WINDOW_BYTES < passed + len(chunk):
                 log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
             passed += len(chunk)
-            _write(kept)
+            _write(_shown(kept))
+
+
+def _shown(chunk: bytes) -> bytes:
+    """Make every line of it harmless."""
+    text = chunk.decode(errors="replace")
+    return "\n".join(map(harmless, text.split("\n"))).encode()
 
 
 def _write(chunk: bytes) -> None:

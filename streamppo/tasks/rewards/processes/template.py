@@ -18,6 +18,8 @@ from streamppo.tasks.rewards.processes.wire import Done, Order, Ready, Setup, fr
 
 LOAD_S = 300.0
 """An import that takes longer has hung."""
+CLOSE_S = 2.0
+"""Time for a template to end by itself."""
 
 
 async def start(config: FunctionScorer) -> "Template":
@@ -39,7 +41,7 @@ async def start(config: FunctionScorer) -> "Template":
     template = Template(config.function, process, ours, *await asyncio.open_connection(sock=ours))
     async with contextlib.AsyncExitStack() as on_failure:
         on_failure.push_async_callback(template.close)
-        on_failure.callback(process.kill)
+        on_failure.callback(process.terminate)
         await template.load(config)
         on_failure.pop_all()
     return template
@@ -98,7 +100,12 @@ class Template:
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
-        await asyncio.to_thread(self._process.wait)
+        try:
+            await asyncio.to_thread(self._process.wait, CLOSE_S)
+        except subprocess.TimeoutExpired:
+            # A template that is stopped, or busy, does not see that its socket has ended.
+            self._process.terminate()
+            await asyncio.to_thread(self._process.wait)
 
     async def _order(self, order: Order, *fds: int) -> Done:
         async with self._orders:

@@ -4,25 +4,27 @@
                 the import took. It has one thread and runs no call.
     process     a fork of it, leader of its own process group, under a memory limit: runs calls, may die of them
 
-The template ends when the actor does, and takes every process with it.
+The template ends when the actor does, and everything below with it (reaper.py).
 """
 
 import asyncio
 import contextlib
 import contextvars
-import ctypes
 import os
 import resource
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
 from streamppo import process
 from streamppo.errors import TaskError
+from streamppo.process import die_with_parent
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import too_late
+from streamppo.tasks.rewards.processes import reaper
 from streamppo.tasks.rewards.processes.page import CALL, Page, mark_tasks
 from streamppo.tasks.rewards.processes.wire import (
     Answer,
@@ -39,20 +41,20 @@ from streamppo.tasks.rewards.processes.wire import (
 )
 from streamppo.tasks.rewards.signature import Loaded
 
-PR_SET_PDEATHSIG = 1
+ENDING_S = 5.0
+"""A process that has hung up, and does not end within this time, is killed."""
+LOOK_S = 0.001
 
 
 def main(fd: int) -> None:
     """Live as the template. `fd` is its socket to the actor."""
-    # The actor may be killed at any instant, also while the import below hangs; later the socket's end says so.
-    _die_with_parent(signal.SIGKILL)
+    reaper.stand()
     channel = socket.socket(fileno=fd)
     setup = receive(channel, Setup)
     try:
         reward = signature.load(setup.function, setup.arguments)
     except TaskError as error:
         return send(channel, Ready(error=str(error)))
-    _die_with_parent(0)
     process.collect_rarely()
     send(channel, Ready())
     processes: set[int] = set()
@@ -72,10 +74,10 @@ def _obey(channel: socket.socket, reward: Loaded, setup: Setup, processes: set[i
         if order.pid in processes:
             _kill(order.pid)
         return send(channel, Done(pid=order.pid, status=_collect(order.pid, processes) if order.collect else 0))
-    pid = os.fork()
+    template, pid = os.getpid(), os.fork()
     if pid == 0:
         channel.close()
-        _live(socket.socket(fileno=fds[0]), Page(fds[1]), reward, setup.memory_mib)
+        _live(socket.socket(fileno=fds[0]), Page(fds[1]), reward, setup.memory_mib, template=template)
     for fd in fds:
         os.close(fd)
     processes.add(pid)
@@ -83,8 +85,16 @@ def _obey(channel: socket.socket, reward: Loaded, setup: Setup, processes: set[i
 
 
 def _collect(pid: int, processes: set[int]) -> int:
-    _, status = os.waitpid(pid, 0)
+    """Wait for the end of a process, and end all that it has started in its group."""
+    deadline = time.monotonic() + ENDING_S
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            _kill(pid)
+        time.sleep(LOOK_S)
+    _, status = ended
     processes.discard(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(status)
 
 
@@ -95,12 +105,14 @@ def _kill(pid: int) -> None:
             end(pid, signal.SIGKILL)
 
 
-def _live(channel: socket.socket, page: Page, reward: Loaded, memory_mib: int) -> NoReturn:
+def _live(channel: socket.socket, page: Page, reward: Loaded, memory_mib: int, *, template: int) -> NoReturn:
     """Live as a process: calls until the actor hangs up."""
     code = 1
     try:
         os.setsid()
-        _die_with_parent(signal.SIGKILL)
+        die_with_parent()
+        if os.getppid() != template:
+            os._exit(1)
         _limit_memory(memory_mib)
         if reward.signature.is_async:
             asyncio.run(_serve_async(channel, page, reward))
@@ -114,12 +126,6 @@ def _live(channel: socket.socket, page: Page, reward: Loaded, memory_mib: int) -
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
-
-
-def _die_with_parent(number: int) -> None:
-    """Have the kernel send this signal when the parent ends; 0 is none. Linux alone knows how."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _limit_memory(memory_mib: int) -> None:

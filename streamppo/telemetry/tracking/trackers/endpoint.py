@@ -1,6 +1,12 @@
-"""A server on 127.0.0.1 with the newest numbers as text, which Prometheus scrapes."""
+"""A server on 127.0.0.1 with the newest numbers as text, which Prometheus scrapes.
 
-from collections.abc import Iterator, Sequence
+It answers requests that name it by a loopback name: no page of elsewhere reads it through a name of its own (DNS
+rebinding).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, start_http_server  # pyright: ignore[reportMissingImports]
 from prometheus_client.core import GaugeMetricFamily  # pyright: ignore[reportMissingImports]
@@ -11,6 +17,9 @@ from streamppo.telemetry.tracking.points import Point
 from streamppo.telemetry.tracking.trackers.run import Run
 
 LOOPBACK = "127.0.0.1"
+NAMES = (LOOPBACK, "localhost", "::1")
+"""Hosts of a request that is answered."""
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class Endpoint(Collector):
@@ -23,6 +32,9 @@ class Endpoint(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(run.port, LOOPBACK, registry)
+        answer = self._server.get_app()
+        assert answer is not None
+        self._server.set_app(_under_own_names(answer))
         self.address, self.port = self._server.server_address[:2]
 
     def send(self, points: Sequence[Point]) -> None:
@@ -45,3 +57,23 @@ class Endpoint(Collector):
         """Close the port: numbers of a run that has ended are not scraped."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def _under_own_names(answer: Application) -> Application:
+    """Refuse requests whose Host is none of `NAMES`."""
+
+    def guarded(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if _host(request.get("HTTP_HOST", "")) in NAMES:
+            return answer(request, start)
+        start("400 Bad Request", [("Content-Type", "text/plain")])
+        return [b"this address is answered under the names of loopback alone\n"]
+
+    return guarded
+
+
+def _host(header: str) -> str:
+    """The host of a Host header without its port; "" for none, and for one that is no host."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,51 @@
+"""The end of a process that has called other people's code: no thread, process or exit hook of theirs keeps it.
+
+threads in the user's code      have `GRACE_S` together, then the process ends without them
+everything that Python ends     threads of libraries, executors, processes of multiprocessing, exit hooks: `HOOKS_S`
+"""
+
+import multiprocessing
+import os
+import sys
+import threading
+from typing import NoReturn
+
+from streamppo.commands.echo import complain, flush
+from streamppo.tasks import places
+
+GRACE_S, HOOKS_S = 2.0, 5.0
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with the exit code `code`, after everything is written."""
+    theirs = {thread: place for thread in _lasting() if (place := places.of_thread(thread.ident or 0))}
+    for thread in theirs:
+        thread.join(GRACE_S / len(theirs))
+    endless = [place for thread, place in theirs.items() if thread.is_alive()]
+    if endless:
+        _end(code, f"a thread at {', '.join(endless)} goes on and is not waited for: make it a daemon, or end it")
+    last = threading.Timer(HOOKS_S, _end_late, [code])
+    last.daemon = True
+    last.start()
+    sys.exit(code)
+
+
+def _lasting() -> list[threading.Thread]:
+    """List the threads, besides this one, that Python waits for at its end."""
+    return [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
+
+
+def _end_late(code: int) -> None:
+    # The main thread itself waits for them, or is in an exit hook.
+    kept = [one.name for one in _lasting() if one is not threading.main_thread()]
+    kept += [one.name for one in multiprocessing.active_children()]
+    what = f"by {', '.join(kept)}" if kept else "by an exit hook (atexit)"
+    _end(code, f"the end is held up {what}, and is not waited for")
+
+
+def _end(code: int, reason: str) -> NoReturn:
+    complain(reason)
+    for one in multiprocessing.active_children():
+        one.kill()
+    flush()
+    os._exit(code)
