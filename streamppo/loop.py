@@ -131,7 +131,8 @@ def train(stages: Stages, record: Record) -> Reports:
     checkpoint = remote.newest(checkpoints, stages.address, at_most=record.complete_to)
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     configfile.save(config, stages.folder)
-    _evaluate(stages, record, newest)
+    if newest < config.updates:
+        _evaluate(stages, record, newest)
     while True:
         try:
             start = stages.start_learner(checkpoint)
@@ -201,6 +202,9 @@ def _finish(stages: Stages, record: Record) -> Reports:
 
 
 def _evaluate(stages: Stages, record: Record, version: int) -> None:
+    """Evaluate after `version`, unless that was done: the last version of a run that is resumed has its line."""
+    if version in record.evaluated:
+        return
     prompts = stages.config.evaluation.prompts
     evaluate(stages.calls, stages.crew, prompts, version, lambda parts: record.evaluation(version, parts))
 

@@ -7,6 +7,8 @@ RUN/replays/1.json    the recorded numbers beside the new ones, for each version
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TypedDict
 
@@ -14,6 +16,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from streamppo import durable
 from streamppo.commands.echo import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.change import moved
@@ -70,13 +73,22 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
         raise RunError(f"the learner: {describe(error)}") from error
     finally:
         ray.shutdown()
-    path = _report(run, changes, recorded, digests, reports)
     exact = all(config.learner.exact for config in configs.values())
-    if not changes:
-        _compare(recorded, digests, exact=exact)
+    other = [] if changes else _compare(recorded, digests, exact=exact)
     if changes or not exact:
         _print_curves(_curves(run, reports))
-    echo(f"report: {path}")
+    try:
+        echo(f"report: {_report(run, changes, recorded, digests, reports)}")
+    except RunError as error:
+        # What was asked for without changes is the verdict, and it is there.
+        if changes:
+            raise
+        echo(f"no report: {error}")
+    if other and exact:
+        raise Diverged(
+            f"{len(other)} of {len(digests)} versions have other weights than they had, the first is {other[0]}: "
+            "the software, the device or the number of ranks is another one"
+        )
     return 0
 
 
@@ -131,8 +143,8 @@ def _oldest_start(run: Path) -> Path | None:
     return path
 
 
-def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact: bool) -> None:
-    """Print one row for each version. Raises `Diverged` if a digest of an exact run is another one."""
+def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact: bool) -> list[int]:
+    """Print one row for each version, and a sentence about all. Returns the versions whose digest is another one."""
     rows = table("version", "weights", "")
     other: list[int] = []
     for version, digest in sorted(digests.items()):
@@ -140,16 +152,12 @@ def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact:
         rows.add_row(f"{version}", digest[:16], "as recorded" if same else f"recorded: {recorded[version].digest[:16]}")
         other += [] if same else [version]
     console().print(rows)
-    if other and exact:
-        raise Diverged(
-            f"{len(other)} of {len(digests)} versions have other weights than they had, the first is {other[0]}: "
-            "the software, the device or the number of ranks is another one"
-        )
     if not exact:
         same = len(digests) - len(other)
         echo(f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false others come near them")
-        return
-    echo(f"{len(digests)} versions, all of them bit for bit as they were")
+    elif not other:
+        echo(f"{len(digests)} versions, all of them bit for bit as they were")
+    return other
 
 
 def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[Curve]:
@@ -183,14 +191,30 @@ def _report(
     digests: Mapping[int, str],
     reports: Sequence[UpdateReport],
 ) -> Path:
-    folder = run / "replays"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{len(list(folder.iterdir())) + 1}.json"
+    """Write the report under a number that no report has had while it was there. Raises `RunError`."""
     content = {
         "set": list(changes),
         "same": [version for version, digest in sorted(digests.items()) if digest == recorded[version].digest],
         "digests": digests,
         "updates": _curves(run, reports),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    folder = run / "replays"
+    with durable.naming(folder, RunError):
+        durable.folder(folder)
+        path = _claimed(folder)
+        durable.write(path, (json.dumps(content, indent=1) + "\n").encode())
     return path
+
+
+def _claimed(folder: Path) -> Path:
+    """A new name, above every number there: whoever makes the file beside it (durable.py) has it for his own."""
+    taken = [path.name.partition(".")[0] for path in folder.iterdir()]
+    for number in count(1 + max((int(name) for name in taken if name.isdecimal()), default=0)):
+        path = folder / f"{number}.json"
+        with suppress(FileExistsError):
+            durable.aside(path).touch(exist_ok=False)
+            # Another replay may have claimed it, and settled it, since the folder was read.
+            if not path.exists():
+                return path
+            durable.aside(path).unlink()
+    raise AssertionError("numbers do not end")

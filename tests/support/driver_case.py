@@ -83,6 +83,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.restarts: list[tuple[str, str]] = []
+        self.evaluated = set[int]()
 
     version = 0
 
