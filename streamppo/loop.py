@@ -128,7 +128,7 @@ def train(stages: Stages, record: Record) -> Reports:
     config, checkpoints = stages.config, stages.folder / "checkpoints"
     # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap. Lines that are lost in
     # another way are not: training never waits for telemetry.
-    checkpoint = remote.newest(checkpoints, stages.address, at_most=record.complete_to)
+    checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.past())
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     configfile.save(config, stages.folder)
     if newest < config.updates:
@@ -147,7 +147,7 @@ def train(stages: Stages, record: Record) -> Reports:
             return _finish(stages, record)
         except LearnerLost as lost:
             stages.note(Stage.LEARNER, str(lost))
-            checkpoint = remote.newest(checkpoints, stages.address, at_most=record.complete_to)
+            checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.past())
 
 
 def _checkpoint(stages: Stages, version: int) -> None:

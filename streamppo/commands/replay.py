@@ -12,8 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import TypedDict
 
-import msgspec
 import ray
+from msgspec import structs
 from ray.exceptions import RayError
 
 from streamppo import durable
@@ -25,14 +25,14 @@ from streamppo.driver.actors import make_ranks
 from streamppo.driver.cluster import describe, here, init_ray
 from streamppo.driver.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
-from streamppo.learner import manifest, remote
+from streamppo.learner import history, manifest, remote
+from streamppo.learner.history import History
 from streamppo.queue import archive, continuation
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
 from streamppo.queue.source import ArchiveSource, as_source
 from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport, decode
-from streamppo.weights import ways
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
 """The metrics of the printed tables; the report has all of them."""
@@ -68,7 +68,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
         # The learning rate's schedule ends with the updates.
         last = min(last, max(config.updates for config in chosen.values()))
     try:
-        digests, reports = _remake(run, chosen, last)
+        digests, reports = _remake(run, History(chosen, history.digests(configs, recorded)), last)
     except RayError as error:
         raise RunError(f"the learner: {describe(error)}") from error
     finally:
@@ -98,44 +98,44 @@ def _changed(recorded: Config, present: Config, changes: Sequence[str]) -> Confi
     return configfile.change(recorded, [*places, *changes])
 
 
-def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[int, str], list[UpdateReport]]:
+def _remake(run: Path, past: History, last: int) -> tuple[dict[int, str], list[UpdateReport]]:
     """Make all versions to `last`: the digest of every version, the report of every update.
 
-    They begin with version 1, or after the oldest checkpoint whose batches are kept.
-
-    Each of `configs` holds from its version on.
+    They begin with version 1, or after the oldest checkpoint whose batches are kept, as the run's `past` has them.
     """
-    checkpoint = _oldest_start(run)
+    checkpoint = _oldest_start(run, past)
     start = int(checkpoint.name) if checkpoint else 0
     if last < start:
         raise JournalError(f"{run}: versions before {start} cannot be made again: their batches were not kept")
-    first = ways.at_rest(remote.told(configs[max(version for version in configs if version <= start)], run))
+    configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
+    past = structs.replace(past, configs=configs)
+    first = past.at(start)
     init_ray(first)
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
     resume_from = str(checkpoint) if checkpoint else None
-    ray.get([rank.setup.remote(address, model_path(first, run), resume_from) for rank in ranks])
+    told = history.encode(past)
+    ray.get([rank.setup.remote(address, model_path(first, run), resume_from, told) for rank in ranks])
     reports: list[UpdateReport] = []
-    for version in range(start, last):
-        if version > start and version in configs:
-            ray.get([rank.configure.remote(msgspec.msgpack.encode(configs[version])) for rank in ranks])
+    for _ in range(start, last):
         reports.append(decode(ray.get([rank.update.remote() for rank in ranks])[0], UpdateReport))
     ray.get([rank.settle.remote() for rank in ranks])
     return ray.get(source.digests.remote()), reports
 
 
-def _oldest_start(run: Path) -> Path | None:
-    """The oldest checkpoint from which every batch is there; None if all batches are.
+def _oldest_start(run: Path, past: History) -> Path | None:
+    """The oldest checkpoint of the run from which every batch is there; None if all batches are.
 
     Raises `JournalError` if there is no such checkpoint.
     """
     if not (first := min(archive.open(run).versions(), default=0)):
         return None
     folder, address = run / "checkpoints", remote.known(run)
-    copies = remote.Remote(address).versions() if address else []
-    found = {*(int(path.name) for path in manifest.complete(folder)), *copies}
+    copies = remote.Remote(address).versions(past) if address else []
+    here = [path for path in manifest.complete(folder) if manifest.is_of(path, past)]
+    found = {*(int(path.name) for path in here), *copies}
     if not (covered := sorted(version for version in found if version >= first)):
         raise JournalError(f"{run}: the archive begins with version {first}, and no checkpoint is as new as that")
     path = folder / f"{covered[0]:08d}"

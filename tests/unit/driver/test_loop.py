@@ -54,7 +54,7 @@ class Loop:
         patch.setattr(
             loop, "evaluate", lambda calls, crew, prompts, version, done: self.events.append(f"eval {version}")
         )
-        patch.setattr(manifest, "newest", lambda folder, at_most: self.newest(at_most))
+        patch.setattr(manifest, "newest", lambda folder, at_most, past: self.newest(at_most))
         self.record = record
 
     def newest(self, at_most: int) -> Path | None:
