@@ -98,7 +98,7 @@ def hand_over(store: Store, run: Path) -> None:
 def write(run: Path, address: str, claims: Sequence[str] = ()) -> None:
     """Let the run in the folder `run` have this address, with the tokens of its claims."""
     with durable.naming(run / ADDRESS, CheckpointError):
-        durable.write(run / ADDRESS, "\n".join([address, " ".join(claims[:TOKENS])]).strip().encode())
+        durable.write(run / ADDRESS, "\n".join([address, " ".join(claims[:TOKENS])]).strip().encode() + b"\n")
 
 
 def owns(names: Sequence[str], run: Path) -> bool:
