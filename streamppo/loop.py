@@ -128,10 +128,11 @@ def train(stages: Stages, record: Record) -> Reports:
     config, checkpoints = stages.config, stages.folder / "checkpoints"
     # Updates whose reports died with the driver are redone, so that metrics.jsonl has no gap. Lines that are lost in
     # another way are not: training never waits for telemetry.
-    checkpoint = remote.newest(checkpoints, stages.address, at_most=record.complete_to)
+    checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.past())
     newest = stages.begin(int(checkpoint.name) if checkpoint else 0)
     configfile.save(config, stages.folder)
-    _evaluate(stages, record, newest)
+    if newest < config.updates:
+        _evaluate(stages, record, newest)
     while True:
         try:
             start = stages.start_learner(checkpoint)
@@ -146,7 +147,7 @@ def train(stages: Stages, record: Record) -> Reports:
             return _finish(stages, record)
         except LearnerLost as lost:
             stages.note(Stage.LEARNER, str(lost))
-            checkpoint = remote.newest(checkpoints, stages.address, at_most=record.complete_to)
+            checkpoint = remote.newest(checkpoints, stages.address, record.complete_to, stages.past())
 
 
 def _checkpoint(stages: Stages, version: int) -> None:
@@ -201,6 +202,9 @@ def _finish(stages: Stages, record: Record) -> Reports:
 
 
 def _evaluate(stages: Stages, record: Record, version: int) -> None:
+    """Evaluate after `version`, unless that was done: the last version of a run that is resumed has its line."""
+    if version in record.evaluated:
+        return
     prompts = stages.config.evaluation.prompts
     evaluate(stages.calls, stages.crew, prompts, version, lambda parts: record.evaluation(version, parts))
 

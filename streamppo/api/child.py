@@ -20,9 +20,10 @@ from streamppo import __version__, durable, process
 from streamppo.api.messages import Given, Request, Told, line
 from streamppo.commands import end
 from streamppo.commands.checks import quick
+from streamppo.config import change
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import lock
+from streamppo.driver import completion, lock
 from streamppo.driver.interrupts import Interrupts
 from streamppo.errors import StreamppoError
 
@@ -73,6 +74,13 @@ def _begin(request: Request, channel: socket.socket) -> int:
 def _resume(request: Request, channel: socket.socket) -> int:
     folder = configfile.existing(Path(request.folder))
     config = configfile.load(folder / configfile.CONFIG, request.overrides)
+    with lock.driver_lock(folder):
+        if complete := completion.sentence(config, folder):
+            channel.sendall(line(Told(folder=str(folder))))
+            log.info(complete)
+            return 0
+    for text in change.described(configfile.load(folder / configfile.CONFIG), config):
+        log.info(text)
     quick.refuse(config)
     return _train(request, config, folder, channel, Interrupts())
 

@@ -28,8 +28,10 @@ from streamppo.cli.words import ConfigFile, Override, RunFolder, Whole, app
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands import subject
 from streamppo.commands.echo import complain, echo, flush
+from streamppo.config import change
 from streamppo.config import file as configfile
-from streamppo.driver import lock
+from streamppo.config.sections import Config
+from streamppo.driver import completion, inputs, lock
 from streamppo.driver.interrupts import Interrupts
 from streamppo.errors import ConfigError, RunError, StreamppoError
 
@@ -88,13 +90,15 @@ def run(
         echo(*configfile.show(loaded).split("\n"))
         return 0
     process.log_to_stdout()
+    if resume:
+        folder = configfile.existing(runs / loaded.name)
+        return _go_on(inputs.with_clock(loaded, folder), folder, f"{config}", accept_changes=False)
     subject.refuse(loaded)
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     interrupts = Interrupts()
     from streamppo import loop
 
-    runs = runs.resolve()
-    folder = configfile.existing(runs / loaded.name) if resume else loop.new_folder(loaded, runs)
+    folder = loop.new_folder(loaded, runs.resolve())
     with lock.driver_lock(folder):
         return loop.run(loaded, folder, started=STARTED, interrupts=interrupts)
 
@@ -115,12 +119,28 @@ def resume(
     folder = configfile.existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
     process.log_to_stdout()
-    subject.refuse(loaded)
-    interrupts = Interrupts()
-    from streamppo import loop
+    return _go_on(loaded, folder, ", ".join(overrides), accept_changes=accept_changes)
 
+
+def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool) -> int:
+    """Continue the run in `folder` with `config`, and say what is changed `by` a file or overrides, if they are named.
+
+    A run that has a driver, or nothing left to do, is known before anything heavy is imported.
+    """
     with lock.driver_lock(folder):
-        return loop.run(loaded, folder, started=STARTED, interrupts=interrupts, accept_changes=accept_changes)
+        if complete := completion.sentence(config, folder):
+            log.info(complete)
+            return 0
+        changes = change.described(configfile.load(folder / configfile.CONFIG), config)
+        for line in changes if by else ():
+            log.info(line)
+        if by and not changes:
+            log.info("%s: the run has this configuration already", by)
+        subject.refuse(config)
+        interrupts = Interrupts()
+        from streamppo import loop
+
+        return loop.run(config, folder, started=STARTED, interrupts=interrupts, accept_changes=accept_changes)
 
 
 @app.command

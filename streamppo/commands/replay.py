@@ -7,13 +7,16 @@ RUN/replays/1.json    the recorded numbers beside the new ones, for each version
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TypedDict
 
-import msgspec
 import ray
+from msgspec import structs
 from ray.exceptions import RayError
 
+from streamppo import durable
 from streamppo.commands.echo import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.change import moved
@@ -22,14 +25,14 @@ from streamppo.driver.actors import make_ranks
 from streamppo.driver.cluster import describe, here, init_ray
 from streamppo.driver.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
-from streamppo.learner import manifest, remote
+from streamppo.learner import history, manifest, remote
+from streamppo.learner.history import History
 from streamppo.queue import archive, continuation
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
 from streamppo.queue.source import ArchiveSource, as_source
 from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport, decode
-from streamppo.weights import ways
 
 SHOWN = ("policy_loss", "entropy", "proximal_kl", "behavior_kl", "ess", "grad_norm")
 """The metrics of the printed tables; the report has all of them."""
@@ -65,18 +68,27 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
         # The learning rate's schedule ends with the updates.
         last = min(last, max(config.updates for config in chosen.values()))
     try:
-        digests, reports = _remake(run, chosen, last)
+        digests, reports = _remake(run, History(chosen, history.digests(configs, recorded)), last)
     except RayError as error:
         raise RunError(f"the learner: {describe(error)}") from error
     finally:
         ray.shutdown()
-    path = _report(run, changes, recorded, digests, reports)
     exact = all(config.learner.exact for config in configs.values())
-    if not changes:
-        _compare(recorded, digests, exact=exact)
+    other = [] if changes else _compare(recorded, digests, exact=exact)
     if changes or not exact:
         _print_curves(_curves(run, reports))
-    echo(f"report: {path}")
+    try:
+        echo(f"report: {_report(run, changes, recorded, digests, reports)}")
+    except RunError as error:
+        # What was asked for without changes is the verdict, and it is there.
+        if changes:
+            raise
+        echo(f"no report: {error}")
+    if other and exact:
+        raise Diverged(
+            f"{len(other)} of {len(digests)} versions have other weights than they had, the first is {other[0]}: "
+            "the software, the device or the number of ranks is another one"
+        )
     return 0
 
 
@@ -86,44 +98,44 @@ def _changed(recorded: Config, present: Config, changes: Sequence[str]) -> Confi
     return configfile.change(recorded, [*places, *changes])
 
 
-def _remake(run: Path, configs: Mapping[int, Config], last: int) -> tuple[dict[int, str], list[UpdateReport]]:
+def _remake(run: Path, past: History, last: int) -> tuple[dict[int, str], list[UpdateReport]]:
     """Make all versions to `last`: the digest of every version, the report of every update.
 
-    They begin with version 1, or after the oldest checkpoint whose batches are kept.
-
-    Each of `configs` holds from its version on.
+    They begin with version 1, or after the oldest checkpoint whose batches are kept, as the run's `past` has them.
     """
-    checkpoint = _oldest_start(run)
+    checkpoint = _oldest_start(run, past)
     start = int(checkpoint.name) if checkpoint else 0
     if last < start:
         raise JournalError(f"{run}: versions before {start} cannot be made again: their batches were not kept")
-    first = ways.at_rest(remote.told(configs[max(version for version in configs if version <= start)], run))
+    configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
+    past = structs.replace(past, configs=configs)
+    first = past.at(start)
     init_ray(first)
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))
     address = ranks[0].rendezvous.remote()
     resume_from = str(checkpoint) if checkpoint else None
-    ray.get([rank.setup.remote(address, model_path(first, run), resume_from) for rank in ranks])
+    told = history.encode(past)
+    ray.get([rank.setup.remote(address, model_path(first, run), resume_from, told) for rank in ranks])
     reports: list[UpdateReport] = []
-    for version in range(start, last):
-        if version > start and version in configs:
-            ray.get([rank.configure.remote(msgspec.msgpack.encode(configs[version])) for rank in ranks])
+    for _ in range(start, last):
         reports.append(decode(ray.get([rank.update.remote() for rank in ranks])[0], UpdateReport))
     ray.get([rank.settle.remote() for rank in ranks])
     return ray.get(source.digests.remote()), reports
 
 
-def _oldest_start(run: Path) -> Path | None:
-    """The oldest checkpoint from which every batch is there; None if all batches are.
+def _oldest_start(run: Path, past: History) -> Path | None:
+    """The oldest checkpoint of the run from which every batch is there; None if all batches are.
 
     Raises `JournalError` if there is no such checkpoint.
     """
     if not (first := min(archive.open(run).versions(), default=0)):
         return None
     folder, address = run / "checkpoints", remote.known(run)
-    copies = remote.Remote(address).versions() if address else []
-    found = {*(int(path.name) for path in manifest.complete(folder)), *copies}
+    copies = remote.Remote(address).versions(past) if address else []
+    here = [path for path in manifest.complete(folder) if manifest.is_of(path, past)]
+    found = {*(int(path.name) for path in here), *copies}
     if not (covered := sorted(version for version in found if version >= first)):
         raise JournalError(f"{run}: the archive begins with version {first}, and no checkpoint is as new as that")
     path = folder / f"{covered[0]:08d}"
@@ -131,8 +143,8 @@ def _oldest_start(run: Path) -> Path | None:
     return path
 
 
-def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact: bool) -> None:
-    """Print one row for each version. Raises `Diverged` if a digest of an exact run is another one."""
+def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact: bool) -> list[int]:
+    """Print one row for each version, and a sentence about all. Returns the versions whose digest is another one."""
     rows = table("version", "weights", "")
     other: list[int] = []
     for version, digest in sorted(digests.items()):
@@ -140,16 +152,12 @@ def _compare(recorded: Mapping[int, Made], digests: Mapping[int, str], *, exact:
         rows.add_row(f"{version}", digest[:16], "as recorded" if same else f"recorded: {recorded[version].digest[:16]}")
         other += [] if same else [version]
     console().print(rows)
-    if other and exact:
-        raise Diverged(
-            f"{len(other)} of {len(digests)} versions have other weights than they had, the first is {other[0]}: "
-            "the software, the device or the number of ranks is another one"
-        )
     if not exact:
         same = len(digests) - len(other)
         echo(f"{len(digests)} versions, {same} of them as recorded: with learner.exact = false others come near them")
-        return
-    echo(f"{len(digests)} versions, all of them bit for bit as they were")
+    elif not other:
+        echo(f"{len(digests)} versions, all of them bit for bit as they were")
+    return other
 
 
 def _curves(run: Path, reports: Sequence[UpdateReport]) -> list[Curve]:
@@ -183,14 +191,30 @@ def _report(
     digests: Mapping[int, str],
     reports: Sequence[UpdateReport],
 ) -> Path:
-    folder = run / "replays"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{len(list(folder.iterdir())) + 1}.json"
+    """Write the report under a number that no report has had while it was there. Raises `RunError`."""
     content = {
         "set": list(changes),
         "same": [version for version, digest in sorted(digests.items()) if digest == recorded[version].digest],
         "digests": digests,
         "updates": _curves(run, reports),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    folder = run / "replays"
+    with durable.naming(folder, RunError):
+        durable.folder(folder)
+        path = _claimed(folder)
+        durable.write(path, (json.dumps(content, indent=1) + "\n").encode())
     return path
+
+
+def _claimed(folder: Path) -> Path:
+    """A new name, above every number there: whoever makes the file beside it (durable.py) has it for his own."""
+    taken = [path.name.partition(".")[0] for path in folder.iterdir()]
+    for number in count(1 + max((int(name) for name in taken if name.isdecimal()), default=0)):
+        path = folder / f"{number}.json"
+        with suppress(FileExistsError):
+            durable.aside(path).touch(exist_ok=False)
+            # Another replay may have claimed it, and settled it, since the folder was read.
+            if not path.exists():
+                return path
+            durable.aside(path).unlink()
+    raise AssertionError("numbers do not end")

@@ -9,9 +9,11 @@ import torch.distributed.checkpoint as dcp
 from msgspec import structs
 from torch import Tensor
 
+from streamppo.commands.echo import echo
 from streamppo.config.sections import Config, Model, model_path
-from streamppo.errors import CheckpointError
-from streamppo.learner import adapters, manifest, pretrained, remote
+from streamppo.errors import CheckpointError, JournalError
+from streamppo.learner import adapters, history, manifest, pretrained, remote
+from streamppo.learner.history import History
 from streamppo.weights import buckets
 from streamppo.weights.adapters import merged
 from streamppo.weights.buckets import Shard
@@ -30,10 +32,12 @@ def of_checkpoint(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
     Raises `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its weights are
-    not those that were pushed; `ModelError` if the run's first model, whose settings say the shapes, is not there.
+    not those that were pushed, as the journal has them too; `ModelError` if the run's first model, whose settings say
+    the shapes, is not there.
     """
-    path = _checkpoint(run, version)
-    state = manifest.verify_whole(path)
+    past = _past(config, run)
+    path = _checkpoint(run, version, past)
+    state = manifest.verify_whole(path, past)
     start, model = model_path(config, run), config.model
     tensors = _read(path, start, model)
     still = {} if model.lora is None else of_model(start, model.dtype)
@@ -54,12 +58,23 @@ def of_model(path: str, dtype: str) -> dict[str, Tensor]:
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in lm.named_parameters()}
 
 
-def _checkpoint(run: Path, version: int | None) -> Path:
+def _past(config: Config, run: Path) -> History | None:
+    """The versions as the journal has them; None, with a note, if it cannot be read: weights get out all the same."""
+    try:
+        return history.of_run(run, config)
+    except JournalError as error:
+        echo(f"{error}: the weights are compared with their checkpoint alone")
+        return None
+
+
+def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
+    """The checkpoint of `version`, else the newest one of this run; of several that are not, the newest is refused."""
     folder, address = run / "checkpoints", remote.known(run)
     found = {int(path.name): path for path in manifest.complete(folder)}
-    wanted = max(found, default=None) if version is None else version
+    whole = [one for one in found if version is None and manifest.is_of(found[one], past)]
+    wanted = max(whole or found, default=None) if version is None else version
     if address and wanted not in found:
-        copies = remote.Remote(address).versions()
+        copies = remote.Remote(address).versions(past)
         wanted = max(copies, default=None) if wanted is None else wanted
         found |= {one: folder / f"{one:08d}" for one in copies if one not in found}
         if wanted in found:

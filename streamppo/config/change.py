@@ -1,5 +1,6 @@
 """Compare the configuration of a run with the one that it is resumed with, field by field."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -66,6 +67,13 @@ def fields(config: Config) -> dict[str, object]:
     return dict(_leaves("", msgspec.to_builtins(config)))
 
 
+def described(before: Config, after: Config) -> list[str]:
+    """A line for every value that differs: "learner.lr: 0.001 -> 0.0003"."""
+    was, becomes = fields(before), fields(after)
+    names = [name for name in dict.fromkeys((*was, *becomes)) if was.get(name) != becomes.get(name)]
+    return [f"{name}: {_shown(was, name)} -> {_shown(becomes, name)}" for name in names]
+
+
 def moved(before: Config, after: Config) -> dict[str, str]:
     """Paths of `before` that `after` has at another place under the same name, by dotted name; their values there."""
     was, becomes = fields(before), fields(after)
@@ -74,6 +82,10 @@ def moved(before: Config, after: Config) -> dict[str, str]:
         for name, value in becomes.items()
         if isinstance(value, str) and was.get(name) != value and _name(was.get(name)) == _name(value)
     }
+
+
+def _shown(values: dict[str, object], name: str) -> str:
+    return json.dumps(values[name]) if values.get(name) is not None else "none"
 
 
 def _placeless(config: Config) -> dict[str, object]:

@@ -1,10 +1,12 @@
 """A run's driver, as other commands see it: is it there, and how is it asked for another number of rollout actors?
 
-RUN/driver.lock    locked by the driver as long as it lives; the kernel releases it however the driver ends
+RUN                the folder is locked (flock) as long as its driver lives, whatever is deleted in it; the kernel
+                   releases it however the driver ends
 RUN/scale.json     the number of rollout actors that a command asks for
 RUN/scale.taken    the same, while the driver sees to it; gone when it has, and config.toml has the number
 """
 
+import fcntl
 import os
 import shlex
 import time
@@ -13,15 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from filelock import FileLock, Timeout
 
 from streamppo import durable
 from streamppo.config.base import Positive, Section
 from streamppo.errors import RunError
 
-LOCK = "driver.lock"
 LOCK_S = 1.0
-"""How long a driver tries to lock: longer than `is_running` has the lock, to see that no driver has it."""
+"""How long a driver tries to lock: longer than `is_running` has the lock, which it shares."""
 SCALE = "scale.json"
 ACCEPTED = "scale.taken"
 WAIT_S = 60.0
@@ -41,38 +41,52 @@ def driver_lock(folder: Path) -> Generator[None]:
 
     Requests to the driver before are forgotten: a run begins with the configuration that it is given.
     """
-    lock = FileLock(folder / LOCK, timeout=LOCK_S, fallback_to_soft=False)
-    if not _acquired(lock):
-        raise RunError(f"{folder}: this run is already running, in another process")
-    try:
-        for name in (SCALE, ACCEPTED):
-            with durable.naming(folder / name, RunError):
-                (folder / name).unlink(missing_ok=True)
+    with _opened(folder) as opened:
+        deadline = time.monotonic() + LOCK_S
+        while not _locked(folder, opened, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise RunError(f"{folder}: this run is already running, in another process")
+            time.sleep(POLL_S)
+        for request in (folder / SCALE, folder / ACCEPTED):
+            _forget(request)
         yield
-    finally:
-        lock.release()
+
+
+def _forget(request: Path) -> None:
+    # A disk that is read-only refuses to delete what is not there.
+    if request.exists():
+        with durable.naming(request, RunError):
+            request.unlink(missing_ok=True)
 
 
 def is_running(folder: Path) -> bool:
-    """Tell if the run has a driver that lives. Raises `RunError` where the file system has no locks."""
-    if not (folder / LOCK).exists():
-        return False
-    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
-    if not _acquired(lock):
-        return True
-    lock.release()
-    return False
+    """Tell if the run has a driver that lives; writes nothing. Raises `RunError` where the file system has no locks."""
+    with _opened(folder) as opened:
+        return not _locked(folder, opened, fcntl.LOCK_SH)
 
 
-def _acquired(lock: FileLock) -> bool:
+@contextmanager
+def _opened(folder: Path) -> Generator[int]:
+    """The folder, opened to be locked: its lock is released when it is closed."""
     try:
-        lock.acquire()
-    except Timeout:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise RunError(f"{folder}: {error.strerror}") from error
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _locked(folder: Path, opened: int, kind: int) -> bool:
+    try:
+        fcntl.flock(opened, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
     except OSError as error:
-        # A file that cannot be opened is named in its error; a lock that is refused is of a file that is open.
-        advice = "" if error.filename else ": a run's folder must be on a file system with locks (flock)"
-        raise RunError(f"{lock.lock_file}: {error.strerror}{advice}") from error
+        raise RunError(
+            f"{folder}: {error.strerror}: a run's folder must be on a file system with locks (flock)"
+        ) from error
     return True
 
 

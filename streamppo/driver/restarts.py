@@ -17,6 +17,8 @@ class Restarts:
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._within_s = watchdog.restarts_s
+        # A death that is out of sight has nobody together with it.
+        self._together_s = min(TOGETHER_S, watchdog.restarts_s)
         self._begun: deque[float] = deque()
         self._together: set[str] = set()
 
@@ -25,7 +27,7 @@ class Restarts:
 
         The learner's at 0 s and that of rollout 0 at 2 s are one; that of rollout 0 at 4 s is the second.
         """
-        if not self._begun or present - self._begun[-1] > TOGETHER_S or who in self._together:
+        if not self._begun or present - self._begun[-1] > self._together_s or who in self._together:
             self._begun.append(present)
             self._together.clear()
         self._together.add(who)

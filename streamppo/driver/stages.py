@@ -37,7 +37,8 @@ from streamppo.driver.restarts import Restarts
 from streamppo.driver.silence import Silence
 from streamppo.driver.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
-from streamppo.learner import manifest, remote
+from streamppo.learner import history, manifest, remote
+from streamppo.learner.history import History
 from streamppo.queue.source import as_source
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.record import Record
@@ -101,6 +102,10 @@ class Stages:
             self._follow_shard(number, "")
         return newest
 
+    def past(self) -> History:
+        """All that the journal says of the run's versions at present."""
+        return history.of_run(self.folder, self._told)
+
     def start_learner(self, checkpoint: Path | None) -> int:
         """Load model and `checkpoint` in ranks that were never used, push the weights, let the rollout actors generate.
 
@@ -122,7 +127,8 @@ class Stages:
             store.bring_model(self._told, model)
         address = self.ranks[0].rendezvous.remote()
         resume_from = str(checkpoint) if checkpoint else None
-        loading = [rank.setup.remote(address, model, resume_from) for rank in self.ranks]
+        past = history.encode(self.past())
+        loading = [rank.setup.remote(address, model, resume_from, past) for rank in self.ranks]
         version = self.calls.wait(loading, "loading the model")[0]
         self._loaded_ranks = {actor_id(rank): f"learner-{number}" for number, rank in enumerate(self.ranks)}
         self.crew.generate()

@@ -28,6 +28,7 @@ from streamppo import durable
 from streamppo.config.sections import Checkpoint
 from streamppo.errors import CheckpointError
 from streamppo.learner import manifest
+from streamppo.learner.history import History
 from streamppo.learner.manifest import Damaged, Files, State
 from streamppo.learner.policy import rank_in_copy
 from streamppo.learner.remote import Copier, Remote
@@ -163,11 +164,11 @@ def own_group() -> dist.ProcessGroup:
     return made
 
 
-def load_newest(path: Path, trained: Trained, address: str = "") -> State | None:
+def load_newest(path: Path, trained: Trained, address: str = "", past: History | None = None) -> State | None:
     """Load the checkpoint at `path` in place; where a file is damaged, the newest one before it. A collective.
 
-    Ranks fetch files that they lack from `address`, if there is one. None if all of them are damaged. Raises the other
-    errors of `load`.
+    So where it is not of the run's `past`. Ranks fetch files that they lack from `address`, if there is one. None if
+    all of them are damaged. Raises the other errors of `load`.
     """
     copies = Remote(address) if address else None
     here = [found.name for found in manifest.complete(path.parent)]
@@ -176,7 +177,7 @@ def load_newest(path: Path, trained: Trained, address: str = "") -> State | None
     for name in _told(sorted(before), dist.group.WORLD)[::-1]:
         one = path.with_name(name)
         try:
-            return load(one, trained, copies)
+            return load(one, trained, copies, past)
         except Damaged as error:
             if _leads(one.parent, dist.group.WORLD) and one.is_dir():
                 manifest.set_aside(one, error)
@@ -204,15 +205,15 @@ def reference_has_moved(path: Path) -> bool:
     return _told(found, dist.group.WORLD)
 
 
-def load(path: Path, trained: Trained, copies: Remote | None = None) -> State:
+def load(path: Path, trained: Trained, copies: Remote | None = None, past: History | None = None) -> State:
     """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
 
     A rank fetches what it lacks from `copies`. Raises `CheckpointError` on all ranks if another number of ranks wrote
-    it, or if a rank lacks a file; `Damaged` if a file is not as it was written.
+    it, or if a rank lacks a file; `Damaged` if a file is not as it was written, or not of the run's `past`.
     """
     parameter = next(trained.policy.parameters())
     writer = rank_in_copy(parameter.device_mesh) if isinstance(parameter, DTensor) else dist.get_rank()
-    state = _verify(path, writer, copies)
+    state = _verify(path, writer, copies, past)
     if state.ranks != dist.get_world_size():
         raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
     tensors = _tensors(trained, state)
@@ -232,14 +233,14 @@ def load(path: Path, trained: Trained, copies: Remote | None = None) -> State:
     return state
 
 
-def _verify(path: Path, shards_of: int, copies: Remote | None) -> State:
+def _verify(path: Path, shards_of: int, copies: Remote | None, past: History | None) -> State:
     """Let every rank verify the files that it reads, of which the rank `shards_of` wrote the shards.
 
     The first error of any rank is raised by all, a missing file before damage.
     """
     found: State | CheckpointError
     try:
-        found = manifest.verify(path, dist.get_rank(), shards_of, copies.fetch if copies else None)
+        found = manifest.verify(path, dist.get_rank(), shards_of, copies.fetch if copies else None, past)
     except CheckpointError as error:
         found = error
     errors = [one for one in _gather(found, dist.group.WORLD) if isinstance(one, CheckpointError)]

@@ -27,6 +27,7 @@ from streamppo.learner import (
 from streamppo.learner.batch import PaddedBatch
 from streamppo.learner.checkpoint import Trained
 from streamppo.learner.fetch import OwnRows
+from streamppo.learner.history import History
 from streamppo.learner.manifest import State
 from streamppo.learner.policy import Policy
 from streamppo.learner.reference import Without
@@ -161,10 +162,12 @@ def build(
     mesh: DeviceMesh,
     publish: Publish,
     resume_from: str | None,
+    past: History | None = None,
 ) -> Learner:
     """Load the model at `model_path`, or the checkpoint at `resume_from`, onto the ranks of `mesh`. A collective.
 
-    `publish` is called for every version that is pushed. Raises `ModelError` or `CheckpointError`.
+    `publish` is called for every version that is pushed. A checkpoint that is not of the run's `past` counts as
+    damaged. Raises `ModelError` or `CheckpointError`.
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
@@ -182,7 +185,7 @@ def build(
     updater = _updater(config, loaded, adamw, frozen)
     trained, version, lag = Trained(loaded, adamw, reference.own(updater.reference)), 0, None
     if resume_from is not None and (
-        state := checkpoint.load_newest(Path(resume_from), trained, config.checkpoint.remote)
+        state := checkpoint.load_newest(Path(resume_from), trained, config.checkpoint.remote, past)
     ):
         version, lag = state.version, Lag(*state.lag) if state.lag else None
         optimizer.configure(adamw, config)

@@ -21,6 +21,7 @@ import msgspec
 
 from streamppo import durable
 from streamppo.errors import CheckpointError
+from streamppo.learner.history import History
 
 MANIFEST = "manifest.json"
 
@@ -63,7 +64,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Damaged(CheckpointError):
-    """A file is not as it was written."""
+    """A file is not as it was written, or of another run."""
 
 
 def seal(folder: Path, pattern: str) -> dict[str, str]:
@@ -80,31 +81,37 @@ def write(folder: Path, state: State, files: Files) -> None:
     durable.write(folder / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1).encode())
 
 
-def read(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises `Damaged`."""
+def read(path: Path, past: History | None = None) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises `Damaged`, also if it is not of the run's `past`."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise Damaged(f"{path / MANIFEST}: cannot be read: {error}") from error
     if manifest.check != _check(manifest.state, manifest.files) or path.name != f"{manifest.state.version:08d}":
         raise Damaged(f"{path / MANIFEST}: damaged: it does not match its own checksum")
+    if past is not None and (reason := past.refusal(manifest.state.version, manifest.state.digest)):
+        raise Damaged(f"{path}: {reason}")
     return manifest
 
 
 def verify(
-    path: Path, rank: int, shards_of: int | None = None, fetch: Callable[[str, str, Path], None] | None = None
+    path: Path,
+    rank: int,
+    shards_of: int | None = None,
+    fetch: Callable[[str, str, Path], None] | None = None,
+    past: History | None = None,
 ) -> State:
     """The state in the checkpoint at `path`, once the files that `rank` reads are verified.
 
     They are its own, and those of the rank `shards_of`, which wrote the shards of both if a model has several copies.
-    Files that are missing or damaged come by `fetch` (version, name, folder), if there is one. Raises `Damaged`, or
-    `CheckpointError` for a file that is not there; both name it.
+    Files that are missing or damaged come by `fetch` (version, name, folder), if there is one. Raises `Damaged`, also
+    if its weights are not those of the run's `past`, or `CheckpointError` for a file that is not there; both name it.
     """
     if fetch is not None and not (path / MANIFEST).is_file():
         fetch(path.name, MANIFEST, path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: not on the disk of rank {rank}, which reads a part of it")
-    manifest = read(path)
+    manifest = read(path, past)
     writers = {rank, rank if shards_of is None else shards_of}
     read_here = [manifest.files.ranks[writer] for writer in writers if writer < manifest.state.ranks]
     files = {name: expected for some in (manifest.files.shared, *read_here) for name, expected in some.items()}
@@ -126,25 +133,36 @@ def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
     return None
 
 
-def verify_whole(path: Path) -> State:
+def is_of(path: Path, past: History | None) -> bool:
+    """Tell, and say why not, if the manifest of the checkpoint at `path` is whole and of the run's `past`."""
+    try:
+        read(path, past)
+    except Damaged as error:
+        log.info("%s", error)
+        return False
+    return True
+
+
+def verify_whole(path: Path, past: History | None = None) -> State:
     """The state in the checkpoint at `path`, once the files of every rank are verified: all of them are here.
 
-    Raises `Damaged`, or `CheckpointError` for a file that is not there; both name it.
+    Raises `Damaged`, or `CheckpointError` for a file that is not there, or if it is not of the run's `past`.
     """
-    state = read(path).state
+    state = read(path, past).state
     for rank in range(state.ranks):
         verify(path, rank)
     return state
 
 
-def newest(folder: Path, at_most: float = math.inf) -> Path | None:
+def newest(folder: Path, at_most: float = math.inf, past: History | None = None) -> Path | None:
     """The newest checkpoint under `folder` with a whole manifest, or None, of versions up to `at_most`.
 
-    One whose manifest is damaged is named and moved out of the way. The ranks verify the files.
+    One whose manifest is damaged, or not of the run's `past`, is named and moved out of the way. The ranks verify the
+    files.
     """
     for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
         try:
-            read(path)
+            read(path, past)
         except Damaged as error:
             set_aside(path, error)
         else:

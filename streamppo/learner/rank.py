@@ -19,12 +19,16 @@ from ray.actor import ActorProxy
 
 from streamppo import process
 from streamppo.config.sections import Config
+from streamppo.learner import history
+from streamppo.learner.history import History
 from streamppo.queue.source import BEAT_S, BatchSource
 from streamppo.types import UpdateReport, decode, encode
 from streamppo.weights import store
 from streamppo.weights.ledger import Published
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from streamppo.learner.learner import Learner
     from streamppo.weights.transport import BucketRef
 
@@ -51,6 +55,7 @@ class Rank:
         self._fetcher = Fetcher(queue)
         self._build = build
         self._built: Learner | None = None
+        self._history = History({0: self._config})
         torch.set_num_threads(self._config.learner.threads)
         transformers.utils.logging.disable_progress_bar()
 
@@ -72,19 +77,21 @@ class Rank:
             self._put(store.MODEL, folder)
 
     @ray.method
-    def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None) -> int:
-        """Join the group, load the model or a checkpoint, push the first version. Returns that version."""
+    def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None, past: bytes) -> int:
+        """Join the group, load the model or a checkpoint, push the first version. Returns that version.
+
+        `past` is the encoded `History` of the run: each of its configurations holds from its version on.
+        """
         from streamppo.learner import device
 
+        self._history = history.decode(past)
         store.bring_model(self._config, model_path)
-        ranks, critic = self._config.learner.ranks, self._config.algorithm.critic
-        place = device.acquire(self._config.learner.gpus, exact=self._config.learner.exact)
-        device.join(place, address, self._rank, ranks, offload=self._config.learner.offload)
-        mesh = device.mesh_of(place.type, self._config.learner.mesh)
-        learner = self._built = self._build(self._config, model_path, mesh, self._publish, resume_from)
+        chosen = self._history.at(_version(resume_from)).learner
+        place = device.acquire(chosen.gpus, exact=chosen.exact)
+        device.join(place, address, self._rank, chosen.ranks, offload=chosen.offload)
+        mesh = device.mesh_of(place.type, chosen.mesh)
+        learner = self._built = self._load(model_path, mesh, resume_from)
         device.expect_updates(mesh, *learner.policy.slices.groups())
-        if critic.pretrain and resume_from is None:
-            learner.pretrain(self._fetcher.archived(critic.pretrain))
         life = ray.get(self._queue.another_life.remote(""))
         Thread(target=self._follow_queue, args=(life, learner), name="follow queue", daemon=True).start()
         learner.push()
@@ -104,8 +111,9 @@ class Rank:
             return b""
         wait_s = time.perf_counter() - begin
         assert fetched.batch.version == learner.version, "a batch of another version"
-        if learner.version + 1 < learner.config.updates:
-            self._fetcher.start(learner.version + 1, learner.own_rows)
+        following = learner.version + 1
+        if following not in self._history.configs and following < learner.config.updates:
+            self._fetcher.start(following, learner.own_rows)
         scheduled = learner.follow_schedule(fetched.lags)
         batch, updater = fetched.batch.to(learner.updater.device), learner.updater
         updated = updater.update(batch)
@@ -113,6 +121,7 @@ class Rank:
         metrics |= learner.steer(metrics, fetched.lags, scheduled) | learner.speed(updated, metrics)
         learner.version += 1
         pushed = learner.push(learned)
+        self._follow_history(learner)
         metrics |= {
             "wait_s": wait_s,
             "fetch_s": fetched.fetch_s,
@@ -122,14 +131,6 @@ class Rank:
         }
         lags, phases = fetched.lags, process.spent()
         return encode(UpdateReport(version=learner.version, metrics=metrics, lag_histogram=lags, phases=phases))
-
-    @ray.method
-    def configure(self, config: bytes) -> None:
-        """Let `config` hold from the present version on, as it did in a run that was resumed with changes."""
-        self._config = msgspec.msgpack.decode(config, type=Config)
-        learner = self._learner()
-        learner.configure(self._config)
-        self._fetcher.start(learner.version, learner.own_rows)
 
     @ray.method
     def settle(self) -> None:
@@ -150,6 +151,31 @@ class Rank:
         if self._rank == 0:
             self._put(store.FINAL, folder)
         return digest
+
+    def _load(self, model_path: str, mesh: "DeviceMesh", resume_from: str | None) -> "Learner":
+        """Build the learner as it was configured at the version that it loads, which may be before the one asked for.
+
+        A damaged checkpoint leads to the one before it, or to the first model, whose critic learns anew.
+        """
+        while True:
+            asked = _version(resume_from)
+            learner = self._build(self._history.at(asked), model_path, mesh, self._publish, resume_from, self._history)
+            if resume_from is None:
+                if critic := learner.config.algorithm.critic.pretrain:
+                    learner.pretrain(self._fetcher.archived(critic))
+                return learner
+            if learner.version == asked or (learner.version and self._history.at(learner.version) is learner.config):
+                return learner
+            resume_from = str(Path(resume_from).with_name(f"{learner.version:08d}")) if learner.version else None
+            del learner
+
+    def _follow_history(self, learner: "Learner") -> None:
+        """Let the configuration hold that holds from the present version on, in a run that was resumed with changes."""
+        if (config := self._history.configs.get(learner.version)) is None:
+            return
+        learner.configure(config)
+        if learner.version < config.updates:
+            self._fetcher.start(learner.version, learner.own_rows)
 
     def _put(self, what: str, folder: str) -> None:
         """Leave a folder at the run's address for nodes that do not see this disk."""
@@ -178,3 +204,8 @@ class Rank:
         while True:
             life = ray.get(self._queue.another_life.remote(life))
             learner.pusher.again()
+
+
+def _version(checkpoint: str | None) -> int:
+    """The version of a checkpoint by its path; 0 of the first model."""
+    return int(Path(checkpoint).name) if checkpoint else 0

@@ -98,13 +98,15 @@ class QueueActor(ArchivedRuns):
     async def begin(self, version: int) -> int:
         """Begin anew with a driver whose learner starts from `version`: nobody samples. Returns the newest version.
 
-        Raises `CheckpointError` if versions must be redone and the configuration is not the one that made them, or if
-        it changes what a run keeps.
+        Versions between the two are made again, each with the configuration that it was made with. Raises
+        `CheckpointError` if the configuration changes what a run keeps.
         """
         self._queue.lost_all()
         self._tickets.lost_all()
         before, newest = continuation.newest_config(self._journal), self._queue.state.version
-        continuation.refuse_other(before, self.config, newest, lambda: version)
+        continuation.refuse_other(before, self.config)
+        if version < newest:
+            log.info("versions %d to %d are made again, as they were made", version + 1, newest)
         if before is None or learning(before) != learning(self.config):
             self._journal.configure(newest, msgspec.msgpack.encode(self.config))
         await self._commits.commit()
@@ -259,7 +261,7 @@ class QueueActor(ArchivedRuns):
         and let engines pull its weights. Returns a `Published`, to all ranks.
 
         `learned` is the encoded `Learned` of its batch; empty without a batch. A version that was published before must
-        have the same weights again where `learner.exact` says so, and keeps its first digest elsewhere. Raises
+        have the same weights again where `learner.exact` held for it, and keeps its first digest elsewhere. Raises
         `Diverged` if it has others, `QueueError` for a learner that was given up for dead, and `WeightsError` if the
         shares are not those of one version.
         """
@@ -299,7 +301,7 @@ class QueueActor(ArchivedRuns):
             self._made[version] = Made(version=version, digest=digest, archived=archived)
             self._commits.publish(self._made[version], consumed)
             self._archiving.pop(version - 1, None)
-        elif known.digest != digest and self.config.learner.exact:
+        elif known.digest != digest and continuation.is_exact(continuation.configs(self._journal), version):
             raise Diverged(
                 f"version {version} was made again and has other weights ({digest[:12]}, first "
                 f"{known.digest[:12]}): the software, the device or the number of ranks is another one"

@@ -1,12 +1,12 @@
 """Rules for going on with a run: what it keeps, and what must be there. Pure: no Ray."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from streamppo.config.change import kept, learning
+from streamppo.config.change import kept
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, JournalError
 from streamppo.queue import bodies, shards
@@ -32,23 +32,19 @@ def newest_config(journal: Journal) -> Config | None:
     return next(reversed(configs(journal).values()), None)
 
 
-def refuse_other(before: Config | None, config: Config, newest: int, start: Callable[[], int]) -> None:
-    """Raise `CheckpointError` if `config` changes what a run keeps, or how a version is made that must be made again.
+def is_exact(recorded: Mapping[int, Config], version: int) -> bool:
+    """True if `version` has the same weights whenever it is made: every configuration on the way to it is exact."""
+    return all(config.learner.exact for since, config in recorded.items() if since < max(version, 1))
 
-    The run had `before` last and has made version `newest`. The learner will begin with version `start()`, which is
-    asked for only if it matters.
-    """
+
+def refuse_other(before: Config | None, config: Config) -> None:
+    """Raise `CheckpointError` if `config` changes what a run keeps that had `before` last."""
     if before is None:
         return
     was, becomes = kept(before), kept(config)
     for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
         raise CheckpointError(
             f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"
-        )
-    if learning(before) != learning(config) and (version := start()) < newest:
-        raise CheckpointError(
-            f"versions {version + 1} to {newest} must be redone as they were made, and the configuration is another "
-            "one: resume without changes first, and stop with a signal"
         )
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 from zlib import crc32
 
 from streamppo.errors import CheckpointError
@@ -21,7 +22,8 @@ from streamppo.weights.store import Store
 JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", "run"
 """Folders at a run's address."""
 LIFE = "standby.life"
-"""The file in a run's folder that has the number of its life; without it that is 0."""
+"""The file in a run's folder that has the name of its life; without it that is the first one."""
+FIRST = "0000"
 RETRY_S = 5.0
 """Seconds between two attempts to reach a store that has been away for long."""
 T = TypeVar("T")
@@ -40,10 +42,18 @@ class Copies:
         content = crc32(row).to_bytes(4, "little") + row
         self._patiently(lambda: self._store.put(folder, {name: io.BytesIO(content)}))
 
-    def put_file(self, folder: str, path: Path, name: str = "") -> None:
-        """Copy a file as it is. Raises `OSError` if it cannot be read here."""
+    def put_bytes(self, folder: str, name: str, content: bytes) -> None:
+        """Copy `content` as it is."""
+        self._patiently(lambda: self._store.put(folder, {name: io.BytesIO(content)}))
+
+    def put_file(self, folder: str, path: Path, name: str) -> None:
+        """Copy a file as it is, under `name`. Raises `OSError` if it cannot be read here."""
         with path.open("rb") as file:
-            self._patiently(lambda: self._store.put(folder, {name or path.name: file}))
+            self._patiently(lambda: self._store.put(folder, {name: file}))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of each file in a folder there."""
+        return self._patiently(lambda: self._store.sizes(folder))
 
     def names(self, folder: str) -> list[str]:
         """The names of what is in a folder there."""
@@ -74,10 +84,13 @@ def read(found: Store, folder: str, name: str) -> bytes | None:
 
 
 def life(run: Path) -> str:
-    """The name of the life of the run in the folder `run`; they sort in their order."""
-    return life_name(int((run / LIFE).read_text()) if (run / LIFE).is_file() else 0)
+    """The name of the life of the run in the folder `run`, and of its folders; they sort in their order."""
+    return (run / LIFE).read_text() if (run / LIFE).is_file() else FIRST
 
 
-def life_name(number: int) -> str:
-    """The name of the folders of a life."""
-    return f"{number:04d}"
+def next_life(before: str) -> str:
+    """The name of a life that follows one, and is nobody else's: a run may be restored twice.
+
+    Example: 0001-5e6f7a8b follows 0000.
+    """
+    return f"{int(before.partition('-')[0]) + 1:04d}-{uuid4().hex[:8]}"

@@ -1,21 +1,40 @@
 """Makes the folder of a run of its copies at an address (standby.py): `resume` goes on with it. Pure: no Ray."""
 
+import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from uuid import uuid4
+from zlib import crc32
 
 import msgspec
 
 from streamppo import durable
+from streamppo.config import file as configfile
 from streamppo.errors import CheckpointError, JournalError
 from streamppo.queue import continuation, copies, shards
 from streamppo.queue.archive import Archive, checksums
-from streamppo.queue.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RUN, SHARDS, life_name
+from streamppo.queue.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RUN, SHARDS
 from streamppo.queue.journal import Journal
-from streamppo.queue.standby import BASE, Configured, CopiedBodies, Entry, Forgot, Wrote, crc, name
+from streamppo.queue.standby import (
+    BASE,
+    DIGITS,
+    FILES,
+    Configured,
+    CopiedBodies,
+    Entry,
+    Forgot,
+    Wrote,
+    copy_name,
+    crc,
+    number_of,
+    token_of,
+)
 from streamppo.types import Identity, Trajectory, decode
-from streamppo.weights import store
+from streamppo.weights import owner, store
 from streamppo.weights.store import Store
+
+log = logging.getLogger(__name__)
 
 
 def restore(address: str, run: Path) -> None:
@@ -30,36 +49,82 @@ def restore(address: str, run: Path) -> None:
     if not lives:
         raise CheckpointError(f"{address}: no copy of a journal is there: only a run with queue.standby makes one")
     aside = durable.aside(run.with_name(f"{run.name}.{uuid4().hex}"))
-    with durable.naming(run, CheckpointError):
-        durable.folder(aside)
-        for file in found.names(RUN):
-            found.fetch(RUN, file, aside)
-        durable.write(aside / store.ADDRESS, found.address.encode())
-        durable.write(aside / LIFE, life_name(int(lives[-1]) + 1).encode())
-    if found.names(store.MODEL):
-        found.fetch_folder(store.MODEL, aside / store.MODEL)
-    journal = _restored(found, f"{JOURNAL}/{lives[-1]}", aside)
     try:
-        for version, files in checksums(journal.versions().values()).items():
-            for path in Archive(aside / ARCHIVE, {}).paths(version, len(files)):
-                found.fetch(ARCHIVE, path.name, aside / ARCHIVE)
-        _restore_shards(found, f"{SHARDS}/{lives[-1]}", aside, journal)
+        with durable.naming(run, CheckpointError):
+            durable.folder(aside)
+        _fill(found, lives[-1], aside)
+        with durable.naming(run, CheckpointError):
+            durable.rename(aside, run)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fill(found: Store, life: str, run: Path) -> None:
+    """Make all files of a run in the folder `run` of the copies of a `life`."""
+    owner.hand_over(found, run)
+    with durable.naming(run, CheckpointError):
+        durable.write(run / LIFE, copies.next_life(life).encode())
+    if found.names(store.MODEL):
+        found.fetch_folder(store.MODEL, run / store.MODEL)
+    journal, token = _restored(found, f"{JOURNAL}/{life}", run)
+    try:
+        _restore_archive(found, run / ARCHIVE, journal)
+        _restore_shards(found, f"{SHARDS}/{life}", run, journal, token)
+        _restore_files(found, f"{RUN}/{life}", run, journal)
     finally:
         journal.close()
-    with durable.naming(run, CheckpointError):
-        durable.rename(aside, run)
 
 
-def _restored(found: Store, folder: str, run: Path) -> Journal:
-    """Make the journal of a run of the newest copy that is whole, and of the transactions behind it."""
-    names = found.names(folder)
-    journal = _based(found, folder, [one for one in names if one.endswith(BASE)], run)
-    behind = [one for one in names if not one.endswith(BASE) and one > name(journal.number)]
-    for one, entry in _whole(found, folder, behind):
-        if one != name(journal.number + 1):
+def _restore_archive(found: Store, archive: Path, journal: Journal) -> None:
+    """Fetch the file of every batch, by the name of its copy."""
+    for version, files in checksums(journal.versions().values()).items():
+        for path, checksum in zip(Archive(archive, {}).paths(version, len(files)), files, strict=True):
+            name = copy_name(path, checksum)
+            found.fetch(ARCHIVE, name, archive)
+            with durable.naming(path, JournalError):
+                durable.rename(archive / name, path)
+
+
+def _restore_files(found: Store, folder: str, run: Path, journal: Journal) -> None:
+    """Make what else a resume reads, as the newest whole copies have it.
+
+    A configuration of which there is none is the newest one of the journal.
+    """
+    for file in FILES:
+        if (content := _newest_whole(found, folder, file)) is not None:
+            with durable.naming(run / file, CheckpointError):
+                durable.write(run / file, content)
+    config = continuation.newest_config(journal)
+    if not (run / configfile.CONFIG).is_file() and config is not None:
+        log.info("%s/%s: no whole copy of %s: that of the journal is taken", found.address, folder, configfile.CONFIG)
+        configfile.save(config, run)
+
+
+def _newest_whole(found: Store, folder: str, file: str) -> bytes | None:
+    named = [name for name in found.names(folder) if name.startswith(f"{file}.")]
+    for name in sorted(named, reverse=True):
+        content = found.read(folder, name)
+        if name.endswith(f"-{crc32(content):08x}"):
+            return content
+    return None
+
+
+def _restored(found: Store, folder: str, run: Path) -> tuple[Journal, str]:
+    """Make the journal of a run of the newest copy that is whole, and of the transactions behind it.
+
+    Returns the token of the claim under which they were written too.
+    """
+    names, claims = found.names(folder), found.names(owner.OWNERS)
+    bases = [one for one in names if one.endswith(BASE)]
+    # Those of the folder that claimed the address last; of the one before if it has copied nothing yet.
+    bases.sort(key=lambda base: token_of(base) == owner.newest(claims))
+    journal, token = _based(found, folder, bases, run)
+    by_it = [one for one in names if not one.endswith(BASE) and token_of(one) == token]
+    for one, entry in _whole(found, folder, [one for one in by_it if number_of(one) > journal.number]):
+        if number_of(one) != journal.number + 1:
             raise JournalError(f"{found.address}/{folder}: transaction {journal.number + 1} is missing")
         _repeat(journal, entry)
-    return journal
+    return journal, token
 
 
 def _whole(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[str, Entry]]:
@@ -72,14 +137,15 @@ def _whole(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[st
             raise JournalError(f"{found.address}/{folder}/{one}: damaged, and transactions follow")
 
 
-def _based(found: Store, folder: str, bases: Sequence[str], run: Path) -> Journal:
+def _based(found: Store, folder: str, bases: Sequence[str], run: Path) -> tuple[Journal, str]:
+    """The journal of the last of `bases` that is whole, and the token of the claim under which it was written."""
     for base in reversed(bases):
-        number, checksum = base.removesuffix(BASE).split("-")
+        checksum = base[DIGITS + 1 :].partition(".")[0]
         found.fetch(folder, base, run)
         if f"{crc(run / base):08x}" == checksum:
             with durable.naming(run, JournalError):
                 durable.rename(run / base, run / "journal.sqlite")
-            return Journal.restored(run / "journal.sqlite", int(number))
+            return Journal.restored(run / "journal.sqlite", number_of(base)), token_of(base)
         (run / base).unlink()
     raise JournalError(f"{found.address}/{folder}: no whole copy of the journal is there")
 
@@ -94,7 +160,7 @@ def _repeat(journal: Journal, entry: Entry) -> None:
             journal.forget(before, first_slot)
 
 
-def _restore_shards(found: Store, folder: str, run: Path, journal: Journal) -> None:
+def _restore_shards(found: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
     """Make the journals of a run's shards. Raises `JournalError` if one lacks what the queue has a record of."""
     config = continuation.newest_config(journal)
     held = [slot.identity for slot in journal.slots() if slot.record]
@@ -102,15 +168,18 @@ def _restore_shards(found: Store, folder: str, run: Path, journal: Journal) -> N
     for number in numbers:
         # Written again as by the shard itself, it is copied for the life that begins.
         bodies = CopiedBodies(run, number, found.address)
-        for trajectories in _stored(found, f"{folder}/{number}"):
+        for trajectories in _stored(found, f"{folder}/{number}", token):
             bodies.write(trajectories)
         bodies.read([one for one in held if one.prompt % len(numbers) == number])
         bodies.close()
 
 
-def _stored(found: Store, folder: str) -> Iterator[dict[Identity, bytes]]:
-    """The encoded trajectories of each file of a shard's; one that is cut off was acknowledged to nobody."""
-    for one in found.names(folder):
+def _stored(found: Store, folder: str, token: str) -> Iterator[dict[Identity, bytes]]:
+    """The encoded trajectories of each file of a shard's; one that is cut off was acknowledged to nobody.
+
+    Files under the claim of `token` come first, and count: another folder may have gone on with the address.
+    """
+    for one in sorted(found.names(folder), key=lambda one: token_of(one) != token):
         try:
             row = copies.read(found, folder, one)
         except CheckpointError:

@@ -1,17 +1,18 @@
 """A copy of journal and archive at an address of fsspec's: a run outlives the disk of its queue (`queue.standby`).
 
-ADDRESS/journal/0000/000000000012-1a2b3c4d.base     the journal after transaction 12, as a file, with its CRC-32
-ADDRESS/journal/0000/000000000013                   the next transaction, behind its CRC-32
-ADDRESS/shards/0000/1/5e6f...                       the trajectories of a transaction of shard 1, in the same way
-ADDRESS/archive/00000007.zarr.zip                   a file of the archive, as it is on the disk
-ADDRESS/run/config.toml                             what else `resume` reads; metrics.jsonl as of the last checkpoint
+ADDRESS/journal/0000/000000000012-1a2b3c4d.TOKEN.base    the journal after transaction 12, as a file, with its CRC-32
+ADDRESS/journal/0000/000000000013.TOKEN             the next transaction, behind its CRC-32
+ADDRESS/shards/0000/1/5e6f...TOKEN                  the trajectories of a transaction of shard 1, in the same way
+ADDRESS/archive/00000007.1a2b3c4d5e6f.zarr.zip      a file of the archive, as it is on the disk, and its SHA-256
+ADDRESS/run/0000/config.toml.000000000012-1a2b3c4d  what else `resume` reads, as of transaction 12, with its CRC-32
 ADDRESS/lives/0000                                  says that the copy of a life is whole; the newest one counts
 
-The queue copies its journal, and the archive with the parts of all shards; each shard copies what it is given.
-copies.py says what a copy promises, and restore.py makes a run's folder of it. Pure: no Ray.
+TOKEN is that of the claim (weights/owner.py) under which it was written: nothing is mixed of two folders that go on
+with one address. The queue copies its journal, and the archive with the parts of all shards; each shard copies what it
+is given. copies.py says what a copy promises, and restore.py makes a run's folder of it. Pure: no Ray.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 from uuid import uuid4
@@ -29,9 +30,10 @@ from streamppo.queue.copies import ARCHIVE, JOURNAL, LIVES, RUN, SHARDS, Copies
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Changes, Made
 from streamppo.types import Crossing, Identity, encode
-from streamppo.weights import store
+from streamppo.weights import owner, store
 
 BASE = ".base"
+DIGITS = 12
 FILES = ("config.toml", "inputs.json", "metrics.jsonl")
 """Files of a run's folder, beside journal and archive, that `resume` reads if they are there."""
 BASE_EVERY = 1000
@@ -75,14 +77,16 @@ class CopiedJournal(Journal):
         self._run, self._every, self._copies = run, every, Copies(address)
         self._archive = Archive(run / ARCHIVE, {})
         self._life = copies.life(run)
-        self._folder = f"{JOURNAL}/{self._life}"
+        self._folder, self._token = f"{JOURNAL}/{self._life}", owner.token(run)
         self._entries = 0
+        self._copied: dict[str, int] = {}
 
     def fence(self) -> None:
         """See `Journal.fence`. The copy begins anew with all that is here: the writer before may have copied less."""
         super().fence()
-        self._refuse_later_life()
+        self._refuse_others()
         self._copy_base()
+        self._copy_archive()
         self._copy_run()
         self._copies.put(LIVES, self._life, b"")
 
@@ -92,10 +96,9 @@ class CopiedJournal(Journal):
         """See `Journal.write`."""
         super().write(changes, made, before_commit)
         if made:
-            self._refuse_later_life()
-        for version, files in checksums(made).items():
-            for path in self._archive.paths(version, len(files)):
-                self._copy_file(ARCHIVE, path)
+            self._refuse_others()
+        for path, name in self._archived(checksums(made)):
+            self._copy_file(ARCHIVE, path, name)
         if any(self._every and one.version % self._every == 0 for one in made):
             self._copy_run()
         self._copy(Wrote(changes=changes, made=tuple(made)))
@@ -111,14 +114,13 @@ class CopiedJournal(Journal):
         dropped = [one for one in checksums(self.versions().values()).items() if one[0] < before]
         super().forget(before, first_slot)
         self._copy(Forgot(before=before, first_slot=first_slot))
-        for version, files in dropped:
-            for path in self._archive.paths(version, len(files)):
-                self._copies.delete(ARCHIVE, path.name)
+        for _, name in self._archived(dict(dropped)):
+            self._copies.delete(ARCHIVE, name)
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _copy(self, entry: Entry) -> None:
-        self._copies.put(self._folder, name(self._number), encode(entry))
+        self._copies.put(self._folder, entry_name(self._number, self._token), encode(entry))
         self._entries += 1
         if self._entries >= BASE_EVERY:
             self._copy_base()
@@ -129,28 +131,53 @@ class CopiedJournal(Journal):
         with self._errors_named():
             aside.unlink(missing_ok=True)
             self.back_up(aside)
-            base = f"{name(self._number)}-{crc(aside):08x}{BASE}"
+            base = f"{name(self._number)}-{crc(aside):08x}{_behind(self._token)}{BASE}"
             self._copies.put_file(self._folder, aside, base)
             aside.unlink()
         self._entries = 0
         for old in self._copies.names(self._folder):
-            if old < base:
+            if old != base and number_of(old) <= self._number:
                 self._copies.delete(self._folder, old)
 
+    def _copy_archive(self) -> None:
+        """Copy the batches of which the address has no copy, or a part of one: a writer died, or had no address."""
+        there = self._copies.sizes(ARCHIVE)
+        for path, name in self._archived(checksums(self.versions().values())):
+            if path.is_file() and there.get(name) != path.stat().st_size:
+                self._copy_file(ARCHIVE, path, name)
+
+    def _archived(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
+        """The paths of files of the archive, by version with their SHA-256, and the name of the copy of each."""
+        for version, sums in files.items():
+            for path, checksum in zip(self._archive.paths(version, len(sums)), sums, strict=True):
+                yield path, copy_name(path, checksum)
+
     def _copy_run(self) -> None:
+        """Copy what else a resume reads, each file under a new name before the one before it goes."""
+        folder = f"{RUN}/{self._life}"
         for file in FILES:
-            if (self._run / file).is_file():
-                self._copy_file(RUN, self._run / file)
+            with self._errors_named():
+                content = (self._run / file).read_bytes() if (self._run / file).is_file() else b""
+            if not content or self._copied.get(file) == crc32(content):
+                continue
+            name = run_name(file, self._number, content)
+            self._copies.put_bytes(folder, name, content)
+            self._copied[file] = crc32(content)
+            for old in self._copies.names(folder):
+                if old.startswith(f"{file}.") and old < name:
+                    self._copies.delete(folder, old)
 
-    def _copy_file(self, folder: str, path: Path) -> None:
+    def _copy_file(self, folder: str, path: Path, name: str) -> None:
         with self._errors_named():
-            self._copies.put_file(folder, path)
+            self._copies.put_file(folder, path, name)
 
-    def _refuse_later_life(self) -> None:
-        """Raise `JournalError` if the run was restored elsewhere: that one goes on, and not this one."""
-        if max(self._copies.names(LIVES), default="") > self._life:
+    def _refuse_others(self) -> None:
+        """Raise `JournalError` if the run goes on in another folder: one that was restored, or copied, later."""
+        owners = self._copies.names(owner.OWNERS)
+        if max(self._copies.names(LIVES), default="") > self._life or not owner.owns(owners, self._run):
             raise JournalError(
-                f"{self.path}: the run was restored from {self._copies.address}, where it goes on: this one ends here"
+                f"{self.path}: the run was restored from {self._copies.address} or its folder was copied, and there it "
+                f"goes on: this one ends here; {owner.forget(self._run)}"
             )
 
 
@@ -164,6 +191,7 @@ class CopiedBodies(Bodies):
     def __init__(self, run: Path, number: int, address: str) -> None:
         super().__init__(run, number)
         self._copies, self._folder = Copies(address), f"{SHARDS}/{copies.life(run)}/{number}"
+        self._token = owner.token(run)
         self._needed: dict[str, set[Identity]] = {}
         before = self._copies.names(self._folder)
         for some in self.all(TOGETHER):
@@ -185,7 +213,7 @@ class CopiedBodies(Bodies):
                 del self._needed[old]
 
     def _copy(self, encoded: Mapping[Identity, bytes]) -> None:
-        copy = uuid4().hex
+        copy = f"{uuid4().hex}{_behind(self._token)}"
         self._copies.put(self._folder, copy, encode(tuple(map(msgspec.Raw, encoded.values()))))
         with self._lock:
             self._needed[copy] = set(encoded)
@@ -209,9 +237,39 @@ def bodies_of(run: Path, number: int, config: Config) -> Bodies:
     return CopiedBodies(run, number, store.known(run)) if config.queue.standby else Bodies(run, number)
 
 
+def copy_name(path: Path, checksum: str) -> str:
+    """The name of the copy of a file of the archive: another batch of the same version never takes its place."""
+    stem, dot, end = path.name.partition(".zarr.")
+    return f"{stem}.{checksum[:12]}{dot}{end}"
+
+
+def run_name(file: str, number: int, content: bytes) -> str:
+    """The name of the copy of a run's file, which is as of transaction `number`; they sort in their order."""
+    return f"{file}.{name(number)}-{crc32(content):08x}"
+
+
+def entry_name(number: int, token: str) -> str:
+    """The name of the copy of a transaction by the folder whose claim of the address has this token."""
+    return f"{name(number)}{_behind(token)}"
+
+
+def token_of(copy: str) -> str:
+    """The token of the claim under which a copy was written; empty without one."""
+    return copy.removesuffix(BASE).partition(".")[2]
+
+
+def number_of(copy: str) -> int:
+    """The number of the transaction that a copy is, or that a whole journal is as of."""
+    return int(copy[:DIGITS])
+
+
 def name(number: int) -> str:
-    """The name of the copy of a transaction; they sort in their order."""
-    return f"{number:012d}"
+    """The number of a transaction as it begins a name: they sort in their order."""
+    return f"{number:0{DIGITS}d}"
+
+
+def _behind(token: str) -> str:
+    return f".{token}" if token else ""
 
 
 def crc(path: Path) -> int:

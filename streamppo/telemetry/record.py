@@ -71,6 +71,8 @@ class Record:
         self.checksum = ""
         before, damage = metrics_file.content(folder)
         self._lost = bool(damage) or not before
+        self.evaluated = {line["evaluation"] for line in before if "evaluation" in line}
+        """The versions after which an evaluation was asked for, and answered."""
         self.diagnosis = diagnosis
         self._sinks = sinks
         for line in before:
@@ -134,6 +136,7 @@ class Record:
         versions = [min(part.min_version for part in parts), max(part.max_version for part in parts)]
         answers = {"accuracy": accuracy, "count": count, "failed": failed, "versions": versions}
         self._write("evaluation", asked, answers)
+        self.evaluated.add(asked)
         begin = f"[{self.wall_s:6.1f}s] version {asked:4d}:"
         if accuracy is None:
             why = f"all {failed} held-out prompts failed" if failed else "the task holds no prompt out"

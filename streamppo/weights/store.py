@@ -11,10 +11,11 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from streamppo import durable
 from streamppo.config.sections import BUILTIN, Config
@@ -86,7 +87,20 @@ class Store:
                 found: Sequence[str] = self._files.ls(place, detail=False)
             except FileNotFoundError:
                 return []
-        return sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+        names = sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+        # A writer that died has left it.
+        return [name for name in names if not name.endswith(durable.ASIDE)]
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of each file in a folder there; none of one that is not there."""
+        place = f"{self._root}/{folder}"
+        with self.named():
+            self._files.invalidate_cache()
+            try:
+                found: Sequence[dict[str, Any]] = self._files.ls(place, detail=True)
+            except FileNotFoundError:
+                return {}
+        return {one["name"].rpartition("/")[2]: int(one["size"] or 0) for one in found}
 
     def read(self, folder: str, name: str) -> bytes:
         """The content of a file."""
@@ -122,14 +136,21 @@ class Store:
         file.seek(0)
         with self.named():
             self._files.makedirs(folder, exist_ok=True)
-            with self._files.open(f"{folder}/{name}", "wb") as theirs:
+            # An object store shows a file when it is whole; a folder shows what is half written.
+            is_folder = isinstance(self._files, LocalFileSystem)
+            path = Path(folder) / name
+            aside = f"{path}.{uuid4().hex}{durable.ASIDE}" if is_folder else f"{folder}/{name}"
+            with self._files.open(aside, "wb") as theirs:
                 shutil.copyfileobj(file, theirs, PART_BYTES)
+            if is_folder:
+                durable.flush(Path(aside))
+                durable.rename(Path(aside), path)
 
 
 def known(folder: Path) -> str:
     """The address of the copies of the run in `folder`; empty if it has none."""
     file = folder / ADDRESS
-    return file.read_text() if file.is_file() else ""
+    return (file.read_text().split() or [""])[0] if file.is_file() else ""
 
 
 def bring_model(config: Config, path: str) -> None:

@@ -41,7 +41,7 @@ def test_a_run_whose_queue_and_its_disk_are_gone_goes_on_from_the_copies(shards:
         process.wait()
         assert gone(runs)
     made = len(updates(runs))
-    address = (runs / "math" / "remote.address").read_text()
+    address = (runs / "math" / "remote.address").read_text().split()[0]
     shutil.rmtree(runs)
     done = command("resume", str(again), "--from", address)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -83,6 +83,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.restarts: list[tuple[str, str]] = []
+        self.evaluated = set[int]()
 
     version = 0
 
@@ -122,6 +123,7 @@ class Case:
         patch.setattr(stages, "make_ranks", lambda config, queue, place, group: [Actor(f"learner-0.{group}")])
         patch.setattr(stages, "Placement", lambda config: place)
         patch.setattr(stages.reward_model, "create", lambda *_: {})
+        patch.setattr(stages.history, "encode", lambda past: "past")
         patch.setattr(stages, "inside", lambda actor, *_: f"{actor.name}.prove()")
         self.stages: Any = stages.Stages(config, folder, self.record, interrupts)
         self.crew, self.calls = self.stages.crew, self.stages.calls
@@ -139,7 +141,7 @@ class Case:
         model = self.folder / "model"
         self.ray.values |= {
             f"{group}.make_model({model})": None,
-            f"{group}.setup({group}.rendezvous(), {model}, None)": 0,
+            f"{group}.setup({group}.rendezvous(), {model}, None, past)": 0,
         }
         self.stages.start_learner(None)
         return self

@@ -1,5 +1,6 @@
 """`streamppo export`: the weights of any checkpoint, by transformers' own means, are those that were pushed."""
 
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -120,9 +121,42 @@ def test_a_folder_that_exists_is_refused_and_the_versions_are_named(
     assert cli.main(["export", str(run), "--version", "4", "--to", str(out)]) == 1
     assert "no checkpoint of version 4; there are 3, 5" in capsys.readouterr().err
     assert cli.main(["export", str(run), "--to", str(out)]) == 1
-    assert "its weights are not those of version 5 that the engines had" in capsys.readouterr().err
+    assert (
+        "00000005: of another run: its weights are other, and version 5 of the journal has " in capsys.readouterr().err
+    )
     assert not out.exists()
     out.mkdir()
     assert cli.main(["export", str(run), "--to", str(out)]) == 1
     assert f"{out}: exists" in capsys.readouterr().err
     assert list(out.iterdir()) == []
+
+
+def test_a_copy_of_a_run_never_gets_the_weights_of_the_first_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both have the address of the first one, which has gone on: version 5 there is not version 5 of the copy."""
+    model_at(tmp_path / "model", tied=True)
+    config = case.config_of(f"model.path={tmp_path / 'model'}", "checkpoint.keep=9")
+    for name, versions in (("first", (1, 3, 5)), ("copy", (3, 5))):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        checkpointed(tmp_path / name, config, versions)
+        (tmp_path / name / "remote.address").write_text(f"file://{tmp_path}/first/checkpoints")
+    copy = tmp_path / "copy"
+    shutil.rmtree(copy / "checkpoints" / "00000005")
+    assert cli.main(["export", str(copy), "--version", "5", "--to", str(tmp_path / "out")]) == 1
+    assert "no checkpoint of version 5; there are 3" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "first" / "checkpoints" / "00000005", copy / "checkpoints" / "00000005")
+    assert cli.main(["export", str(copy), "--version", "5", "--to", str(tmp_path / "out")]) == 1
+    assert "00000005: of another run: its weights are " in capsys.readouterr().err
+    assert cli.main(["export", str(copy), "--to", str(tmp_path / "out")]) == 0, "the newest of its own"
+    assert "version 3, weights " in capsys.readouterr().out
+
+
+def test_weights_get_out_though_the_journal_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_at(tmp_path / "model", tied=True)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    checkpointed(run, case.config_of(f"model.path={tmp_path / 'model'}"), (3,))
+    (run / "journal.sqlite").write_bytes(b"damaged")
+    assert cli.main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    assert "the weights are compared with their checkpoint alone" in capsys.readouterr().out

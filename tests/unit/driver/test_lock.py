@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,6 @@ from threading import Timer
 
 import pytest
 from conftest import REPOSITORY
-from filelock import FileLock
 
 from streamppo.cli import main
 from streamppo.config import file as configfile
@@ -34,17 +34,34 @@ def test_a_run_has_one_driver_and_is_running_as_long_as_it_lives(tmp_path: Path)
 
 
 def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
-    (tmp_path / "driver.lock").mkdir()
-    with pytest.raises(RunError, match=r"driver\.lock: Is a directory$"), lock.driver_lock(tmp_path):
-        pass
+    (tmp_path / "file").touch()
+    for name, reason in (("file", "Not a directory"), ("gone", "No such file or directory")):
+        with pytest.raises(RunError, match=rf"{name}: {reason}$"), lock.driver_lock(tmp_path / name):
+            pass
+
+
+def test_a_run_is_locked_whatever_is_deleted_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "driver.lock").touch()
+    with lock.driver_lock(tmp_path):
+        for path in list(tmp_path.iterdir()):
+            path.unlink()
+        assert lock.is_running(tmp_path)
+        with pytest.raises(RunError, match="already running"), lock.driver_lock(tmp_path):
+            pass
+
+
+def test_a_look_at_a_run_writes_nothing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    assert not lock.is_running(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_driver_that_starts_while_a_command_looks_is_not_refused(tmp_path: Path) -> None:
     with lock.driver_lock(tmp_path):
         pass
-    looking = FileLock(tmp_path / lock.LOCK, thread_local=False)
-    looking.acquire()
-    Timer(lock.LOCK_S / 5, looking.release, [True]).start()
+    looking = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    Timer(lock.LOCK_S / 5, os.close, [looking]).start()
     with lock.driver_lock(tmp_path):
         assert lock.is_running(tmp_path)
 
@@ -70,9 +87,9 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
     with lock.driver_lock(tmp_path):
         pass
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(RunError, match=r"driver\.lock: No locks available: .* file system with locks"):
+    with pytest.raises(RunError, match=r"No locks available: .* file system with locks"):
         lock.driver_lock(tmp_path).__enter__()
-    with pytest.raises(RunError, match=r"driver\.lock: No locks available: .* file system with locks"):
+    with pytest.raises(RunError, match=r"No locks available: .* file system with locks"):
         lock.is_running(tmp_path)
 
 

@@ -54,7 +54,7 @@ class Loop:
         patch.setattr(
             loop, "evaluate", lambda calls, crew, prompts, version, done: self.events.append(f"eval {version}")
         )
-        patch.setattr(manifest, "newest", lambda folder, at_most: self.newest(at_most))
+        patch.setattr(manifest, "newest", lambda folder, at_most, past: self.newest(at_most))
         self.record = record
 
     def newest(self, at_most: int) -> Path | None:
@@ -131,7 +131,17 @@ def test_a_run_that_has_all_its_updates_is_finished_once_more(looped: Any) -> No
     run, made = looped()
     run.record.version = 4
     loop.train(run.stages, run.record)
-    assert made.events == ["eval 4", "start 4", *END]
+    assert made.events == ["start 4", *END], "and evaluated once"
+
+
+@pytest.mark.parametrize(("updates", "evaluations"), [(6, ["eval 6"]), (4, [])])
+def test_a_version_that_was_evaluated_is_not_evaluated_again_by_a_resume(
+    looped: Any, updates: int, evaluations: list[str]
+) -> None:
+    run, made = looped(f"updates={updates}")
+    run.record.version, run.record.evaluated = 4, {0, 3, 4}
+    loop.train(run.stages, run.record)
+    assert [event for event in made.events if event.startswith("eval")] == evaluations
 
 
 def test_a_new_folder_can_be_resumed_from_its_first_moment_and_takes_no_name_that_is_taken(

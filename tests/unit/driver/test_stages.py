@@ -91,7 +91,7 @@ def death(name: str) -> Any:
 def test_a_rank_that_dies_is_a_lost_learner_and_new_ranks_forget_the_checkpoint_of_the_dead(driver_case: Make) -> None:
     run = driver_case(1, "model.path=somewhere")
     run.ray.values |= {
-        f"learner-0.{n}.setup(learner-0.{n}.rendezvous(), somewhere, {path})": path
+        f"learner-0.{n}.setup(learner-0.{n}.rendezvous(), somewhere, {path}, past)": path
         for n, path in ((0, None), (1, "00000004"))
     }
     run.stages.start_learner(None)

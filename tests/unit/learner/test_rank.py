@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.learner import device, learner
+from streamppo.learner import device, history, learner
 from streamppo.learner import rank as module
+from streamppo.learner.history import History
 from streamppo.learner.rank import Rank
 from streamppo.learner.ulysses import WHOLE
 from streamppo.queue.source import BEAT_S
@@ -24,18 +25,26 @@ class Parts:
         self.beats: list[str] = []
         self.paused_s: list[float] = []
         self.heard_twice = Event()
-        self.version, self.own_rows = 7, None
+        self.built: list[tuple[float, str | None]] = []
+        self.loaded: Callable[[str | None], int] = lambda resume_from: 7 if resume_from else 0
+        self.own_rows = None
         self.policy = SimpleNamespace(slices=WHOLE)
         note = SimpleNamespace(remote=lambda *_: "life")
         self.queue: Any = SimpleNamespace(another_life=note, beat=SimpleNamespace(remote=self.beat))
         for name in ("acquire", "join", "mesh_of", "expect_updates"):
             patch.setattr(device, name, self.noting(name))
-        patch.setattr(learner, "build", lambda *_: (self.asked.append("build"), self)[1])
+        patch.setattr(learner, "build", self.build)
         patch.setattr(module, "time", SimpleNamespace(sleep=self.sleep))
         patch.setattr(module.ray, "get", lambda ref: ref)
         patch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "my id"))
         patch.setattr(Rank, "_follow_queue", lambda *_: None)
         self.push, self.start = self.noting("push"), self.noting("fetch")
+
+    def build(self, config: Config, model: str, mesh: object, publish: object, resume_from: str | None, *_: Any) -> Any:
+        self.asked.append("build")
+        self.built.append((config.learner.lr, resume_from))
+        self.config, self.version = config, self.loaded(resume_from)
+        return self
 
     def noting(self, name: str) -> Callable[..., Any]:
         return lambda *_, **__: self.asked.append(name) or SimpleNamespace(type="cpu")
@@ -53,12 +62,62 @@ class Parts:
 def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_the_name_that_the_driver_knows(
     math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = Parts(monkeypatch)
-    made: Any = Rank(encode(math_config()), 0, parts.queue, 0)
+    parts, config = Parts(monkeypatch), math_config()
+    made: Any = Rank(encode(config), 0, parts.queue, 0)
     made._fetcher = parts
-    assert made.setup(("127.0.0.1", 1), "model", None) == 7
+    assert made.setup(("127.0.0.1", 1), "model", "checkpoints/00000007", history.encode(History({0: config}))) == 7
     assert parts.asked == ["acquire", "join", "mesh_of", "build", "expect_updates", "push", "fetch"]
     # No call of the rank runs: it is a thread beside them that tells.
     assert parts.heard_twice.wait(60)
     assert parts.beats == ["my id", "my id"]
     assert parts.paused_s == [BEAT_S, BEAT_S]
+
+
+PAST = {0: "learner.lr=0.5", 3: "learner.lr=0.25", 8: "learner.lr=0.125"}
+
+
+def rank_of(parts: Parts, past: History) -> Any:
+    made: Any = Rank(encode(past.configs[max(past.configs)]), 0, parts.queue, 0)
+    made._fetcher = parts
+    return made
+
+
+@pytest.mark.parametrize(
+    ("asked", "whole", "built"),
+    [
+        (None, 0, [(0.5, None)]),
+        ("/c/00000007", 7, [(0.25, "/c/00000007")]),
+        ("/c/00000009", 9, [(0.125, "/c/00000009")]),
+        # Checkpoint 7 is damaged: that of version 5 had the same configuration, that of version 2 another one.
+        ("/c/00000007", 5, [(0.25, "/c/00000007")]),
+        ("/c/00000007", 2, [(0.25, "/c/00000007"), (0.5, "/c/00000002")]),
+        ("/c/00000007", 0, [(0.25, "/c/00000007"), (0.5, None)]),
+        ("/c/00000002", 0, [(0.5, "/c/00000002"), (0.5, None)]),
+    ],
+)
+def test_a_rank_is_built_as_it_was_configured_at_the_version_that_it_loads(
+    asked: str | None,
+    whole: int,
+    built: list[tuple[float, str | None]],
+    math_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = Parts(monkeypatch)
+    parts.loaded = lambda resume_from: min(whole, int(resume_from[-8:])) if resume_from else 0
+    past = History({version: math_config(change) for version, change in PAST.items()})
+    assert rank_of(parts, past).setup(("127.0.0.1", 1), "model", asked, history.encode(past)) == whole
+    assert parts.built == built
+
+
+def test_a_configuration_holds_from_its_version_on_and_its_batch_is_fetched_once_it_does(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, configured = Parts(monkeypatch), list[tuple[int, float]]()
+    past = History({version: math_config(change, "updates=10") for version, change in PAST.items()})
+    rank = rank_of(parts, past)
+    rank._history = past
+    learner: Any = parts
+    learner.configure = lambda config: configured.append((learner.version, config.learner.lr))
+    for learner.version in range(1, 11):
+        rank._follow_history(learner)
+    assert configured == [(3, 0.25), (8, 0.125)] and parts.asked.count("fetch") == 2

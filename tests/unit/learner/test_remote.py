@@ -7,34 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_files import copied, written
 
 from streamppo import durable
 from streamppo.commands.checks import folder as checks
 from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import CheckpointError, ConfigError
 from streamppo.learner import manifest, remote
-from streamppo.learner.manifest import Damaged, Files, State
+from streamppo.learner.manifest import Damaged
 from streamppo.learner.remote import Copier, Remote
 from streamppo.weights import store
 from streamppo.weights.store import Store
 
 KEPT = ("checkpoint.keep=2", "checkpoint.keep_every=10")
-
-
-def written(folder: Path, version: int, ranks: int = 2) -> Path:
-    """A checkpoint by `ranks` ranks, of a file each, and one that all of them read."""
-    path = folder / f"{version:08d}"
-    path.mkdir(parents=True)
-    for name in (".metadata", *(f"__{rank}_0.distcp" for rank in range(ranks))):
-        (path / name).write_bytes(f"{name} of {version}".encode() * 100)
-    owned = tuple(manifest.seal(path, f"__{rank}_*") for rank in range(ranks))
-    state = State(version=version, digest="d", ranks=ranks, beta=0.0, bad_steps=(0, 0))
-    manifest.write(path, state, Files(shared=manifest.seal(path, ".metadata"), ranks=owned))
-    return path
-
-
-def copied(to: Remote, path: Path, *names: str) -> None:
-    to.put(path.name, {name: io.BytesIO((path / name).read_bytes()) for name in names})
 
 
 @pytest.fixture

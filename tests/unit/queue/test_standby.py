@@ -1,6 +1,8 @@
 """The copy of journal, shards and archive: what was acknowledged is there, and makes the run's folder again."""
 
 import asyncio
+import contextlib
+import shutil
 from collections.abc import Callable
 from io import BytesIO
 from itertools import count
@@ -14,6 +16,7 @@ import pytest
 import shard_case
 from test_queue_actor import COPIED, SMALL, as_it_is, deliver, push, sample
 
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, ConfigError, JournalError
 from streamppo.queue import archive, copies, standby
@@ -22,6 +25,7 @@ from streamppo.queue.bodies import Bodies, path
 from streamppo.queue.journal import Journal
 from streamppo.queue.restore import restore
 from streamppo.types import Batch, Failure, Trajectory, decode, encode
+from streamppo.weights import owner
 from streamppo.weights.store import Store
 
 OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
@@ -170,9 +174,9 @@ def test_the_restored_run_goes_on_and_the_first_one_makes_no_version_any_more(
         late = [*waits, *await sample(lost, 1902, 2, 2)]
         await deliver(lost, [msgspec.structs.replace(one, tokens=OTHERS) for one in late])
         await lost.take(2)
-        with pytest.raises(JournalError, match=r"restored from .*, where it goes on"):
+        with pytest.raises(JournalError, match=r"restored from .* and there it goes on: this one ends here"):
             await lost.publish(push(3), [], b"", 0)
-        with pytest.raises(JournalError, match="where it goes on"):
+        with pytest.raises(JournalError, match="there it goes on"):
             queue_in(first)
         restore(address, third)
         assert rows(third) == rows(second)
@@ -240,6 +244,146 @@ def test_a_death_at_any_copy_of_a_file_loses_nothing_that_was_acknowledged(
             assert len(batches(again)) == max(known[-1]["versions"], default=0)
         dies_at += 1
     assert deaths > 24
+
+
+def test_a_death_at_any_copy_of_a_file_that_changes_leaves_a_whole_one(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Driver after driver changes config.toml and metrics.jsonl, and dies at a copy, of which a part is there."""
+    run, put, left = tmp_path / "run", Store.put, count()
+
+    class Dead(BaseException):
+        pass
+
+    def dying(store: Store, folder: str, files: dict[str, BinaryIO]) -> None:
+        if next(left) == dies_at:
+            (name,) = files
+            with fsspec.open(f"{address}/{folder}/{name}", "wb") as file:
+                file.write(files[name].read(9))
+            raise Dead
+        put(store, folder, files)
+
+    asyncio.run(_two_versions(queue_in(run)))
+    monkeypatch.setattr(Store, "put", dying)
+    for dies_at in range(9):
+        left = count()
+        # The helper writes its own; each driver here has another one.
+        text = f"# driver {dies_at}"
+        config = msgspec.msgpack.decode(Journal.of(run).configs()[0], type=Config)
+        (run / "config.toml").write_text(text)
+        (run / "metrics.jsonl").write_text(f"{text}\n" * (dies_at + 1))
+        with contextlib.suppress(Dead):
+            standby.journal_of(run, config).fence()
+        again = tmp_path / f"again-{dies_at}"
+        monkeypatch.setattr(Store, "put", put)
+        restore(address, again)
+        monkeypatch.setattr(Store, "put", dying)
+        assert (again / "config.toml").read_text().removeprefix("# ") in [
+            "a run",
+            *(f"driver {number}" for number in range(dies_at + 1)),
+        ]
+        metrics = (again / "metrics.jsonl").read_text() if (again / "metrics.jsonl").exists() else ""
+        assert metrics == "" or len(metrics.splitlines()) == int(metrics.split()[2]) + 1
+        assert rows(again) == rows(run)
+    assert (again / "config.toml").read_text() == f"# driver {dies_at}", "no put was left to die at"
+
+
+def test_a_configuration_that_the_copy_lacks_comes_from_the_journal(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, math_config: Callable[..., Config], shards: int
+) -> None:
+    asyncio.run(_two_versions(queue_in(tmp_path / "run")))
+    for name in Store(address).names("run/0000"):
+        fsspec.filesystem("memory").pipe(f"{address}/run/0000/{name}", b"")
+    restore(address, tmp_path / "again")
+    config = configfile.load(tmp_path / "again" / "config.toml")
+    assert config == math_config(*SMALL, *COPIED, f"queue.shards={shards}")
+    assert not (tmp_path / "again" / "metrics.jsonl").exists()
+
+
+def test_a_restore_that_dies_at_any_read_leaves_nothing_half_made(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dead(BaseException):
+        pass
+
+    asyncio.run(_two_versions(queue_in(tmp_path / "run")))
+    fetch, read, left = Store.fetch, Store.read, count()
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*given: Any) -> Any:
+            if next(left) == dies_at:
+                raise Dead
+            return call(*given)
+
+        return made
+
+    for dies_at in count():
+        left, again = count(), tmp_path / f"again-{dies_at}"
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "fetch", dying(fetch))
+            patch.setattr(Store, "read", dying(read))
+            try:
+                restore(address, again)
+                break
+            except Dead:
+                assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert dies_at > 5
+    assert rows(again) == rows(tmp_path / "run")
+
+
+def test_batches_from_before_there_was_a_copy_and_half_copies_of_them_are_copied(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    asyncio.run(_two_versions(queue_in(run)))
+    first, *_ = Store(address).names("archive")
+    found = fsspec.filesystem("memory")
+    found.pipe(f"{address}/archive/{first}", found.cat_file(f"{address}/archive/{first}")[:99])
+    for other in Store(address).names("archive")[1:]:
+        Store(address).delete(f"archive/{other}")
+    queue_in(run)
+    restore(address, tmp_path / "again")
+    assert batches(tmp_path / "again") == batches(run)
+
+
+def test_of_two_folders_that_go_on_with_one_address_the_later_one_has_it(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    """Copies at one place, as in two containers: neither is told by its folder, and nothing of the two is mixed."""
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    async def main() -> None:
+        one = queue_in(first)
+        owner.claim(Store(address), first)
+        await train(await begun(one), range(1))
+        shutil.copytree(first, second)
+        owner.claim(Store(address), second)
+        with pytest.raises(JournalError, match="its folder was copied, and there it goes on"):
+            await train(one, range(1, 2))
+        with pytest.raises(JournalError, match="this one ends here"):
+            standby.journal_of(first, one.config).fence()
+        standby.journal_of(second, one.config).fence()
+
+    asyncio.run(main())
+    restore(address, tmp_path / "again")
+    assert rows(tmp_path / "again") == rows(second)
+
+
+def test_of_two_folders_restored_of_one_copy_the_first_driver_goes_on(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    asyncio.run(_two_versions(queue_in(run)))
+    owner.claim(Store(address), run)
+    again, other = tmp_path / "again", tmp_path / "other"
+    for folder in (again, other):
+        restore(address, folder)
+        assert owner.of_another(Store(address), folder) == "", "it may begin anywhere"
+    assert copies.life(again) != copies.life(other), "and nothing of the two is mixed"
+    owner.claim(Store(address), again)
+    assert owner.of_another(Store(address), again) == ""
+    for folder in (run, other):
+        assert f"another copy of this run goes on in {again}" in owner.of_another(Store(address), folder)
 
 
 def test_a_copy_that_is_damaged_or_has_a_gap_is_named_and_a_torn_base_is_left_for_the_one_before(

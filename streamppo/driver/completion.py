@@ -1,0 +1,35 @@
+"""A run that is complete: a resume of it says so and touches nothing. Needs neither Ray nor torch."""
+
+import shlex
+from pathlib import Path
+
+from streamppo.config.sections import Config
+from streamppo.telemetry import metrics_file
+from streamppo.telemetry.metrics_file import FINISHED
+
+MODEL = Path("final/config.json")
+CHECKPOINT = "checkpoints/{:08d}/manifest.json"
+
+
+def sentence(config: Config, run: Path) -> str:
+    """Say that the run in the folder `run` has nothing left of what `config` asks for; empty if it has.
+
+    It is complete if its last driver finished, no line of an update is lost, and its model and its last checkpoint are
+    there.
+    """
+    lines = metrics_file.read(run)
+    made = metrics_file.recorded(lines)
+    newest = max(made, default=0)
+    last = lines[-1] if lines else None
+    if last is None or "end" not in last or last["end"] != FINISHED:
+        return ""
+    if newest < config.updates or len(made) < newest:
+        return ""
+    if not (run / MODEL).is_file() or not (run / CHECKPOINT.format(newest)).is_file():
+        return ""
+    folder = shlex.quote(str(run))
+    return (
+        f"{run}: nothing to do, and nothing is changed: all {newest} updates are made, and updates = {config.updates}; "
+        f"more of them: streamppo resume {folder} updates={max(newest, config.updates) + 50}; "
+        f"another evaluation: streamppo eval {folder}"
+    )
