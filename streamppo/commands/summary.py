@@ -8,7 +8,7 @@ from streamppo.commands.echo import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.driver import lock
 from streamppo.errors import RunError
-from streamppo.telemetry import diagnosis, metrics_file
+from streamppo.telemetry import diagnosis, metrics_file, progress
 from streamppo.telemetry import summary as summaries
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import view
@@ -16,7 +16,10 @@ from streamppo.telemetry.report.view import View
 
 
 def summary(run: Path, *, as_json: bool) -> int:
-    """Print the numbers that people ask for first and the findings, or all numbers as JSON."""
+    """Print a verdict, the numbers that people ask for first and the findings, or all numbers as JSON.
+
+    Of a run that is worse than at its start the findings that are over are printed too, for they tell how it fell.
+    """
     shown = _view(run)
     if as_json:
         echo(json.dumps(known(run), indent=2))
@@ -26,8 +29,11 @@ def summary(run: Path, *, as_json: bool) -> int:
         rows.add_row(row.name, condition(run, shown) if row.name == "outcome" else row.value, row.remark)
     console().print(rows)
     config = configfile.load(run / configfile.CONFIG)
+    worse = progress.is_worse(view.evaluations(shown))
     for finding in diagnosis.of_lines(config, shown.lines, shown.summary):
-        echo(f"\nwarning: {finding.name} (update {finding.last}): {finding.numbers}\n  try: {finding.advice}")
+        if finding.holds or worse:
+            kind = "warning" if finding.holds else "over"
+            echo(f"\n{kind}: {finding.name} (update {finding.last}): {finding.numbers}\n  try: {finding.advice}")
     return 0
 
 

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from streamppo.telemetry import progress, timeline
 from streamppo.telemetry import summary as summaries
-from streamppo.telemetry import timeline
 from streamppo.telemetry.diagnosis import Finding
-from streamppo.telemetry.metrics_file import Line
+from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line
+from streamppo.telemetry.progress import WORSE
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, short
 from streamppo.telemetry.summary import OfLines, Summary
 from streamppo.telemetry.timeline import Stretch
@@ -64,13 +65,22 @@ class View:
         if self.is_replay:
             return "replayed"
         last = next((line for line in reversed(self.lines) if "end" in line or "part" in line), None)
-        return last["end"] if last is not None and "end" in last else "running, or killed"
+        if last is None or "end" not in last:
+            return "running, or killed"
+        is_fall = last["end"] == FINISHED and progress.is_worse(evaluations(self))
+        return f"{FINISHED}, {WORSE}" if is_fall else last["end"]
+
+
+def evaluations(view: View) -> list[EvaluationLine]:
+    """The lines of its evaluations."""
+    return [line for line in view.lines if "evaluation" in line]
 
 
 def headline(view: View) -> list[Row]:
     """The numbers that people ask for first."""
     told = summaries.of_lines(view.lines)
-    rows = [Row("outcome", view.outcome), Row("updates", f"{told['updates']}")]
+    rows = [Row("verdict", told["verdict"])] if told["verdict"] else []
+    rows += [Row("outcome", view.outcome), Row("updates", f"{told['updates']}")]
     rows += [Row("time", duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
     rows += _ends(told)
     lag = told["trained_lag"]
