@@ -8,7 +8,7 @@ from streamppo.commands.echo import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.driver import lock
 from streamppo.errors import RunError
-from streamppo.telemetry import diagnosis, metrics_file
+from streamppo.telemetry import diagnosis, metrics_file, progress
 from streamppo.telemetry import summary as summaries
 from streamppo.telemetry.live.drawing import cut, harmless
 from streamppo.telemetry.record import read_summary
@@ -21,7 +21,10 @@ GAP, LEAST_STATE = 2, 10
 
 
 def summary(run: Path, *, as_json: bool) -> int:
-    """Print the numbers that people ask for first and the findings, or all numbers as JSON."""
+    """Print a verdict, the numbers that people ask for first and the findings, or all numbers as JSON.
+
+    Of a run that is worse than at its start the findings that are over are printed too, for they tell how it fell.
+    """
     shown = _view(run)
     if as_json:
         echo(*json.dumps(known(run), indent=2).split("\n"))
@@ -31,9 +34,12 @@ def summary(run: Path, *, as_json: bool) -> int:
         rows.add_row(row.name, condition(run, shown) if row.name == "outcome" else row.value, row.remark)
     console().print(rows)
     config = configfile.load(run / configfile.CONFIG)
+    worse = progress.is_worse(view.evaluations(shown))
     for finding in diagnosis.of_lines(config, shown.lines, shown.summary):
-        warning = f"warning: {finding.name} (update {finding.last}): {finding.numbers}"
-        echo("", warning, f"  try: {finding.advice}")
+        if finding.holds or worse:
+            kind = "warning" if finding.holds else "over"
+            told = f"{kind}: {finding.name} (update {finding.last}): {finding.numbers}"
+            echo("", told, f"  try: {finding.advice}")
     return 0
 
 

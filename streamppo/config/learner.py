@@ -1,5 +1,6 @@
 """The `[learner]` section of the configuration."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from streamppo.config.base import Count, Fraction, Machine, NonNegative, Positive, PositiveFloat
@@ -50,3 +51,8 @@ class Learner(Machine, frozen=True, kw_only=True):
     """Push what has changed alone, where that is less; `auto` does so on a cluster, where bytes cost more than time."""
     transport: Transport = ObjectStore()
     """Way of new weights to the rollout actors."""
+
+    def contradictions(self) -> Iterator[str]:
+        """A moment that never takes in a gradient stays 0."""
+        if max(self.betas) == 1:
+            yield f"betas ({list(self.betas)}) must be below 1: a moment of 1 never takes in a gradient"

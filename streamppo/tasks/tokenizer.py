@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from streamppo.errors import TaskError
-from streamppo.tasks import chat_template
+from streamppo.tasks import chat_template, stop
 from streamppo.tasks.chat_template import PLAIN, ChatTemplate
 from streamppo.tasks.control_tokens import MARK, ControlTokens
 from streamppo.types import Flags, Ints, Message, Prompt, Template, encode
@@ -153,11 +153,7 @@ class Tokenizer:
         turns end with the role of the next one.
         """
         if self._turn_end is UNKNOWN:
-            try:
-                ids = self._ids(self._chat.after_turn((), PLAIN))
-            except TaskError:
-                ids = []
-            self._turn_end = next((one for one in ids if one in self._control.added), None)
+            self._turn_end = stop.end_of_turn(self._tokenizer)
         return self._turn_end
 
     def observation(self, said: Said, template: Template = PLAIN, last: int | None = None) -> Ints:

@@ -1,8 +1,8 @@
 """The rules at work: on a run's lines as they are written, and on all of them afterwards.
 
 Every `WINDOW` updates the rules look at the numbers, and at the end once more, with the summary; after the first
-`EARLY` those look that need no more. Each says so once
-while the run goes on; afterwards a finding tells from which update to which it was seen.
+`EARLY` those look that need no more. A finding is new when its rule fires, and over when a later look does not see it;
+it tells from which update to which it was seen.
 """
 
 from collections import deque
@@ -17,17 +17,21 @@ from streamppo.telemetry.summary import Summary
 
 
 class Finding(NamedTuple):
-    """A rule that fired: its newest numbers, advice, and the first and the last version at which it did."""
+    """A rule that fired: its newest numbers, advice, and the first and the last version at which it did.
+
+    `holds` is true if it fired at the newest look.
+    """
 
     name: str
     numbers: str
     advice: str
     first: int
     last: int
+    holds: bool = True
 
 
 class Diagnosis:
-    """The findings about one run, by the rules' names, in `findings`; `newest` is the one that came last."""
+    """The findings about one run, by the rules' names, causes first; `newest` is the one that fired last."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -36,11 +40,17 @@ class Diagnosis:
         self._evaluations: list[EvaluationLine] = []
         self._seen = 0
         self._version = 0
-        self.findings: dict[str, Finding] = {}
+        self._findings: dict[str, Finding] = {}
         self.newest: Finding | None = None
 
+    @property
+    def findings(self) -> dict[str, Finding]:
+        """All findings, those that are over too: early ones, which are of settings, then in the order of the rules."""
+        known = [self._findings[rule.name] for rule in RULES if rule.name in self._findings]
+        return {one.name: one for one in sorted(known, key=lambda one: one.first > EARLY)}
+
     def add(self, line: Line) -> list[Finding]:
-        """Take one more line of metrics.jsonl; returns the findings that are new."""
+        """Take one more line of metrics.jsonl; returns the findings that are new, and those that no longer hold."""
         if "evaluation" in line:
             self._evaluations = sorted([*self._evaluations, line], key=lambda one: one["evaluation"])
         if "update" not in line:
@@ -56,7 +66,7 @@ class Diagnosis:
         return self._look(None)
 
     def close(self, summary: Summary | None) -> list[Finding]:
-        """Look once more, at the end; returns the findings that are new."""
+        """Look once more, at the end; returns the findings that are new, and those that no longer hold."""
         if self._seen > WINDOW and self._seen % WINDOW:
             self._windows.append(_means(self._recent))
         return self._look(summary)
@@ -64,19 +74,27 @@ class Diagnosis:
     def _look(self, summary: Summary | None, *, early: bool = False) -> list[Finding]:
         enough = self._recent if self._windows or early else ()
         evidence = Evidence(self._config, list(enough), self._windows, self._evaluations, summary)
-        new: list[Finding] = []
+        changed: list[Finding] = []
         for rule in (rule for rule in RULES if rule.early or not early):
-            if (numbers := rule.look(evidence)) is None:
+            before, numbers = self._findings.get(rule.name), rule.look(evidence)
+            if numbers is None and (before is None or not before.holds):
                 continue
-            before = self.findings.get(rule.name)
+            if numbers is None and before is not None:
+                changed.append(before._replace(holds=False))
+                self._findings[rule.name] = changed[-1]
+                continue
             first = before.first if before else self._version
-            self.newest = self.findings[rule.name] = Finding(rule.name, numbers, rule.advice, first, self._version)
-            new += [] if before else [self.newest]
-        return new
+            self.newest = Finding(rule.name, numbers or "", rule.advice, first, self._version)
+            self._findings[rule.name] = self.newest
+            changed += [] if before and before.holds else [self.newest]
+        return changed
 
 
 def of_lines(config: Config, lines: Iterable[Line], summary: Summary | None) -> list[Finding]:
-    """Find everything there is to say about a run, by its lines in the order in which they were written."""
+    """Find everything there is to say about a run, by its lines in the order in which they were written.
+
+    Causes come before consequences, and findings that are over are among them.
+    """
     diagnosis = Diagnosis(config)
     for line in lines:
         diagnosis.add(line)

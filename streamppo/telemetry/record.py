@@ -214,7 +214,10 @@ class Record:
 
     def _diagnose(self, line: Line) -> None:
         for finding in self.diagnosis.add(line) if self.diagnosis else ():
-            log.warning("%s: %s: %s", finding.name, finding.numbers, finding.advice)
+            if finding.holds:
+                log.warning("%s: %s: %s", finding.name, finding.numbers, finding.advice)
+            else:
+                log.info("over: %s (last seen at update %d)", finding.name, finding.last)
 
     def _open(self) -> TextIOWrapper:
         return (self.folder / metrics_file.METRICS).open("a", buffering=1)

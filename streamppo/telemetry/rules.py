@@ -2,7 +2,8 @@
 
 A rule sees the last `WINDOW` updates, the means of every `WINDOW` updates since the first, the evaluations, and at the
 end of a run its summary. It returns the numbers that speak for it, or None. None fires on a healthy default run: a task
-that is all but solved has little entropy, equal groups and nothing left to explain, and is no fault.
+that is all but solved has little entropy, equal groups and nothing left to explain, and is no fault. Nor is a policy
+that has little entropy because it learns, or one evaluation that is worse than the one before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from statistics import fmean, median
 from typing import NamedTuple, TypeAlias
 
 from streamppo.config.sections import Config
+from streamppo.telemetry import progress
 from streamppo.telemetry.metrics_file import EvaluationLine
 from streamppo.telemetry.summary import Summary
 
@@ -29,7 +31,8 @@ WAITS, IDLE = 0.8, 0.5
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
 NEARLY_ALL = 0.9
 CUT, EXPLAINED = 0.3, 0.1
-SIGMAS = 3.0
+RISEN, RISE_WINDOWS = 0.01, 3
+"""The reward rises if it is so much of reward.correct_at above that of so many windows before."""
 
 Numbers: TypeAlias = Mapping[str, float]
 
@@ -58,6 +61,12 @@ class Evidence(NamedTuple):
     def share(self, part: str, whole: str) -> float:
         """The sum of one metric over that of another, in the last updates; 0 where there is nothing."""
         return sum(self.series(part)) / max(sum(self.series(whole)), 1e-9)
+
+    @property
+    def rises(self) -> bool:
+        """True if the reward is above that of some windows before."""
+        means = [window["reward"] for window in self.windows if "reward" in window]
+        return bool(means) and means[-1] - means[-1 - RISE_WINDOWS :][0] > RISEN * self.config.reward.correct_at
 
     @property
     def is_solved(self) -> bool:
@@ -108,7 +117,7 @@ def _kl_spikes(seen: Evidence) -> str | None:
 
 def _entropy_collapses(seen: Evidence) -> str | None:
     first, entropy = _first(seen, "entropy"), seen.mean("entropy")
-    if first is None or entropy is None or seen.is_solved or entropy > COLLAPSED * first:
+    if first is None or entropy is None or entropy > COLLAPSED * first or seen.is_solved or seen.rises:
         return None
     return f"entropy {entropy:.3g} nats a token, {first:.3g} in the first {WINDOW} updates"
 
@@ -133,10 +142,11 @@ def _value_loss_diverges(seen: Evidence) -> str | None:
 
 
 def _explains_nothing(seen: Evidence) -> str | None:
-    explained = seen.mean("explained_variance")
-    if explained is None or not seen.mean("value_loss") or explained > UNEXPLAINED or seen.is_solved:
+    explained = [window["explained_variance"] for window in seen.windows[-2:] if "explained_variance" in window]
+    # One window may have rewards that are nearly all equal, of which there is nothing to explain.
+    if len(explained) < 2 or max(explained) > UNEXPLAINED or not seen.mean("value_loss") or seen.is_solved:
         return None
-    return f"explained variance {explained:.2f}: the critic is worse than a constant"
+    return f"explained variance {explained[-1]:.2f}: the critic is worse than a constant"
 
 
 def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
@@ -150,32 +160,32 @@ def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
 
 
 def _worse_than_at_first(seen: Evidence) -> str | None:
-    known = [
-        (one["accuracy"], one["count"], one["evaluation"]) for one in seen.evaluations if one["accuracy"] is not None
-    ]
-    if len(known) < 2:
+    known = progress.scored(seen.evaluations)
+    if len(known) < 2 or not progress.is_below(known[-1], known[0]):
         return None
-    (first, count, _), (last, _, _) = known[0], known[-1]
-    if first - last < SIGMAS * _two_noises(first, count):
-        return None
-    best, _, version = max(known, key=lambda one: one[0])
-    return f"held-out accuracy {last:.3f}, and {first:.3f} at first; the best is {best:.3f}, of version {version}"
+    best = max(known, key=lambda one: one.accuracy)
+    return (
+        f"held-out accuracy {known[-1].accuracy:.3f}, and {known[0].accuracy:.3f} at first; the best is "
+        f"{best.accuracy:.3f}, of version {best.version}"
+    )
 
 
 def _held_out_falls(seen: Evidence) -> str | None:
-    known = [(one["accuracy"], one["count"]) for one in seen.evaluations if one["accuracy"] is not None]
-    if len(known) < 3:
+    known = progress.scored(seen.evaluations)
+    if not known or not seen.windows:
         return None
-    (best, count), (last, _) = max(known), known[-1]
-    first, reward = _first(seen, "reward"), seen.mean("reward")
-    if first is None or reward is None or reward <= first or best - last < SIGMAS * _two_noises(best, count):
+    best = max(known, key=lambda one: (one.accuracy, one.version))
+    # One evaluation may be of an unlucky version: two in a row are a fall.
+    later = [one for one in known if one.version > best.version][-2:]
+    then = seen.windows[min(max(best.version - 1, 0) // WINDOW, len(seen.windows) - 1)].get("reward")
+    reward = seen.mean("reward")
+    falls = len(later) == 2 and all(progress.is_below(one, best) for one in later)
+    if not falls or then is None or reward is None or reward <= then:
         return None
-    return f"held-out accuracy {last:.3f} after {best:.3f}, while the reward rose from {first:.3f} to {reward:.3f}"
-
-
-def _two_noises(accuracy: float, count: int) -> float:
-    """The standard error of the difference of two accuracies on `count` prompts each."""
-    return (2 * max(accuracy * (1 - accuracy), 0.25 / count) / count) ** 0.5
+    return (
+        f"held-out accuracy {later[-1].accuracy:.3f} after {best.accuracy:.3f} of version {best.version}, while the "
+        f"reward rose from {then:.3f} to {reward:.3f}"
+    )
 
 
 def _few_effective(seen: Evidence) -> str | None:
@@ -263,10 +273,41 @@ def _first(seen: Evidence, name: str) -> float | None:
 
 RULES = (
     Rule(
-        "policy hardly moves",
-        f"several steps an update, no token clipped, and 98% of the ratios within {UNMOVED:g}",
-        "raise learner.lr, or make fewer steps: epochs and minibatches cost time and change nothing",
-        _unmoved,
+        "failures",
+        f"more than {FAILED:.0%} of the attempts, or of the held-out prompts",
+        "`streamppo reward-test` and the reasons below; raise timeout_s or attempts of the scorer",
+        _rewards_fail,
+    ),
+    Rule(
+        "steps without a token",
+        f"more than {EMPTY:.0%} of the steps",
+        "look at filters, rejections, equal groups and queue.max_lag: together they leave nothing to learn from",
+        _nothing_to_learn,
+    ),
+    Rule(
+        "engine and learner differ",
+        f"mismatch above {MISMATCH:g} nats a token at lag 0",
+        "model.float32_head = true, the same dtype in both, rollout.engine.kv = 'recompute'; see docs/engines.md",
+        _mismatched,
+    ),
+    Rule(
+        "lag at its bound",
+        f"more than {TOO_OLD:.0%} of the data beyond queue.max_lag",
+        "raise queue.max_lag, lower rollout.in_flight, add rollout actors, or shorten the longest completions",
+        _too_old,
+    ),
+    Rule(
+        "cuts rest on the critic",
+        f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
+        "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
+        "completions: a policy that follows such a critic unlearns what it can",
+        _cuts_rest_on_the_critic,
+    ),
+    Rule(
+        "gradient spikes",
+        f"grad_norm above {SPIKE:g} times its median, or a step left out because it was not finite",
+        "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
+        _gradient_spikes,
     ),
     Rule(
         "clip fraction",
@@ -281,23 +322,22 @@ RULES = (
         _kl_spikes,
     ),
     Rule(
-        "entropy collapse",
-        f"below {COLLAPSED:.0%} of the first {WINDOW} updates, while the task is not solved",
-        "raise algorithm.entropy or use algorithm.entropy_control, lower learner.lr, widen the upper clip range",
-        _entropy_collapses,
+        "ESS collapse",
+        f"effective sample size below {FEW_EFFECTIVE:g} of the tokens in a quarter of the updates",
+        "lower queue.max_lag or learner.lr, use a correction that truncates or rejects",
+        _few_effective,
     ),
     Rule(
-        "gradient spikes",
-        f"grad_norm above {SPIKE:g} times its median, or a step left out because it was not finite",
-        "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
-        _gradient_spikes,
+        "policy hardly moves",
+        f"several steps an update, no token clipped, and 98% of the ratios within {UNMOVED:g}",
+        "raise learner.lr, or make fewer steps: epochs and minibatches cost time and change nothing",
+        _unmoved,
     ),
     Rule(
-        "cuts rest on the critic",
-        f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
-        "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
-        "completions: a policy that follows such a critic unlearns what it can",
-        _cuts_rest_on_the_critic,
+        "explained variance",
+        f"below {UNEXPLAINED:g} for {2 * WINDOW} updates, while the task is not solved",
+        "raise algorithm.critic.lr or epochs, set algorithm.critic.warmup_updates, or have no critic",
+        _explains_nothing,
     ),
     Rule(
         "value loss diverges",
@@ -306,46 +346,16 @@ RULES = (
         _value_loss_diverges,
     ),
     Rule(
-        "explained variance",
-        f"below {UNEXPLAINED:g}, while the task is not solved",
-        "raise algorithm.critic.lr or epochs, set algorithm.critic.warmup_updates, or have no critic",
-        _explains_nothing,
+        "equal groups",
+        f"more than {EQUAL:.0%} of the trajectories, where samples are compared and the task is not solved",
+        "zero_variance = 'resample', more samples_per_prompt, prompts of other difficulty, a finer reward",
+        _equal_groups,
     ),
     Rule(
-        "worse than at the start",
-        f"held-out accuracy {SIGMAS:g} standard errors below that of the first evaluation",
-        "look at the other signs first, lower learner.lr; `streamppo export RUN --version N` gets the best version",
-        _worse_than_at_first,
-    ),
-    Rule(
-        "reward rises while held-out falls",
-        f"held-out accuracy {SIGMAS:g} standard errors below its best, and a reward above that of the first updates",
-        "read samples for answers that please the reward and are wrong, add a [algorithm.kl], stop at the best version",
-        _held_out_falls,
-    ),
-    Rule(
-        "ESS collapse",
-        f"effective sample size below {FEW_EFFECTIVE:g} of the tokens in a quarter of the updates",
-        "lower queue.max_lag or learner.lr, use a correction that truncates or rejects",
-        _few_effective,
-    ),
-    Rule(
-        "lag at its bound",
-        f"more than {TOO_OLD:.0%} of the data beyond queue.max_lag",
-        "raise queue.max_lag, lower rollout.in_flight, add rollout actors, or shorten the longest completions",
-        _too_old,
-    ),
-    Rule(
-        "engine and learner differ",
-        f"mismatch above {MISMATCH:g} nats a token at lag 0",
-        "model.float32_head = true, the same dtype in both, rollout.engine.kv = 'recompute'; see docs/engines.md",
-        _mismatched,
-    ),
-    Rule(
-        "length drifts",
-        f"completions {DRIFTED:g} times as long, or short, as in the first {WINDOW} updates",
-        "read samples; a reward may pay for length, an aggregation by sequence may favour it, drops favour short ones",
-        _length_drifts,
+        "entropy collapse",
+        f"below {COLLAPSED:.0%} of the first {WINDOW} updates, while the task is unsolved and the reward rises no more",
+        "raise algorithm.entropy or use algorithm.entropy_control, lower learner.lr, widen the upper clip range",
+        _entropy_collapses,
     ),
     Rule(
         "completions are cut off",
@@ -355,22 +365,22 @@ RULES = (
         early=True,
     ),
     Rule(
-        "equal groups",
-        f"more than {EQUAL:.0%} of the trajectories, where samples are compared and the task is not solved",
-        "zero_variance = 'resample', more samples_per_prompt, prompts of other difficulty, a finer reward",
-        _equal_groups,
+        "length drifts",
+        f"completions {DRIFTED:g} times as long, or short, as in the first {WINDOW} updates",
+        "read samples; a reward may pay for length, an aggregation by sequence may favour it, drops favour short ones",
+        _length_drifts,
     ),
     Rule(
-        "failures",
-        f"more than {FAILED:.0%} of the attempts, or of the held-out prompts",
-        "`streamppo reward-test` and the reasons below; raise timeout_s or attempts of the scorer",
-        _rewards_fail,
+        "reward rises while held-out falls",
+        f"two evaluations {progress.SIGMAS:g} standard errors below the best, at a higher reward than the best had",
+        "read samples for answers that please the reward and are wrong, add a [algorithm.kl], stop at the best version",
+        _held_out_falls,
     ),
     Rule(
-        "steps without a token",
-        f"more than {EMPTY:.0%} of the steps",
-        "look at filters, rejections, equal groups and queue.max_lag: together they leave nothing to learn from",
-        _nothing_to_learn,
+        "worse than at the start",
+        f"held-out accuracy {progress.SIGMAS:g} standard errors below that of the first evaluation",
+        "look at the other signs first, lower learner.lr; `streamppo export RUN --version N` gets the best version",
+        _worse_than_at_first,
     ),
     Rule(
         "starved learner",
@@ -385,4 +395,4 @@ RULES = (
         _blocked,
     ),
 )
-"""All rules, by subject."""
+"""All rules: faults of data and pipeline, then of an update, then their consequences; at last those of speed."""

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import msgspec
 
-from streamppo.telemetry import metrics_file
+from streamppo.telemetry import metrics_file, progress
 from streamppo.telemetry.metrics_file import Line, RemadeLine, UpdateLine
 from streamppo.types import EngineReport, QueueReport
 
@@ -41,8 +41,11 @@ class OfLines(TypedDict):
 
     `phases` are the newest of every process (`telemetry.catalogue.PHASES`): calls, wall seconds, CPU seconds.
     `lag` is of all tokens that were sampled, `trained_lag` of those within `max_lag`. `evaluations` are in the order of
-    their versions, and `eval_accuracy` is that of the first version and of the last.
+    their versions, and `eval_accuracy` is that of the first version and of the last. `verdict` compares these two, and
+    is empty without them.
     """
+
+    verdict: str
 
     eval_accuracy: Ends
     evaluations: list[tuple[int, float | None]]
@@ -113,6 +116,7 @@ def of_lines(lines: Sequence[Line]) -> OfLines:
     restarts = Counter(line["restart"] for line in lines if "restart" in line)
     update_s = sum(line["update_s"] for line in updates)
     return {
+        "verdict": progress.verdict([line for line in lines if "evaluation" in line]),
         "eval_accuracy": _ends([accuracy for _, accuracy in evaluations if accuracy is not None], 1),
         "evaluations": evaluations,
         "reward": _ends([line["reward"] for line in known if "reward" in line], WINDOW),
@@ -148,7 +152,8 @@ def farewell(summary: Summary) -> str:
     if accuracy["start"] is None or accuracy["final"] is None:
         parts[0] += ": no held-out prompt has a score"
     else:
-        parts[0] += f": accuracy {accuracy['start']:.3f} -> {accuracy['final']:.3f}"
+        same = f"{accuracy['final']:.3f}"
+        parts[0] += f": accuracy {summary['verdict'] or same}"
     if trained["mean"] is not None:
         parts.append(f"lag of trained tokens {trained['mean']:.2f} (max {trained['max']})")
         if sampled["max"] != trained["max"]:

@@ -1,18 +1,24 @@
 """Checks of the ends of completions, and of the rows that the engine computes."""
 
+import sys
 from collections.abc import Sequence
 
 from transformers import PretrainedConfig
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.folder import find
+from streamppo.commands.checks.task import ROWS
 from streamppo.config.engine import EmbeddedEngine
 from streamppo.config.sections import Config, longest_row
-from streamppo.errors import ModelError
+from streamppo.errors import ModelError, TaskError
 from streamppo.rollout import positions
 from streamppo.tasks import stop
+from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.types import Message
 
+NO_TOKEN = -1
+"""A token that ends no turn."""
 SHOWN = 3
 """Strings of rollout.stop that look like tokens, at most, in a note."""
 
@@ -30,10 +36,42 @@ def ends(config: Config, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> F
     else:
         text = "nothing ends a completion but its length: name tokens or strings in rollout.stop"
         yield Finding("stop", "note", text)
+    yield from _open_turn(found, tokenizer)
     yield from _misspelt(found.strings)
     if unknown := tokenizer.unknown(hf_config.get_text_config().vocab_size):
         text = f"{len(unknown):,} rows of the model's vocabulary are no tokens of the tokenizer: never sampled"
         yield Finding("vocabulary", "ok", text)
+
+
+def _open_turn(found: stop.Stop, tokenizer: Tokenizer) -> Findings:
+    """Note a chat template that ends no turn, as GLM's, where the token that begins the next one ends nothing."""
+    if not tokenizer.hf.chat_template or tokenizer.turn_end() is not None:
+        return
+    try:
+        first = int(tokenizer.observation((Message(role="user", content="?"),), last=NO_TOKEN)[0])
+        begins = tokenizer.name(first)
+    except TaskError:
+        return
+    if first not in found.ids and begins not in found.strings:
+        yield Finding(
+            "stop",
+            "note",
+            f"the chat template writes no token behind an assistant's turn, and {begins!r}, which begins the next one, "
+            f"ends no completion: the policy writes the other side's words too; rollout.stop = [{begins!r}] ends them",
+        )
+
+
+def context(task: Task, hf_config: PretrainedConfig, tokenizer: Tokenizer) -> Findings:
+    """Find prompts that leave no room in the model's context: their completions fail."""
+    bound = positions.longest(hf_config, sys.maxsize)
+    lengths = [min(len(tokenizer.ids(one)), one.max_tokens or sys.maxsize) for one in task.training[:ROWS]]
+    longer = [one for one in lengths if one >= bound]
+    if longer:
+        state = "error" if len(longer) == len(lengths) else "note"
+        count = "all" if state == "error" else f"{len(longer)}"
+        text = f"{count} of the first {len(lengths)} prompts have no room in the model's context of {bound} tokens"
+        advice = "their completions fail; a lower max_prompt_tokens with too_long leaves them out or cuts them"
+        yield Finding("context", state, f"{text}, with up to {max(longer)}: {advice}")
 
 
 def _misspelt(strings: Sequence[str]) -> Findings:

@@ -20,3 +20,8 @@ Findings = Iterator[Finding]
 def first_line(error: BaseException) -> str:
     """Shorten the message of a library to its first line, or to the name of the exception if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def of_reward(name: str) -> str:
+    """Name the subject of a finding about a scorer; that of [reward] itself, which is called so, once."""
+    return "reward" if name == "reward" else f"reward {name}"

@@ -13,6 +13,8 @@ from streamppo.driver import memory, placement
 from streamppo.errors import ModelError
 
 DEVICES = Path("/dev")
+PROCESS_MIB = 300
+"""Memory of a process that has imported torch, before there is a model."""
 
 
 def engine(config: Config) -> Finding:
@@ -72,8 +74,20 @@ def places(config: Config) -> Findings:
     given = config.cluster.cpus
     if given is not None and given < cpus:
         yield Finding("CPUs", "error", f"cluster.cpus ({given}) is less than the {cpus:g} that are asked for")
+    yield from _processes(config)
     yield from _object_store(config.cluster.object_store_mib)
     yield from _file_size(config.cluster.object_store_mib)
+
+
+def _processes(config: Config) -> Findings:
+    processes, has = config.learner.ranks + config.rollout.actors, memory_mib()
+    if PROCESS_MIB * processes > has:
+        yield Finding(
+            "processes",
+            "error",
+            f"learner.ranks ({config.learner.ranks}) and rollout.actors ({config.rollout.actors}) are {processes} "
+            f"processes of at least {PROCESS_MIB} MiB each, and this machine has {has} MiB and {os.cpu_count()} cores",
+        )
 
 
 def _object_store(mib: int) -> Findings:

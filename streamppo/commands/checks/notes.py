@@ -30,6 +30,7 @@ def notes(config: Config, task: Task | None) -> Findings:
             "learner.exact is false: updates that are made again have weights near the recorded ones, not equal"
         )
     yield from _cores(config)
+    yield from _repeated(config, task)
     held_out = None if task is None else len(task.held_out(None))
     if held_out is not None and held_out < config.evaluation.prompts:
         yield _note(f"evaluation.prompts ({config.evaluation.prompts}) are more than the {held_out} that are held out")
@@ -106,6 +107,16 @@ def _out_of_the_loss(config: Config) -> Findings:
         yield _note(
             f"algorithm.zero_variance is {algorithm.zero_variance!r}: groups of equal scores are not trained on, "
             f"though the KL in the reward (reward_beta {algorithm.kl.reward_beta:g}) tells their samples apart"
+        )
+
+
+def _repeated(config: Config, task: Task | None) -> Findings:
+    """A batch that has more prompts than there are."""
+    prompts = config.queue.batch_size // config.queue.samples_per_prompt
+    if task is not None and config.queue.segments is None and 0 < len(task.training) < prompts:
+        yield _note(
+            f"a batch has {prompts} prompts (batch_size / samples_per_prompt), and the data have {len(task.training)}: "
+            f"each is {prompts / len(task.training):.3g} times in every batch; more data, or a smaller batch"
         )
 
 

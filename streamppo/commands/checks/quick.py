@@ -2,7 +2,7 @@
 
 import logging
 
-from streamppo.commands.checks import folder, libraries, machine, sampling, task
+from streamppo.commands.checks import folder, libraries, machine, ranges, sampling, task
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Findings
 from streamppo.commands.checks.notes import notes
@@ -38,6 +38,7 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     yield from libraries.trackers(config)
     yield from libraries.adapters(config)
     yield from libraries.transports(config)
+    yield from ranges.notes(config)
     yield from notes(config, prompts if limit is None else None)
 
 

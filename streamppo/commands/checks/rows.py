@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.commands.checks.finding import Finding, Findings, of_reward
 from streamppo.config.reward import FunctionScorer, Reward, Scorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import RewardFailed, TaskError
@@ -60,7 +60,7 @@ class Faults:
             if one.bad:
                 rows = "row fails" if one.bad == 1 else "rows fail"
                 yield Finding(
-                    f"reward {one.name}",
+                    of_reward(one.name),
                     "error" if one.bad > self._limit * one.seen else "note",
                     f"{one.bad} of {one.seen} {rows} with each completion, as the scorer cannot read the answer: "
                     f"{'; '.join(one.places)}",
@@ -197,7 +197,7 @@ async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> _Scored:
 
 
 def _verdict(name: str, scored: Sequence[_Scored] | TaskError) -> Finding:
-    subject = f"reward {name}"
+    subject = of_reward(name)
     if isinstance(scored, TaskError):
         return Finding(subject, "error", str(scored))
     totals = [one.total for one in scored if one.total is not None]

@@ -32,6 +32,8 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None, *, c
     if loaded.hf_config is not None:
         if loaded.tokenizer is not None:
             found += ends.ends(config, loaded.hf_config, loaded.tokenizer)
+            if prompts is not None:
+                found += ends.context(prompts, loaded.hf_config, loaded.tokenizer)
         found += ends.rows(config, loaded.hf_config)
         mesh = config.learner.mesh
         for refused in (

@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from streamppo.commands.checks.finding import Finding, Findings
+from streamppo.commands.checks.finding import Finding, Findings, of_reward
 from streamppo.commands.checks.folder import find, looks_like_path, weights
 from streamppo.commands.checks.rows import Faults, is_for
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
@@ -90,7 +90,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
     """Check every scorer, and that there is one for every data source."""
     prompts = task.training[:ROWS] if task is not None else ()
     for name, scorer in config.reward.scorers.items():
-        subject = f"reward {name}"
+        subject = of_reward(name)
         try:
             yield _scorer(subject, scorer, [one for one in prompts if is_for(scorer, one)])
             if isinstance(scorer, ModelScorer):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from streamppo.telemetry import rules
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.metrics_file import EngineLine, EvaluationLine, Line, Sampled, UpdateLine, numbers
 
@@ -103,7 +102,7 @@ class State:
     def present_warning(self) -> str:
         """The newest warning, unless it is a sign that the newest updates do not show any more."""
         sign = self.diagnosis and self.diagnosis.findings.get(self.warning.partition(":")[0])
-        return "" if sign and self.version - sign.last >= rules.WINDOW else self.warning
+        return "" if sign and not sign.holds else self.warning
 
     @property
     def seconds_left(self) -> float | None:

@@ -9,12 +9,12 @@ from typing import NamedTuple, TypeVar
 from markupsafe import Markup, escape
 
 from streamppo.errors import StreamppoError
+from streamppo.telemetry import progress, timeline
 from streamppo.telemetry import summary as summaries
-from streamppo.telemetry import timeline
 from streamppo.telemetry.diagnosis import Finding
-from streamppo.telemetry.metrics_file import FINISHED, Line, RemadeLine, UpdateLine
+from streamppo.telemetry.metrics_file import FINISHED, EvaluationLine, Line, RemadeLine, UpdateLine
+from streamppo.telemetry.progress import WORSE
 from streamppo.telemetry.report.plot import MOST_POINTS, Event, short
-from streamppo.telemetry.rules import WINDOW
 from streamppo.telemetry.summary import OfLines, Summary
 from streamppo.telemetry.timeline import Stretch
 from streamppo.types import QueueReport
@@ -90,7 +90,15 @@ class View:
         if self.is_replay:
             return "replayed"
         last = next((line for line in reversed(self.lines) if "end" in line or "part" in line), None)
-        return last["end"] if last is not None and "end" in last else "running, or killed"
+        if last is None or "end" not in last:
+            return "running, or killed"
+        is_fall = last["end"] == FINISHED and progress.is_worse(evaluations(self))
+        return f"{FINISHED}, {WORSE}" if is_fall else last["end"]
+
+
+def evaluations(view: View) -> list[EvaluationLine]:
+    """The lines of its evaluations."""
+    return [line for line in view.lines if "evaluation" in line]
 
 
 def kind(condition: str) -> str:
@@ -107,16 +115,15 @@ def in_short(condition: str) -> str:
 
 
 def signs(view: View) -> tuple[list[Finding], list[Finding]]:
-    """The findings that hold, and those that are over: seen in none of the newest `WINDOW` updates."""
-    newest = max((_version(line) for line in summaries.in_order(view.lines)), default=0)
-    over = [one for one in view.findings if newest - one.last >= WINDOW]
-    return [one for one in view.findings if one not in over], over
+    """The findings that hold, and those that are over."""
+    return [one for one in view.findings if one.holds], [one for one in view.findings if not one.holds]
 
 
 def headline(view: View) -> list[Row]:
     """The numbers that people ask for first."""
     told = summaries.of_lines(view.lines)
-    rows = [Row("outcome", view.outcome), Row("updates", f"{told['updates']}")]
+    rows = [Row("verdict", told["verdict"])] if told["verdict"] else []
+    rows += [Row("outcome", view.outcome), Row("updates", f"{told['updates']}")]
     rows += [Row("time", duration(told["wall_s"]), f"in {told['parts']} parts" if told["parts"] > 1 else "")]
     rows += _ends(told)
     lag = told["trained_lag"]

@@ -10,8 +10,10 @@ from streamppo.commands.project import sizes
 
 
 def answers(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    assert main(["check", "mine.toml", *overrides]) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("answers")]
+    code = main(["check", "mine.toml", *overrides])
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("answers")]
+    assert code == any(" error " in line for line in found)
+    return found
 
 
 @pytest.mark.parametrize("model", ["model", "builtin:tiny"])
@@ -25,9 +27,24 @@ def test_answers_without_room_are_counted_with_the_longest(
     capsys.readouterr()
     assert answers(capsys) == [], "init leaves room for them"
     assert answers(capsys, "rollout.max_tokens=9") == [], "eight characters and the end"
-    (found,) = answers(capsys, "rollout.max_tokens=6")
+    (found,) = answers(capsys, "rollout.max_tokens=8")
     assert " note " in found
-    assert "64 of the first 64 rows have an answer that is longer than rollout.max_tokens (6), up to 9 tokens" in found
+    assert "64 of the first 64 rows have an answer that is longer than rollout.max_tokens (8), up to 9 tokens" in found
+    (found,) = answers(capsys, "rollout.max_tokens=6")
+    assert " error " in found
+    assert "rollout.max_tokens (6) has room for no answer: the shortest of the first 64 rows has 8 tokens" in found
+
+
+def test_long_answers_may_be_solutions_of_which_a_reward_reads_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = case.bring(tmp_path)
+    case.rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}:", "answer": "a" * 100} for n in range(100)])
+    assert main(words) == 0
+    capsys.readouterr()
+    (found,) = answers(capsys, "rollout.max_tokens=6")
+    assert " note " in found and "longer than rollout.max_tokens (6), up to 101 tokens" in found
 
 
 @pytest.mark.parametrize(("long", "is_noted"), [(0, False), (2, False), (60, True)])

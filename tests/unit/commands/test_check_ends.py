@@ -11,6 +11,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from streamppo.commands import memory_estimate
 from streamppo.commands.checks import ends, machine, memory, quick, sampling
+from streamppo.commands.checks import task as tasks
 from streamppo.commands.checks.finding import Finding
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, longest_row
@@ -218,3 +219,57 @@ def test_an_embedded_engine_has_its_weights_twice_and_what_is_on_gpus_is_not_on_
     assert parts("learner.gpus=1", "learner.offload=true").ranks == memory_estimate.state(
         config_of("learner.offload=true"), model
     )
+
+
+# --- turns and contexts --------------------------------------------------------------------------------------
+
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def glm(folder: Path, eos: str | None, stop: str = "") -> list[Finding]:
+    """What is found of a folder whose template ends a turn with the role of the next one."""
+    made = character_tokenizer("abcdefgh?\n")
+    made.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+    made.chat_template = GLM
+    made.save_pretrained(folder)
+    if eos:
+        ends_with = {"eos_token_id": made.convert_tokens_to_ids(eos)}
+        (folder / "generation_config.json").write_text(json.dumps(ends_with))
+    config = config_of(f"model.path={folder}", *([f"rollout.stop=['{stop}']"] if stop else []))
+    return found(config, Tokenizer(folder), Qwen2Config(**SMALL, vocab_size=20))
+
+
+def test_a_template_that_ends_no_turn_is_noted_with_the_token_that_begins_the_next(tmp_path: Path) -> None:
+    (note,) = [one for one in glm(tmp_path, None) if one.state == "note"]
+    assert (
+        "writes no token behind an assistant's turn" in note.text
+        and "rollout.stop = ['<|user|>'] ends them" in note.text
+    )
+
+
+@pytest.mark.parametrize(("eos", "stop"), [("<|user|>", ""), (None, "<|user|>")])
+def test_a_template_that_ends_no_turn_is_in_order_where_the_next_ones_token_is_an_end(
+    tmp_path: Path, eos: str | None, stop: str
+) -> None:
+    assert [one for one in glm(tmp_path, eos, stop) if one.state == "note"] == []
+
+
+@pytest.mark.parametrize(("bound", "state"), [(8, "error"), (16, "note"), (64, None)])
+def test_prompts_without_room_in_the_context_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int, state: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = ["a" * 12, *["b" * 20, "c" * 30] * 2, "d" * 14]
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": one, "answer": "a"}) + "\n" for one in texts))
+    task = "task={kind='data', data='rows.jsonl', max_prompt_tokens=64, held_out=0}"
+    config, tokenizer = config_of(task, f"model.path={tmp_path}"), folder_of(tmp_path)
+    prompts, _ = tasks.load(config, tokenizer)
+    assert prompts is not None
+    told = list(ends.context(prompts, Qwen2Config(**SMALL, max_position_embeddings=bound), tokenizer))
+    assert [one.state for one in told] == [state] * bool(state)
+    if told:
+        count = "all" if state == "error" else "4"
+        assert f"{count} of the first 6 prompts have no room in the model's context of {bound} tokens" in told[0].text

@@ -37,6 +37,44 @@ def test_a_finding_is_told_with_its_advice(run: Path, capsys: pytest.CaptureFixt
     assert "ESS collapse (update 24): ess at most 0.10" in capsys.readouterr().out
 
 
+def evaluated(run: Path, *accuracies: float) -> None:
+    """Write an evaluation after every twelve updates, in place of the run's own."""
+    path = run / metrics_file.METRICS
+    lines = [line for line in map(json.loads, path.read_text().splitlines()) if "evaluation" not in line]
+    end = lines.pop()
+    for n, accuracy in enumerate(accuracies):
+        told = {"accuracy": accuracy, "count": 256, "failed": 0, "versions": [0, 0]}
+        lines.append({"evaluation": 12 * n, "wall_s": end["wall_s"], **told})
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, end]))
+
+
+def test_a_verdict_is_the_first_line_and_a_run_that_fell_is_not_just_finished(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated(run, 0.4, 0.5, 0.0)
+    assert cli.main(["summary", str(run)]) == 0
+    first, second = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[:2])
+    assert first == "verdict 0.400 -> 0.000: worse than at the start; best 0.500 at version 12"
+    assert second == "outcome finished, worse than at the start"
+    assert cli.main(["list", "--runs", str(run.parent)]) == 0
+    assert "finished, worse than at the start" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("last", "is_told"), [(0.9, False), (0.0, True)])
+def test_a_sign_that_is_over_stands_in_the_summary_of_a_run_that_fell_alone(
+    last: float, is_told: bool, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / metrics_file.METRICS
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    updates = [line for line in lines if "update" in line]
+    begin = [{**line, "ess": 0.1, "update": line["update"]} for line in updates[:20]]
+    rest = [{**updates[0], "update": 21 + n} for n in range(20)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*begin, *rest, lines[-1]]))
+    evaluated(run, 0.4, last)
+    assert cli.main(["summary", str(run)]) == 0
+    assert ("over: ESS collapse (update 20): ess at most 0.10" in capsys.readouterr().out) == is_told
+
+
 def test_programs_get_json_of_a_run_without_a_summary_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["summary", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

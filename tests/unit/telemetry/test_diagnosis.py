@@ -1,5 +1,6 @@
-"""Every rule fires on a run made to show its sign, and none on a default run."""
+"""Every rule fires on a run made to show its sign, and none on a good run; a sign ends when it no longer holds."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from streamppo.telemetry.rules import EARLY, RULES, WINDOW
 
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl")
 """The lines of 60 updates of configs/math.toml, four digits of each number."""
+LETTERS: Any = json.loads(Path(__file__).with_name("letters_runs.json").read_text())
+"""Runs of the project that `init` makes, three digits of each number; the fallen one had algorithm.advantage.lam 0."""
 ENGINES = {"idle_share": 0.1}
 HEALTHY = {
     "reward": 0.2,
@@ -56,6 +59,11 @@ def after(**changed: float) -> list[Line]:
     return [*updates(2 * WINDOW), *updates(WINDOW, 2 * WINDOW + 1, **changed)]
 
 
+def for_long(**changed: float) -> list[Line]:
+    """Sixty updates, the last forty of which are not healthy."""
+    return [*updates(WINDOW), *updates(2 * WINDOW, WINDOW + 1, **changed)]
+
+
 def once(**changed: float) -> list[Line]:
     """Sixty updates, one of which is not healthy."""
     return [*updates(2 * WINDOW), *updates(1, 2 * WINDOW + 1, **changed), *updates(WINDOW - 1, 2 * WINDOW + 2)]
@@ -93,7 +101,7 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
         "66% of the segments end in a cut, and the critic explains nothing there (-0.05)",
     ),
     "value loss diverges": (after(value_loss=0.5), None, "value loss 0.5, and 0.1 at its lowest"),
-    "explained variance": (after(explained_variance=-0.4), None, "explained variance -0.40"),
+    "explained variance": (for_long(explained_variance=-0.4), None, "explained variance -0.40"),
     "worse than at the start": (
         [
             evaluation(0, 0.4),
@@ -105,7 +113,11 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
         None,
         "held-out accuracy 0.000, and 0.400 at first; the best is 0.500, of version 20",
     ),
-    "reward rises while held-out falls": ([*FALLING, evaluation(40, 0.4)], None, "0.400 after 0.600, while the reward"),
+    "reward rises while held-out falls": (
+        [*FALLING, evaluation(40, 0.4), *updates(WINDOW, 41, reward=0.6), evaluation(60, 0.35)],
+        None,
+        "0.350 after 0.600 of version 20, while the reward rose from 0.200 to 0.600",
+    ),
     "ESS collapse": (
         [*updates(2 * WINDOW), *updates(6, 2 * WINDOW + 1, ess=0.1), *updates(WINDOW - 6, 2 * WINDOW + 7)],
         None,
@@ -204,3 +216,90 @@ def test_completions_that_are_nearly_all_cut_off_are_told_after_a_few_updates(gr
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.89])
 def test_a_few_updates_judge_nothing_less(share: float, grpo: Config) -> None:
     assert diagnosis.of_lines(grpo, updates(EARLY, truncated=share, ess=0.1), None) == []
+
+
+def letters(name: str) -> list[Line]:
+    """The lines of a run of the project that `init` makes."""
+    run = LETTERS["runs"][name]
+    lines: Any = [
+        {"evaluation": version, "wall_s": 0.0, "accuracy": accuracy, "count": count, "failed": 0, "versions": (0, 0)}
+        for version, accuracy, count in run["evaluations"]
+    ]
+    for update, wall_s, *values in run["updates"]:
+        known = {key: value for key, value in zip(LETTERS["names"], values, strict=True) if value is not None}
+        lines.append({"update": update, "wall_s": wall_s, **known, "push_ms": 1.0, "lag_histogram": {"0": 1}})
+    # An evaluation ends a little after its update.
+    return sorted(lines, key=lambda one: (one.get("update", one.get("evaluation")), "evaluation" in one))
+
+
+@pytest.mark.parametrize("name", [name for name in LETTERS["runs"] if name != "fallen"])
+def test_no_sign_is_ever_seen_in_a_good_run_of_the_shipped_project(
+    name: str, math_config: Callable[..., Config]
+) -> None:
+    assert diagnosis.of_lines(math_config(), letters(name), summary()) == []
+
+
+def test_a_run_that_fell_has_its_signs_with_causes_first(math_config: Callable[..., Config]) -> None:
+    found = diagnosis.of_lines(math_config(), letters("fallen"), summary())
+    names = ["explained variance", "entropy collapse", "completions are cut off", "worse than at the start"]
+    assert [one.name for one in found] == names
+    assert [one.holds for one in found] == [False, True, True, True]
+
+
+def test_completions_that_are_cut_off_from_the_beginning_are_a_cause(grpo: Config) -> None:
+    lines = [evaluation(0, 0.4), *updates(3 * WINDOW, truncated=0.95, ess=0.1), evaluation(60, 0.1)]
+    names = [one.name for one in diagnosis.of_lines(grpo, lines, None)]
+    assert names == ["completions are cut off", "ESS collapse", "worse than at the start"]
+
+
+def test_little_entropy_is_no_sign_while_the_reward_rises(grpo: Config) -> None:
+    rising = [
+        line for n in range(3) for line in updates(WINDOW, 1 + n * WINDOW, reward=0.2 + 0.1 * n, entropy=0.7 / 9**n)
+    ]
+    assert diagnosis.of_lines(grpo, rising, None) == []
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "is_sign"),
+    [
+        ((0.3, 0.6, 0.4), False),
+        ((0.3, 0.6, 0.4, 0.6), False),
+        ((0.3, 1.0, 0.99, 0.99), False),
+        ((0.3, 0.6, 0.4, 0.4), True),
+    ],
+)
+def test_one_evaluation_below_the_best_is_no_fall(accuracies: tuple[float, ...], is_sign: bool, grpo: Config) -> None:
+    lines: list[Line] = []
+    for n, accuracy in enumerate(accuracies):
+        lines += [evaluation(n * WINDOW, accuracy), *updates(WINDOW, 1 + n * WINDOW, reward=0.1 * (n + 1))]
+    assert [one.name for one in diagnosis.of_lines(grpo, lines, None)] == [
+        "reward rises while held-out falls"
+    ] * is_sign
+
+
+def test_accuracy_that_falls_with_the_reward_is_another_sign(grpo: Config) -> None:
+    lines = [*FALLING, *updates(2 * WINDOW, 41, reward=0.1), evaluation(60, 0.45), evaluation(80, 0.45)]
+    assert diagnosis.of_lines(grpo, lines, None) == []
+
+
+@pytest.mark.parametrize(
+    "rule", [name for name, (_, at_end, _) in SIGNS.items() if at_end is None and "start" not in name]
+)
+def test_a_sign_is_over_when_the_updates_no_longer_show_it(rule: str, grpo: Config) -> None:
+    lines, _, _ = SIGNS[rule]
+    diagnosed = Diagnosis(grpo)
+    for line in lines:
+        diagnosed.add(line)
+    diagnosed.close(None)
+    assert diagnosed.findings[rule].holds
+    last = max(line["update"] for line in lines if "update" in line)
+    # All is healthy again, the held-out accuracy too.
+    more = [
+        evaluation(last, 0.6),
+        *updates(WINDOW, last + 1),
+        evaluation(last + WINDOW, 0.6),
+        *updates(WINDOW, last + 21),
+    ]
+    told = [finding for line in more for finding in diagnosed.add(line)]
+    assert [(one.name, one.holds) for one in told] == [(rule, False)]
+    assert not diagnosed.findings[rule].holds and diagnosed.findings[rule].last <= last

@@ -1,0 +1,73 @@
+"""Did the policy get better? Held-out accuracies against their noise, and a verdict in a sentence. Pure.
+
+0.398 -> 0.953: better than at the start
+0.398 -> 0.000: worse than at the start; best 0.531 at version 25
+0.398 -> 0.410: as at the start, within the noise of 256 prompts
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from streamppo.telemetry.metrics_file import EvaluationLine
+
+SIGMAS = 3.0
+"""Two accuracies differ if they are so many standard errors of their difference apart."""
+
+WORSE = "worse than at the start"
+
+
+class Scored(NamedTuple):
+    """The accuracy of a version on `num_prompts` held-out prompts."""
+
+    version: int
+    accuracy: float
+    num_prompts: int
+
+
+def scored(evaluations: Sequence[EvaluationLine]) -> list[Scored]:
+    """The evaluations that have a score, in the order of their versions; of those of one version the last."""
+    found = {
+        one["evaluation"]: Scored(one["evaluation"], one["accuracy"], one["count"])
+        for one in evaluations
+        if one["accuracy"] is not None
+    }
+    return [found[version] for version in sorted(found)]
+
+
+def is_below(one: Scored, other: Scored) -> bool:
+    """True if `one` is less accurate than `other`, beyond the noise of prompts drawn at random.
+
+    Both have their mean accuracy p if they do not differ: var = p (1 - p) (1/n + 1/m), with one more right and one more
+    wrong answer, since all right is not certain to be right.
+
+    Example: 252 of 256 is within the noise of 256 of 256, and 240 is not.
+    """
+    total = one.num_prompts + other.num_prompts
+    if not total:
+        return False
+    right = one.accuracy * one.num_prompts + other.accuracy * other.num_prompts
+    p = (right + 1) / (total + 2)
+    noise = (p * (1 - p) * (1 / max(one.num_prompts, 1) + 1 / max(other.num_prompts, 1))) ** 0.5
+    return other.accuracy - one.accuracy > SIGMAS * noise
+
+
+def is_worse(evaluations: Sequence[EvaluationLine]) -> bool:
+    """True if the last evaluation is below the first."""
+    known = scored(evaluations)
+    return len(known) > 1 and is_below(known[-1], known[0])
+
+
+def verdict(evaluations: Sequence[EvaluationLine]) -> str:
+    """Compare the last evaluation with the first and with the best; empty if there are not two."""
+    known = scored(evaluations)
+    if len(known) < 2:
+        return ""
+    first, last, best = known[0], known[-1], max(known, key=lambda one: (one.accuracy, one.version))
+    if is_below(last, first):
+        said = WORSE
+    elif is_below(first, last):
+        said = "better than at the start"
+    else:
+        said = f"as at the start, within the noise of {min(first.num_prompts, last.num_prompts)} prompts"
+    text = f"{first.accuracy:.3f} -> {last.accuracy:.3f}: {said}"
+    return f"{text}; best {best.accuracy:.3f} at version {best.version}" if is_below(last, best) else text
