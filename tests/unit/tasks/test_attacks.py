@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from streamppo.errors import TaskError
 from streamppo.tasks.scorers import bubblewrap
 from streamppo.tasks.scorers.bubblewrap import Bubblewrap
 from streamppo.tasks.scorers.capture import Limits
@@ -242,3 +243,49 @@ def reached() -> str:
 def test_no_program_reaches(place: str, reached: str) -> None:
     assert "end" in reached and f"REACHED {place};" not in reached
     assert f"SyntaxError {place};" not in reached and f"NameError {place};" not in reached
+
+
+RIGHT = {
+    "a fraction": ("from fractions import Fraction\ndef f(n): return Fraction(1, n)", "from fractions import Fraction\nassert f(3) == Fraction(1, 3)"),
+    "an array": ("from array import array\ndef f(n): return array('i', range(n))", "from array import array\nassert f(3) == array('i', [0, 1, 2])"),
+    "a named tuple": ("from collections import namedtuple\ndef f(n): return namedtuple('P', 'x y')(n, 2)", "assert f(1).x == 1 and f(1) == (1, 2)"),
+    "drawn numbers": ("def f(n): return n + 1", "import random\nn = random.randrange(10 ** 9)\nassert f(f(n)) == n + 2"),
+    "drawn ids": ("def f(s): return s[::-1]", "import uuid\ns = str(uuid.uuid4())\nassert f(f(s)) == s"),
+    "an order of a set": ("def f(s): return s + 'x'", "for s in {'a', 'b', 'c', 'd'}: assert f(f(s)) == s + 'xx'"),
+    "an error that cannot be decoded": ("def f(b): return b.decode()", "try:\n    f(b'\\xff')\nexcept UnicodeDecodeError: pass\nelse: assert False"),
+    "a large answer": ("def f(n): return 'y' * n", "assert f(9_000_000) == 'y' * 9_000_000"),
+    "separators of lines": (r"print('1\u20282')", {"input": "", "output": "1\u20282"}),
+}  # fmt: skip
+
+
+@walled
+@pytest.mark.parametrize("answer", RIGHT)
+def test_a_right_program_scores_1_with(answer: str) -> None:
+    found = scored(*RIGHT[answer])
+    assert found.score == 1.0, found.explanation
+
+
+@walled
+@pytest.mark.parametrize(
+    "program, test",
+    [
+        ("def f(x): return 'y' * 9_000_000", "assert f(f(f(1) + f(1))) == 'y'"),
+        ("def f(x): raise SyntaxError('x')", "assert f(1) == 1"),
+        ("def f(x): return '\\ud800'", "assert f(1) == 'a', f(1)"),
+    ],
+)
+def test_a_wrong_program_scores_0_and_fails_no_trajectory(program: str, test: str) -> None:
+    found = scored(program, test)
+    assert found.score == 0.0 and found.explanation.encode()
+
+
+@walled
+def test_a_test_that_hands_over_the_time_is_an_error() -> None:
+    with pytest.raises(TaskError, match="otherwise each time"):
+        scored("def f(x): return x", "import time\nassert f(f(time.time())) > 0")
+
+
+@walled
+def test_a_rest_of_time_is_no_failure_of_the_sandbox() -> None:
+    text = ScoredText(prompt="", completion="while True: pass", finish="stop", num_tokens=1)
+    assert CodeTests(test_timeout_s=0.3, all_timeout_s=0.31)(text, ["assert f(1)"] * 3).score == 0.0

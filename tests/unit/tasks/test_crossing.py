@@ -70,7 +70,7 @@ def test_no_exception_of_a_program_ends_in(protocol: str) -> None:
     assert not passed
 
 
-@pytest.mark.parametrize("name", sorted(set(EXCEPTIONS) - {"StopIteration", "StopAsyncIteration"}))
+@pytest.mark.parametrize("name", [one for one in EXCEPTIONS if not one.startswith(("Stop", "Unicode"))])
 def test_a_test_accepts_an_exception_by_its_words(name: str) -> None:
     raised = {"raised": name, "text": "x", "arguments": {"list": ["x"]}}
     caught = "RuntimeError" if name == "ExceptionGroup" else name
