@@ -53,9 +53,15 @@ class Bubblewrap:
             source.write(program.encode(errors="replace"))
             source.seek(0)
             file = ["--perms", "0644", "--ro-bind-data", str(source.fileno()), "/tmp/program.py"]
-            launcher = ["-I", "-c", _launcher(), "walled", "0", *started.arguments(limits)]
+            launcher = ["-sP", "-c", _launcher(), "walled", "0", *started.arguments(limits)]
             command = [*_walls(self._disk_bytes), *file, "--remount-ro", "/", "--", sys.executable, *launcher]
-            env = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1"}
+            env = {
+                "PATH": "/usr/bin:/bin",
+                "LANG": "C.UTF-8",
+                "HOME": "/tmp",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONHASHSEED": "0",
+            }
             place = capture.Place(env=env, folder="/", files=(source.fileno(),))
             return capture.run(command, stdin, limits, started, place)
 

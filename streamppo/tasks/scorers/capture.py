@@ -1,6 +1,7 @@
 """Run one command to its end or a limit, and read what it printed. No path that it can change is ever opened."""
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -15,9 +16,12 @@ from streamppo.errors import Retryable, TaskError
 from streamppo.tasks.scorers.launcher import FILE_BYTES
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
+START_S = 5.0
+"""Time that a sandbox has to start. None of it is the program's."""
 LOOK_S = 0.02
 """Time between two looks at the memory of all processes of a program."""
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+SHARED_KIB = 16 * 2**10
+"""Shared memory from which the parts of each process are told from what they have in common."""
 
 
 class Limits(NamedTuple):
@@ -49,6 +53,7 @@ class Started:
     def __enter__(self) -> "Started":
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
+        self._begun = False
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,10 +66,9 @@ class Started:
 
     def said(self) -> bool:
         """Find out whether the program began."""
-        try:
-            return os.read(self._reader, 1) == b"1"
-        except BlockingIOError:
-            return False
+        with contextlib.suppress(BlockingIOError):
+            self._begun = self._begun or os.read(self._reader, 1) == b"1"
+        return self._begun
 
 
 def run(command: list[str], stdin: str, limits: Limits, started: Started, place: Place) -> Ran:
@@ -84,7 +88,7 @@ def run(command: list[str], stdin: str, limits: Limits, started: Started, place:
             start_new_session=True,
         )
         try:
-            exit_code, note = _end(process, limits)
+            exit_code, note = _end(process, limits, started)
         finally:
             # Processes that the program has started are in its group, also when the program itself has ended.
             with contextlib.suppress(ProcessLookupError):
@@ -93,7 +97,7 @@ def run(command: list[str], stdin: str, limits: Limits, started: Started, place:
         said = _text(err)
         if not started.said():
             if exit_code is None:
-                raise Retryable(f"the sandbox did not start within {limits.timeout_s:.3g} s")
+                raise Retryable(f"the sandbox did not start within {START_S:g} s")
             raise TaskError(f"the sandbox did not start: {said.strip()[-500:]}")
         return Ran(exit_code, _text(out), f"{said}{note}")
 
@@ -102,12 +106,14 @@ def _text(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), FILE_BYTES, 0).decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes], limits: Limits) -> tuple[int | None, str]:
+def _end(process: subprocess.Popen[bytes], limits: Limits, started: Started) -> tuple[int | None, str]:
     """Wait: (exit code, note for people). None is the time limit, -9 with a note the memory of all processes."""
-    end = time.monotonic() + limits.timeout_s
+    end, begun = time.monotonic() + START_S, False
     while (left_s := end - time.monotonic()) > 0:
         if _ended(process, min(left_s, LOOK_S)):
             return process.wait(), ""
+        if not begun and started.said():
+            end, begun = time.monotonic() + limits.timeout_s, True
         if memory_bytes(process.pid) > limits.memory_mib * 2**20:
             return -signal.SIGKILL, f"\nMemoryError: all its processes together had more than {limits.memory_mib} MiB"
     return None, ""
@@ -128,15 +134,58 @@ def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def memory_bytes(pid: int) -> int:
-    """Sum up the memory of a process and its descendants that is no file's; 0 where there is no Linux /proc."""
-    total = 0
+    """Sum up the memory of a process and its descendants; 0 where there is no Linux /proc.
+
+    It is their resident memory that is no file's, what they share with each other once, and what their sockets may
+    hold.
+    """
+    alone, shared, sockets = 0, 0, 0
+    found: list[int] = []
     waiting = [pid]
     while waiting:
         one = waiting.pop()
         # Processes end while they are looked at.
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        with contextlib.suppress(OSError, ValueError, KeyError):
             for thread in os.listdir(f"/proc/{one}/task"):
                 waiting += map(int, Path(f"/proc/{one}/task/{thread}/children").read_text().split())
-            resident, shared = Path(f"/proc/{one}/statm").read_text().split()[1:3]
-            total += (int(resident) - int(shared)) * PAGE_BYTES
-    return total
+            status = _kib(Path(f"/proc/{one}/status"))
+            alone += status["RssAnon"] + status["VmSwap"]
+            shared += status["RssShmem"]
+            sockets += _sockets(one)
+            found.append(one)
+    if shared > SHARED_KIB:
+        shared = sum(_shares(one) for one in found)
+    return (alone + shared) * 2**10 + sockets * _socket_bytes()
+
+
+def _kib(path: Path) -> dict[str, int]:
+    lines = (line.split() for line in path.read_text().split("\n"))
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if words[2:] == ["kB"]}
+
+
+def _shares(pid: int) -> int:
+    """Return a process's part of the memory that it shares, in KiB: a page of n processes counts 1/n in each."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        try:
+            return _kib(Path(f"/proc/{pid}/smaps_rollup"))["Pss_Shmem"]
+        except PermissionError:
+            return _kib(Path(f"/proc/{pid}/status"))["RssShmem"]
+    return 0
+
+
+def _sockets(pid: int) -> int:
+    """Count the sockets of a process; 0 where another user, or the process, hides them."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for one in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                count += os.readlink(one.path).startswith("socket:")
+    return count
+
+
+@functools.cache
+def _socket_bytes() -> int:
+    """Return the bytes that may wait in one socket of a program."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/proc/sys/net/core/wmem_max").read_text())
+    return 0

@@ -10,15 +10,14 @@ from typing import TypeAlias, TypedDict, cast
 
 from streamppo.errors import TaskError
 from streamppo.tasks import places, plugins
-from streamppo.tasks.scorers.crossing import Operation
 from streamppo.tasks.scorers.sandbox import Limits, Ran, Sandbox
 from streamppo.types import Reward, ScoredText
 
 FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"(?:(?:python|py)[\d.]*)?", re.IGNORECASE)
 DEFAULT = "streamppo.tasks.scorers.bubblewrap:Bubblewrap"
-VALUES, CROSSING = (Path(__file__).with_name(f"{name}.py").read_text() for name in ("values", "crossing"))
-SIDES = VALUES + re.sub(r"^from streamppo.*\n", "", CROSSING, flags=re.MULTILINE)
+TEXTS = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("values", "exceptions", "crossing")]
+SIDES = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTILINE)
 """Both sides of a test in code, for sandboxes that have nothing of ours."""
 DONE = '"done"'
 REMEMBERED = 1024
@@ -27,7 +26,8 @@ QUOTED = 300
 """Characters of an output that an explanation quotes."""
 
 Test: TypeAlias = str | dict[str, str]
-Operations: TypeAlias = list[Operation]
+Operations: TypeAlias = str
+"""A JSON list, which only the two sides read: a program's values stand in it, of any depth."""
 
 
 class Verdict(TypedDict, total=False):
@@ -37,6 +37,8 @@ class Verdict(TypedDict, total=False):
     failed: str
     unusable: str
     ask: Operations
+    certain: int
+    lost: bool
 
 
 class Exchange:
@@ -49,23 +51,35 @@ class Exchange:
         self.reason: str | None = None
         """The cause of its failure, "" when it has passed, None as long as it goes on."""
         self._short = ""
+        self._certain = -1
+        self._before: list[str] = []
 
     def answered(self, ran: Ran, limits: Limits) -> None:
         """Take over what the program said; it may have ended before it had answered all."""
-        lines = ran.stdout.splitlines()
+        self._before = self.answers
+        lines = [line for line in ran.stdout.split("\n") if line]
         self._short = "" if lines[-1:] == [DONE] else _ended_badly(ran, limits) or "it ended before its test"
         self.answers = [line for line in lines if line != DONE]
         if self._short and not self.answers:
             self.reason = self._short
 
     def judged(self, verdict: Verdict) -> None:
-        """Take over what the checker said."""
+        """Take over what the checker said.
+
+        Each round knows one operation more. Raises `TaskError` for a test that asks for another one every time.
+        """
         if "ask" not in verdict:
             self.reason = verdict.get("failed", "")
-        elif self._short:
+            return
+        certain, before = verdict.get("certain", 0), self._certain
+        if self._short:
             self.reason = self._short
+        elif certain > before:
+            self.wanted, self._certain = verdict["ask"], certain
+        elif self.answers[:before] != self._before[:before]:
+            self.reason = "the program answers otherwise each time that it runs"
         else:
-            self.wanted = verdict["ask"]
+            raise TaskError(f"the test {self.code[:QUOTED]!r} is of no use: it asks otherwise each time (the clock?)")
 
 
 class CodeTests:
@@ -113,6 +127,7 @@ class CodeTests:
         reasons = asyncio.run(self._reasons(program, listed))
         passed = reasons.count("") / len(reasons)
         explanation = "\n".join(f"test {number}: {reason}" for number, reason in enumerate(reasons, 1) if reason)
+        explanation = explanation.encode(errors="backslashreplace").decode()
         score = float(passed == 1.0) if self._all_or_nothing else passed
         return Reward(score=score, components={"passed": passed}, explanation=explanation)
 
@@ -136,42 +151,52 @@ class CodeTests:
 
     async def _codes(self, program: str, codes: list[str], end: float) -> list[str]:
         """Take operations and answers to and fro until each test has ended, or gets no further."""
-        exchanges = [Exchange(code, first) for code, first in zip(codes, await self._first_of(codes), strict=True)]
+        exchanges = [Exchange(code, first) for code, first in zip(codes, await self._first_of(codes, end), strict=True)]
         while waiting := [one for one in exchanges if one.reason is None]:
             for one in waiting:
                 limits = self._left(end)
                 if limits is None:
                     one.reason = self._late()
                     continue
-                ran = await self._sandbox.run(SIDES, json.dumps({"program": program, "operations": one.wanted}), limits)
+                task = {"program": program, "operations": one.wanted}
+                ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
                 one.answered(ran, limits)
             waiting = [one for one in waiting if one.reason is None]
             if waiting:
-                for one, said in zip(waiting, await self._check(waiting), strict=True):
+                for one, said in zip(waiting, await self._check(waiting, end), strict=True):
                     one.judged(said)
         return [one.reason or "" for one in exchanges]
 
-    async def _first_of(self, codes: list[str]) -> list[Operations]:
+    async def _first_of(self, codes: list[str], end: float) -> list[Operations]:
         """Find the operations that tests need before any is answered: the same for every program."""
         key = json.dumps(codes)
-        if key not in self._first:
+        if key in self._first:
+            return self._first[key]
+        said = await self._check([Exchange(code, "[]") for code in codes], end)
+        first = [one.get("ask", "[]") for one in said]
+        if not any("lost" in one for one in said):
             if len(self._first) >= REMEMBERED:
                 self._first.clear()
-            said = await self._check([Exchange(code, []) for code in codes])
-            self._first[key] = [one.get("ask", []) for one in said]
-        return self._first[key]
+            self._first[key] = first
+        return first
 
-    async def _check(self, exchanges: list[Exchange]) -> list[Verdict]:
+    async def _check(self, exchanges: list[Exchange], end: float) -> list[Verdict]:
         """Run tests on the answers that there are, each in its time. Raises `TaskError` for a test without a use."""
         tests = [{"code": one.code, "operations": one.wanted, "answers": one.answers} for one in exchanges]
-        task = {"tests": tests, "timeout_s": self._limits.timeout_s}
-        limits = self._limits._replace(timeout_s=self._limits.timeout_s * (len(tests) + 1))
+        each_s = self._limits.timeout_s
+        all_s = min(each_s * len(tests), end - time.monotonic())
+        if all_s <= 0:
+            return [{"failed": self._late(), "lost": True} for _ in exchanges]
+        task = {"tests": tests, "timeout_s": each_s, "all_timeout_s": all_s}
+        # Beyond its own end the checker has time to say so.
+        limits = self._limits._replace(timeout_s=all_s + 1.0)
         ran = await self._sandbox.run(SIDES, json.dumps(task), limits)
-        said: list[Verdict] = [json.loads(line) for line in ran.stdout.splitlines()]
+        said = _verdicts(ran.stdout)[: len(tests)]
         for one, verdict in zip(exchanges, said, strict=False):
             if "unusable" in verdict:
                 raise TaskError(f"the test {one.code[:QUOTED]!r} is of no use: {verdict['unusable']}")
-        lost: Verdict = {"failed": f"its test could not be run on what the program gave: {ran.stderr[-QUOTED:]}"}
+        reason = f"its test could not be run on what the program gave: {_ended_badly(ran, limits) or 'too much of it'}"
+        lost: Verdict = {"failed": reason, "lost": True}
         return [*said, *[lost] * (len(tests) - len(said))]
 
     def _left(self, end: float) -> Limits | None:
@@ -224,5 +249,17 @@ def _ended_badly(ran: Ran, limits: Limits) -> str:
     return f"exit code {ran.exit_code}: {ran.stderr.strip()[-QUOTED:]}" if ran.exit_code else ""
 
 
+def _verdicts(text: str) -> list[Verdict]:
+    """Read the checker's lines up to one that a limit has cut."""
+    said: list[Verdict] = []
+    for line in filter(None, text.split("\n")):
+        try:
+            said.append(json.loads(line))
+        except ValueError:
+            break
+    return said
+
+
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    # `str.splitlines` knows nine more separators, which are characters of a line here.
+    return [line.rstrip() for line in text.rstrip().split("\n")]

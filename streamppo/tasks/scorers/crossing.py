@@ -7,7 +7,8 @@ Neither process talks to the other: the scorer hands the operations of the one t
 every test has ended. So a program sees inputs alone. Its answers become plain values of Python's own types in the
 checker, whose comparisons no class of the program can take part in.
 
-It runs in sandboxes, which have nothing of ours: values.py is sent along in front of it, and is all that it imports.
+It runs in sandboxes, which have nothing of ours: values.py and exceptions.py are sent along in front of it, and are all
+that it imports.
 """
 
 import ast
@@ -21,8 +22,9 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TextIO, TypeAlias
+from typing import TextIO, TypeAlias, cast
 
+from streamppo.tasks.scorers.exceptions import QUOTED, Exceptions, Refused, line_of, python_error, rewritten, told
 from streamppo.tasks.scorers.values import Data, NotData, as_list, data_alone, decode, encode
 
 Operation: TypeAlias = dict[str, Data]
@@ -32,8 +34,11 @@ ITEMS = 100_000
 """Items that are taken from an iterator of the program at most."""
 OPERATIONS = 2_000
 """Operations of one test at most."""
-QUOTED = 300
-"""Characters of an exception's message that cross."""
+OBJECT = object()
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, MemoryError),
+    *(NotData, RuntimeError, SyntaxError, TypeError, ValueError),
+)
 NUMPY = {"np": "numpy", "numpy": "numpy"}
 
 
@@ -82,8 +87,7 @@ def _perform(operation: Operation, arguments: list[object], names: Mapping[str, 
         case "attribute":
             return getattr(target, name)
         case "items":
-            assert isinstance(target, Iterable)
-            return list(itertools.islice(target, ITEMS))
+            return list(itertools.islice(cast(Iterable[object], target), ITEMS))
         case _:
             named = operation["named"]
             assert callable(target) and isinstance(named, dict)
@@ -106,7 +110,7 @@ def _shown(value: object) -> dict[str, Data]:
 
 def _raised(error: Exception) -> dict[str, Data]:
     known = next(one for one in type(error).__mro__ if one.__module__ == "builtins")
-    return {"raised": known.__name__, "text": str(error)[:QUOTED]}
+    return {"raised": known.__name__, "text": str(error)[:QUOTED], "arguments": _written(list(error.args))}
 
 
 # --- the checker's side --------------------------------------------------------------------------------------
@@ -119,6 +123,9 @@ class Trace:
         self._known = list(zip(operations, answers, strict=False))
         self.asked: list[Operation] = []
         self.guesses = False
+        self.certain = 0
+        """The operations at the start whose answers are known."""
+        self.exceptions = Exceptions()
 
     def ask(self, operation: Operation, arguments: tuple[object, ...] = ()) -> object:
         """Return the operation's value. Raises what the program raised."""
@@ -129,18 +136,40 @@ class Trace:
         if self.guesses or place >= len(self._known) or self._known[place][0] != operation:
             self.guesses = True
             return Remote(self, place)
+        self.certain += 1
         said = self._known[place][1]
-        if "raised" in said:
-            known = getattr(builtins, str(said["raised"]), None)
-            if not isinstance(known, type) or not issubclass(known, Exception):
-                known = RuntimeError
-            raise known(said.get("text"))
-        if "object" in said:
+        # The program may have written this line itself.
+        try:
+            value = _value_of(said, arguments)
+        except UNREADABLE as error:
+            raise self.refusal(f"the program's answer is no data: {type(error).__name__}") from None
+        if value is OBJECT:
             return Remote(self, place)
-        for argument, new in zip(arguments, as_list(said.get("changed")), strict=False):
-            if new is not None:
-                _become(argument, decode(new, data_alone))
-        return decode(said["value"], data_alone)
+        if not isinstance(value, Exception):
+            return value
+        # `hasattr` asks for attributes that objects of the program may lack.
+        if operation["do"] == "name" or (operation["do"] == "attribute" and isinstance(value, AttributeError)):
+            raise value
+        raise self.exceptions.noted(value)
+
+    def refusal(self, message: str) -> BaseException:
+        """Return an exception that fails the test, whatever the test does with it."""
+        return self.exceptions.noted(Refused(message))
+
+
+def _value_of(said: dict[str, Data], arguments: tuple[object, ...]) -> object:
+    """Return the value, the exception or `OBJECT` that an answer stands for, and change arguments as it says."""
+    if "raised" in said:
+        given = said.get("arguments")
+        read = None if given is None else decode(given, data_alone)
+        return python_error(str(said["raised"]), str(said.get("text")), read if isinstance(read, list) else None)
+    if "object" in said:
+        return OBJECT
+    value = decode(said["value"], data_alone)
+    for argument, new in zip(arguments, as_list(said.get("changed")), strict=False):
+        if new is not None:
+            _become(argument, decode(new, data_alone))
+    return value
 
 
 class Remote:
@@ -170,7 +199,7 @@ class Remote:
             return iter(())
         items = self._trace.ask({"do": "items", "of": self.written()})
         if isinstance(items, Remote) and not self._trace.guesses:
-            raise TypeError("the program's iterator gives objects; tests look at data")
+            raise self._trace.refusal("the program's iterator gives objects; tests look at data")
         return iter(items) if isinstance(items, Iterable) else iter(())
 
     def written(self) -> Data:
@@ -182,7 +211,9 @@ class Remote:
     def guessed(self, *_: object) -> object:
         """Return a stand-in for a result that is not known yet."""
         if not self._trace.guesses:
-            raise TypeError("an object of the program takes part in no comparison or arithmetic; tests look at data")
+            raise self._trace.refusal(
+                "an object of the program takes part in no comparison or arithmetic; tests look at data"
+            )
         return Remote(self._trace, None)
 
     def __bool__(self) -> bool:
@@ -190,7 +221,9 @@ class Remote:
         return True
 
     def __len__(self) -> int:
-        self.guessed()
+        # `list` asks for a length, and goes on without it.
+        if not self._trace.guesses:
+            raise TypeError("an object of the program has no length in a test; tests look at data")
         return 0
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -226,24 +259,52 @@ def _become(argument: object, new: object) -> None:
 def verdict(code: str, operations: list[Operation], answers: list[dict[str, Data]]) -> dict[str, Data]:
     """Run one test: {"passed": true}, {"failed": reason}, {"unusable": reason}, or {"ask": operations}."""
     trace = Trace(operations, answers)
-    reason = ""
     try:
         tree = ast.parse(code)
-        names = _bound(tree, trace)
         first_time = not operations
-        exec(compile(_without_asserts(tree) if first_time and trace.guesses else tree, "test", "exec"), names)
+        compile(tree, "test", "exec")
+    except (SyntaxError, ValueError) as error:
+        return {"unusable": f"{type(error).__name__}: {error}"}
+    reason = ""
+    try:
+        names = _bound(tree, trace) | trace.exceptions.names()
+        tree = _without_asserts(tree) if first_time and trace.guesses else tree
+        exec(compile(rewritten(tree), "test", "exec"), names)
     except Unusable as error:
         return {"unusable": str(error)}
-    except SyntaxError as error:
-        return {"unusable": f"SyntaxError: {error}"}
     except Stopped:
         reason = f"it needs more than {OPERATIONS} calls"
     # A test raises anything. `SystemExit` is a failure too.
     except BaseException as error:
-        reason = f"{type(error).__name__}: {str(error)[:QUOTED] or _line(code, error)}"
+        reason = told(error) + ("" if error.args else line_of(code, error))
     if trace.guesses:
-        return {"ask": list(trace.asked)}
+        return {"ask": json.dumps(trace.asked), "certain": trace.certain}
+    reason = reason or "".join(f"the program raised {told(error)}" for error in trace.exceptions.left[:1])
     return {"failed": reason} if reason else {"passed": True}
+
+
+def steady(text: str) -> None:
+    """Have random numbers and ids be the same in each run of one text: a test or a program is run several times."""
+    if any(word in text for word in ("random", "uuid", "secrets", "shuffle")):
+        import random
+
+        draw = random.Random(text).randbytes
+        for module, name in ((os, "urandom"), (random, "_urandom")):
+            setattr(module, name, draw)
+        random.seed(text)
+
+
+def looked_at(test: dict[str, Data]) -> dict[str, Data]:
+    """Run one test of a task; see `verdict`."""
+    code = str(test["code"])
+    steady(code)
+    try:
+        operations = json.loads(str(test["operations"]))
+        answers = [json.loads(str(line)) for line in as_list(test["answers"])]
+    # The program may have written them itself.
+    except (ValueError, RecursionError) as error:
+        return {"failed": f"the program's answers cannot be read: {type(error).__name__}"}
+    return verdict(code, operations, answers)
 
 
 def _bound(tree: ast.Module, trace: Trace) -> dict[str, object]:
@@ -281,16 +342,6 @@ def _without_asserts(tree: ast.Module) -> ast.Module:
     return ast.fix_missing_locations(_Asserts().visit(tree))
 
 
-def _line(code: str, error: BaseException) -> str:
-    trace = error.__traceback__
-    lines = []
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "test":
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    return code.splitlines()[lines[-1] - 1].strip()[:QUOTED] if lines else ""
-
-
 def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[str, Data]:
     """Call `look` in a fork, which is killed when its time is over."""
     reader, writer = os.pipe()
@@ -313,7 +364,10 @@ def _in_a_child(look: Callable[[], dict[str, Data]], timeout_s: float) -> dict[s
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(reader)
-    return json.loads(said or b'{"failed": "its test ended without a result"}')
+    try:
+        return json.loads(said)
+    except ValueError:
+        return {"failed": "its test ended without a result"}
 
 
 def _say(out: TextIO, line: Data) -> None:
@@ -327,15 +381,14 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if "program" in task:
-        answer(task["program"], task["operations"], out)
+        steady(task["program"])
+        answer(task["program"], json.loads(task["operations"]), out)
         return
     sys.set_int_max_str_digits(0)
+    end = time.monotonic() + task["all_timeout_s"]
     for test in task["tests"]:
-        said = _in_a_child(
-            lambda test=test: verdict(test["code"], test["operations"], [json.loads(line) for line in test["answers"]]),
-            task["timeout_s"],
-        )
-        _say(out, said)
+        left_s = min(task["timeout_s"], max(0.0, end - time.monotonic()))
+        _say(out, _in_a_child(lambda test=test: looked_at(test), left_s))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,6 @@ class Local:
         with tempfile.TemporaryDirectory(prefix="streamppo-") as folder, capture.Started() as started:
             (Path(folder) / "program.py").write_bytes(program.encode(errors="replace"))
             launcher = [str(capture.LAUNCHER), self._around, str(os.getpid()), *started.arguments(limits)]
-            env = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": folder}
+            env = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": folder, "PYTHONHASHSEED": "0"}
             place = capture.Place(env=env, folder=folder)
-            return capture.run([sys.executable, "-I", *launcher], stdin, limits, started, place)
+            return capture.run([sys.executable, "-sP", *launcher], stdin, limits, started, place)

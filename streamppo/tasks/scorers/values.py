@@ -1,9 +1,11 @@
 """Values as JSON and back, by exact type, between processes that do not trust each other. Imports nothing of ours."""
 
 import builtins
+import importlib
 import numbers
+import sys
 from collections.abc import Callable
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 Data: TypeAlias = "bool | int | str | list[Data] | dict[str, Data] | None"
 """A value as JSON; lists, tuples, sets, floats and so on are objects of one key that names the type."""
@@ -25,6 +27,61 @@ class NotData(Exception):
     """A value that cannot cross."""
 
 
+def _of(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _parts(array: Any) -> list[Any]:
+    """Return type, shape and bytes of an array of numbers."""
+    if array.dtype.kind not in "biufc":
+        raise NotData
+    return [array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def _ndarray(kind: str, shape: list[int], items: bytes) -> Any:
+    if kind[1:2] not in tuple("biufc"):
+        raise NotData
+    return _of("numpy", "frombuffer")(items, kind).reshape(shape).copy()
+
+
+LIBRARY: dict[str, tuple[str, Callable[[Any], list[Any]], Callable[..., object]]] = {
+    "Decimal": ("decimal", lambda one: [str(one)], lambda text: _of("decimal", "Decimal")(str(text))),
+    "Fraction": (
+        "fractions",
+        lambda one: [one.numerator, one.denominator],
+        lambda *both: _of("fractions", "Fraction")(*both[:2]),
+    ),
+    "timedelta": (
+        "datetime",
+        lambda one: [one.days, one.seconds, one.microseconds],
+        lambda *three: _of("datetime", "timedelta")(*three[:3]),
+    ),
+    **{
+        name: (
+            "datetime",
+            lambda one: [one.isoformat()],
+            lambda text, name=name: _of("datetime", name).fromisoformat(text),
+        )
+        for name in ("datetime", "date", "time")
+    },
+    "Counter": ("collections", lambda one: [dict(one)], lambda one: _of("collections", "Counter")(dict(one))),
+    "OrderedDict": ("collections", lambda one: [dict(one)], lambda one: _of("collections", "OrderedDict")(dict(one))),
+    "deque": (
+        "collections",
+        lambda one: [list(one), one.maxlen],
+        lambda items, most: _of("collections", "deque")(list(items), most),
+    ),
+    "array": (
+        "array",
+        lambda one: [one.typecode, one.tobytes()],
+        lambda code, items: _of("array", "array")(str(code), bytes(items)),
+    ),
+    "ndarray": ("numpy", _parts, _ndarray),
+    "generic": ("numpy", _parts, lambda *parts: _ndarray(*parts)[()]),
+}
+"""Classes of libraries: the module, how a value becomes data, and how data become a value of exactly this class."""
+
+
 def encode(value: object, other: Callable[[object], Data]) -> Data:
     """Write a value as data; subclasses become the type that they extend, and `other` writes all else."""
     match value:
@@ -43,6 +100,8 @@ def encode(value: object, other: Callable[[object], Data]) -> Data:
             return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
         case range():
             return {"range": [value.start, value.stop, value.step]}
+        case _ if (written := _written_by_library(value, other)) is not None:
+            return written
         case dict():
             return {"dict": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
         case list() | tuple() | set() | frozenset():
@@ -71,7 +130,25 @@ def decode(data: Data, answers: Callable[[int], object]) -> object:
     if kind == "dict" and isinstance(inside, list):
         pairs = [[decode(one, answers) for one in as_list(pair)] for pair in inside]
         return {key: item for key, item in pairs}
+    if kind in LIBRARY:
+        return LIBRARY[kind][2](*(decode(item, answers) for item in as_list(inside)))
+    if kind == "namedtuple":
+        name, fields, items = (decode(item, answers) for item in as_list(inside))
+        return _of("collections", "namedtuple")(name, fields)(*items)  # pyright: ignore[reportGeneralTypeIssues]
     return PLAIN[kind](inside)
+
+
+def _written_by_library(value: object, other: Callable[[object], Data]) -> Data:
+    """Write a value of a library's class; None for all others. No library is imported to look."""
+    fields = getattr(type(value), "_fields", None)
+    if isinstance(value, tuple) and isinstance(fields, tuple):
+        parts = [type(value).__name__, list(fields), list(value)]
+        return {"namedtuple": [encode(part, other) for part in parts]}
+    for name, (module, parts_of, _) in LIBRARY.items():
+        known = getattr(sys.modules.get(module), name, None)
+        if isinstance(known, type) and isinstance(value, known):
+            return {name: [encode(part, other) for part in parts_of(value)]}
+    return None
 
 
 def data_alone(_: object) -> NoReturn:
