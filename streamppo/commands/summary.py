@@ -10,10 +10,11 @@ from streamppo.driver import lock
 from streamppo.errors import RunError
 from streamppo.telemetry import diagnosis, metrics_file, progress
 from streamppo.telemetry import summary as summaries
-from streamppo.telemetry.live.drawing import cut, harmless
+from streamppo.telemetry.live.drawing import cut
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import view
 from streamppo.telemetry.report.view import View, attempt, in_short
+from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
 GAP, LEAST_STATE = 2, 10
