@@ -27,9 +27,9 @@ def sentence(config: Config, run: Path) -> str:
         return ""
     if not (run / MODEL).is_file() or not (run / CHECKPOINT.format(newest)).is_file():
         return ""
-    folder = shlex.quote(str(run))
+    quoted = shlex.quote(str(run))
     return (
         f"{run}: nothing to do, and nothing is changed: all {newest} updates are made, and updates = {config.updates}; "
-        f"more of them: streamppo resume {folder} updates={max(newest, config.updates) + 50}; "
-        f"another evaluation: streamppo eval {folder}"
+        f"more of them: streamppo resume {quoted} updates={max(newest, config.updates) + 50}; "
+        f"another evaluation: streamppo eval {quoted}"
     )
