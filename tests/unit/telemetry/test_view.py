@@ -107,17 +107,16 @@ def test_a_failed_run_says_so_in_its_last_rows_in_red(outcome: str, is_told: boo
     assert ("red" in styles) is ("bold red" in styles) is is_told
 
 
-def test_a_sign_that_is_over_leaves_the_row_of_warnings(math_config: Callable[..., Config]) -> None:
+def test_a_sign_that_is_over_leaves_the_row_of_warnings(
+    math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = empty()
     state.diagnosis = Diagnosis(math_config())
-    state.version = 40
-    state.diagnosis.findings["entropy collapse"] = Finding("entropy collapse", "0.01", "raise it", 20, 40)
+    sign = Finding("entropy collapse", "0.01", "raise it", 20, 40)
     state.warn("entropy collapse: 0.01: raise it")
-    assert any(row.startswith("warning   entropy collapse") for row in texts(view(state, 80, 24)))
-    state.version = 60
-    assert not any(row.startswith("warning") for row in texts(view(state, 80, 24)))
-    state.warn("learner-0: killed")
-    assert any(row.startswith("warning   learner-0") for row in texts(view(state, 80, 24)))
+    for holds in (True, False):
+        monkeypatch.setattr(Diagnosis, "findings", {sign.name: sign._replace(holds=holds)})
+        assert any(row.startswith("warning   entropy collapse") for row in texts(view(state, 80, 24))) is holds
 
 
 def test_markup_and_control_characters_are_shown_and_not_obeyed() -> None:
