@@ -10,8 +10,8 @@ import os
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from streamppo.errors import StreamppoError
 
@@ -59,7 +59,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def reading(path: Path) -> Generator[BinaryIO]:
+def reading(path: Path) -> Generator[BufferedReader]:
     """Open a file to read it. Raises `OSError` for what is no file, such as a pipe: nobody waits for it."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from msgspec import structs
 from torch import Tensor
 
 from streamppo.config.sections import Config, Model, model_path
 from streamppo.errors import CheckpointError
-from streamppo.learner import adapters, manifest, pretrained, remote
+from streamppo.learner import adapters, distcp, manifest, pretrained, remote
 from streamppo.weights import buckets
 from streamppo.weights.adapters import merged
 from streamppo.weights.buckets import Shard
@@ -88,9 +87,8 @@ def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             # It warns of what is asked for here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, checkpoint_id=path, no_dist=True)
-    except dcp.api.CheckpointException as error:
-        reasons = [str(failure) for failure, _ in error.failures.values()]
-        raise CheckpointError(f"{path}: does not hold the weights of {start}: {reasons[0]}") from error
+            distcp.load(state, path, alone=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: does not hold the weights of {start}: {error}") from error
     dtype = getattr(torch, model.dtype)
     return {adapters.published(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}

@@ -35,7 +35,7 @@ RAGGED = {
 }
 """Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
 EACH = ("token_rewards", "candidate_counts", "teacher_logprobs")
-"""Those with one entry for each token of a completion that has them."""
+"""Columns that have one entry for each token of a completion, or none."""
 IDENTITY = ("prompt", "sample", "attempt", "segment")
 """Columns of an identity's numbers; the last one only with segments."""
 
@@ -103,7 +103,7 @@ def _ends(columns: Mapping[str, Column], name: str, rows: int, of: str) -> Colum
 
 def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: int) -> None:
     """Raise `ValueError` for numbers and words that no trajectory has."""
-    if not rows or not np.logical_or.reduceat(columns["mask"], columns["offsets"][:-1]).all():
+    if not rows or not np.logical_or.reduceat(columns["mask"], columns["offsets"][:-1].astype(np.int64)).all():
         raise ValueError("a trajectory without a token that the policy sampled")
     for name, words in attributes.words().items():
         if columns[name].min() < 0 or columns[name].max() >= len(words):
