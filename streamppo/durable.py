@@ -4,10 +4,13 @@ A file is settled when it has its final name. A writer that dies before leaves a
 reads and the next writer replaces.
 """
 
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 from streamppo.errors import StreamppoError
@@ -55,9 +58,18 @@ def write(path: Path, data: bytes) -> None:
     settle(path)
 
 
+@contextmanager
+def reading(path: Path) -> Generator[BufferedReader]:
+    """Open a file to read it. Raises `OSError` for what is no file, such as a pipe: nobody waits for it."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        yield file
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file."""
-    with path.open("rb") as file:
+    with reading(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from msgspec import structs
 from torch import Tensor
 
 from streamppo.commands.echo import echo
 from streamppo.config.sections import Config, Model, model_path
 from streamppo.errors import CheckpointError, JournalError
-from streamppo.learner import adapters, history, manifest, pretrained, remote
+from streamppo.learner import adapters, distcp, history, manifest, pretrained, remote
 from streamppo.learner.history import History
 from streamppo.weights import buckets
 from streamppo.weights.adapters import merged
@@ -103,9 +102,8 @@ def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             # It warns of what is asked for here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, checkpoint_id=path, no_dist=True)
-    except dcp.api.CheckpointException as error:
-        reasons = [str(failure) for failure, _ in error.failures.values()]
-        raise CheckpointError(f"{path}: does not hold the weights of {start}: {reasons[0]}") from error
+            distcp.load(state, path, alone=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: does not hold the weights of {start}: {error}") from error
     dtype = getattr(torch, model.dtype)
     return {adapters.published(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}

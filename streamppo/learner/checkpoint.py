@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from streamppo import durable
 from streamppo.config.sections import Checkpoint
 from streamppo.errors import CheckpointError
-from streamppo.learner import manifest
+from streamppo.learner import distcp, manifest
+from streamppo.learner.distcp import METADATA
 from streamppo.learner.history import History
 from streamppo.learner.manifest import Damaged, Files, State
 from streamppo.learner.policy import rank_in_copy
@@ -35,8 +36,6 @@ from streamppo.learner.remote import Copier, Remote
 from streamppo.weights.pusher import Pushed
 
 log = logging.getLogger(__name__)
-METADATA = ".metadata"
-"""The file of torch.distributed.checkpoint that says which file holds which tensor."""
 T = TypeVar("T")
 
 
@@ -217,7 +216,7 @@ def load(path: Path, trained: Trained, copies: Remote | None = None, past: Histo
     if state.ranks != dist.get_world_size():
         raise CheckpointError(f"{path}: written by {state.ranks} ranks, and learner.ranks is {dist.get_world_size()}")
     tensors = _tensors(trained, state)
-    dcp.load(tensors, checkpoint_id=path)
+    distcp.load(tensors, path)
     (own,) = tensors["own"].values()
     moments = {name: {**shards, **own["state"][name]} for name, shards in tensors["optimizer"].items()}
     optimizer_state = {"state": moments, "param_groups": own["param_groups"]}

@@ -16,6 +16,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -24,6 +25,8 @@ from streamppo.errors import CheckpointError
 from streamppo.learner.history import History
 
 MANIFEST = "manifest.json"
+Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
+"""The name of a file in the checkpoint's folder: no path leads out of it."""
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Files(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of files by name: those that all ranks read, and those that each rank wrote."""
 
-    shared: dict[str, str]
-    ranks: tuple[dict[str, str], ...]
+    shared: dict[Name, str]
+    ranks: tuple[dict[Name, str], ...]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,66 +26,41 @@ given up for dead, and still writes, comes too late for that. The journal also k
 so that a prompt is found without opening all of them.
 """
 
-# zarr and pyarrow leave parts of their signatures untyped.
+# pyarrow leaves parts of its signatures untyped.
 # pyright: standard
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.process import phase
 from streamppo.queue import parts, zarr_zip
+from streamppo.queue.columns import (
+    FLAT,
+    LEARNED,
+    RAGGED,
+    Attributes,
+    Column,
+    explanations,
+    learned,
+    of_batch,
+    spelled,
+    to_batch,
+    verify,
+)
 from streamppo.queue.journal import Journal
 from streamppo.queue.records import Archived, Made
-from streamppo.types import Batch, Crossing, Floats, Identity, Learned, Trajectory, flags, floats, ints, routes
+from streamppo.types import Batch, Crossing, Floats, Learned
 
 if TYPE_CHECKING:
     import pyarrow
-
-Column: TypeAlias = NDArray[np.generic]
-FINISH = ("stop", "length", "cut")
-FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
-"""Columns with one entry for each token of a completion."""
-LEARNED = Learned.__struct_fields__
-"""Columns that the learner adds to them."""
-RAGGED = {
-    "token_rewards": floats,
-    "candidates": ints,
-    "candidate_counts": ints,
-    "teacher_logprobs": floats,
-    "routes": routes,
-}
-"""Columns that only some trajectories have, or with any number of entries; their offsets lie beside them."""
-
-
-IDENTITY = ("prompt", "sample", "attempt", "segment")
-"""Columns of an identity's numbers; the last one only with segments."""
-
-
-class Attributes(msgspec.Struct, omit_defaults=True):
-    """A batch's versions, and the words that columns of numbers stand for."""
-
-    version: int
-    min_version: int
-    tasks: list[str]
-    actors: list[str]
-    finishs: list[str]
-    component_names: list[str] = []
-    rows: list[int] = []
-
-    def words(self) -> dict[str, list[str]]:
-        """The words of each column of words."""
-        return {"task": self.tasks, "actor": self.actors, "finish": self.finishs}
 
 
 class Written(Crossing, frozen=True):
@@ -165,19 +140,19 @@ class Archive:
     def batch(self, version: int) -> Batch:
         """The very batch that was trained on. Raises `JournalError` if it is missing or damaged."""
         columns, attributes = self._read(version)
-        return _batch(columns, attributes)
+        return to_batch(columns, attributes)
 
     def batch_and_learned(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
         """The batch and its `learned` numbers, in one reading. Raises `JournalError` if it is missing or damaged."""
         columns, attributes = self._read(version)
-        return _batch(columns, attributes), learned(columns)
+        return to_batch(columns, attributes), learned(columns)
 
     def table(self, version: int) -> "pyarrow.Table":
         """The batch as a pyarrow Table with one row for each trajectory; `.to_pandas()` makes it a frame."""
         import pyarrow
 
         columns, attributes = self._read(version)
-        explanations = _explanations(columns)
+        texts = explanations(columns)
         at, prompt_at = columns.pop("offsets"), columns.pop("prompt_offsets")
         names = [name for name in (*FLAT, *LEARNED) if name in columns]
         flat = {name: pyarrow.ListArray.from_arrays(at.astype(np.int32), columns.pop(name)) for name in names}
@@ -189,8 +164,8 @@ class Archive:
             del columns[name]
         if "components" in columns:
             columns |= dict(zip(attributes.component_names, columns.pop("components").T, strict=True))
-        words = {name: _spelled(columns.pop(name), known) for name, known in attributes.words().items()}
-        told = {"explanation": explanations} if any(explanations) else {}
+        words = {name: spelled(columns.pop(name), known) for name, known in attributes.words().items()}
+        told = {"explanation": texts} if any(texts) else {}
         return pyarrow.table({**columns, **words, **told, **flat})
 
     def path(self, version: int) -> Path:
@@ -221,12 +196,6 @@ def open(run: Path) -> Archive:
     return Archive(run / "archive", checksums(versions))
 
 
-def learned(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
-    """The learner's numbers that are kept, by their names: for every completion, one for each of its tokens."""
-    ends = columns["offsets"][1:-1].tolist()
-    return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
-
-
 def checksums(versions: Iterable[Made]) -> dict[int, tuple[str, ...]]:
     """The SHA-256 of the files of each archived batch, by the batch's version."""
     return {made.version - 1: made.archived.files for made in versions if made.archived}
@@ -242,8 +211,8 @@ def write(folder: Path, batch: Batch, learned: Learned) -> Written:
     aside = durable.aside(path.with_name(f"{path.name}.{uuid4().hex}"))
     with durable.naming(path, JournalError):
         durable.folder(folder)
-        columns, attributes = _columns(batch, learned)
-        content = zarr_zip.packed(columns, msgspec.to_builtins(attributes))
+        arrays, attributes = of_batch(batch, learned)
+        content = zarr_zip.packed(arrays, msgspec.to_builtins(attributes))
         aside.write_bytes(content)
         durable.flush(aside)
     sha256 = hashlib.sha256(content).hexdigest()
@@ -258,125 +227,30 @@ def _path(folder: Path, version: int, part: str = "") -> Path:
 def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
     """The columns and attributes of a file. Raises `JournalError` if it is missing or damaged."""
     try:
-        found = durable.sha256(path)
+        with durable.reading(path) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
+            columns, attributes = zarr_zip.unpacked(file)
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error}") from error
-    if found != expected:
-        raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
-    # A quarter of a second to import, which a new run needs in no process.
-    import zarr
-    from zarr.storage import ZipStore
-
-    with ZipStore(path, mode="r") as store:
-        group = zarr.open_group(store, mode="r")
-        columns = {name: np.asarray(array[:]) for name, array in group.arrays()}
-        return columns, msgspec.convert(dict(group.attrs), Attributes)
+    except zarr_zip.Strange as error:
+        raise JournalError(f"{path}: not as streamppo writes it: {error}") from error
+    try:
+        told = msgspec.json.decode(attributes, type=Attributes)
+        verify(columns, told)
+    except (ValueError, LookupError) as error:
+        raise JournalError(f"{path}: no batch: {error}") from error
+    return columns, told
 
 
 def _merged(found: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
     """The columns of a whole batch, of those of its parts."""
-    batch = parts.merge([_batch(columns, attributes) for columns, attributes in found])
+    batch = parts.merge([to_batch(columns, attributes) for columns, attributes in found])
+    if len({frozenset(columns).intersection(LEARNED) for columns, _ in found}) > 1:
+        raise JournalError(f"the batch of version {batch.version} came in parts with different columns")
     by_row: dict[str, dict[int, Floats]] = {}
     for columns, attributes in found:
         for name, numbers in learned(columns).items():
             by_row.setdefault(name, {}).update(zip(attributes.rows, numbers, strict=True))
     flat = {name: np.concatenate([rows[row] for row in sorted(rows)]).tobytes() for name, rows in by_row.items()}
-    return _columns(batch, Learned(**flat))
-
-
-def _columns(batch: Batch, learned: Learned) -> tuple[dict[str, Column], Attributes]:
-    trajectories = batch.trajectories
-    words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
-    known = {name: sorted(set(column)) for name, column in words.items()}
-    known["finish"], words["finish"] = list(FINISH), [one.finish for one in trajectories]
-    columns: dict[str, Column] = {
-        "prompt": np.array([one.identity.prompt for one in trajectories]),
-        "sample": np.array([one.identity.sample for one in trajectories]),
-        "attempt": np.array([one.identity.attempt for one in trajectories]),
-        "reward": np.array([one.reward for one in trajectories], dtype=np.float64),
-        "prompt_tokens": ints(b"".join(one.prompt_tokens for one in trajectories)),
-        "prompt_offsets": _offsets([len(one.prompt_tokens) // 4 for one in trajectories]),
-        "offsets": _offsets([one.num_tokens for one in trajectories]),
-        **{name: read(b"".join(getattr(one, name) for one in trajectories)) for name, read in FLAT.items()},
-        **{name: np.array([known[name].index(word) for word in column]) for name, column in words.items()},
-    }
-    attributes = Attributes(
-        version=batch.version,
-        min_version=batch.min_version,
-        rows=ints(batch.rows).tolist(),
-        **{f"{name}s": found for name, found in known.items()},
-    )
-    for name, read in RAGGED.items():
-        if any(parts := [getattr(one, name) for one in trajectories]):
-            columns[name] = read(b"".join(parts))
-            columns[f"{name}_offsets"] = _offsets([read(part).size for part in parts])
-    if any(one.finish == "cut" or one.identity.segment for one in trajectories):
-        columns["segment"] = np.array([one.identity.segment for one in trajectories])
-        columns["prefix"] = np.array([one.prefix for one in trajectories])
-    for name in LEARNED:
-        if found := getattr(learned, name):
-            columns[name] = floats(found)
-            assert len(columns[name]) == len(columns["tokens"]), "one number for each token"
-    if any(texts := [one.explanation.encode() for one in trajectories]):
-        columns["explanations"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
-        columns["explanations_offsets"] = _offsets([len(text) for text in texts])
-    if names := sorted({name for one in trajectories for name in one.components}):
-        columns["components"] = np.array([[one.components.get(name, np.nan) for name in names] for one in trajectories])
-        attributes.component_names = names
-    if not all(one.versions_known for one in trajectories):
-        columns["versions_known"] = np.array([one.versions_known for one in trajectories])
-    return columns, attributes
-
-
-def _offsets(lengths: list[int]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _present(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
-    return {name: number for name, number in zip(names, numbers, strict=True) if not math.isnan(number)}
-
-
-def _spelled(column: Column, known: Sequence[str]) -> list[str]:
-    return [known[int(number)] for number in column]
-
-
-def _explanations(columns: Mapping[str, Column]) -> list[str]:
-    """The text of each trajectory, empty where there is none."""
-    if "explanations" not in columns:
-        return [""] * (len(columns["offsets"]) - 1)
-    text, ends = columns["explanations"].tobytes(), columns["explanations_offsets"].tolist()
-    return [text[begin:end].decode() for begin, end in pairwise(ends)]
-
-
-def _batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
-    at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
-    words = {name: _spelled(columns[name], known) for name, known in attributes.words().items()}
-    ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}
-    components = columns["components"].tolist() if "components" in columns else None
-    known, explanations = columns.get("versions_known"), _explanations(columns)
-    trajectories: list[Trajectory] = []
-    for row, reward in enumerate(columns["reward"].tolist()):
-        tokens = slice(at[row], at[row + 1])
-        number = {name: int(columns[name][row]) for name in IDENTITY if name in columns}
-        ragged = {name: columns[name][ends[row] : ends[row + 1]].tobytes() for name, ends in ragged_at.items()}
-        trajectories.append(
-            Trajectory(
-                identity=Identity(task=words["task"][row], **number),
-                actor=words["actor"][row],
-                prompt_tokens=columns["prompt_tokens"][prompt_at[row] : prompt_at[row + 1]].tobytes(),
-                finish=words["finish"][row],  # pyright: ignore[reportArgumentType]
-                reward=reward,
-                components={} if components is None else _present(attributes.component_names, components[row]),
-                prefix=int(columns["prefix"][row]) if "prefix" in columns else 0,
-                explanation=explanations[row],
-                versions_known=known is None or bool(known[row]),
-                **{name: columns[name][tokens].tobytes() for name in FLAT},  # pyright: ignore[reportArgumentType]
-                **ragged,
-            )
-        )
-    return Batch(
-        version=attributes.version,
-        min_version=attributes.min_version,
-        rows=np.array(attributes.rows, dtype="<i4").tobytes(),
-        trajectories=tuple(trajectories),
-    )
+    return of_batch(batch, Learned(**flat))

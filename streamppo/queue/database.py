@@ -8,7 +8,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 from zlib import crc32
@@ -23,6 +23,7 @@ LOCKED_S = 120.0
 T = TypeVar("T")
 ENCODER = msgspec.msgpack.Encoder()
 """Begins with room for a row; `msgspec.msgpack.encode` begins with less, and makes it larger again and again."""
+SCHEMA = "select type, name, sql from sqlite_master where name not like 'sqlite_stat%' order by type, name"
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +40,8 @@ class Database:
         with self._errors_named():
             address = _read_only_address(path) if read_only else path
             self._db = sqlite3.connect(address, uri=read_only, check_same_thread=False, isolation_level=None)
+            # Its author may be a stranger: nothing in its tables calls a function.
+            self._db.execute("pragma trusted_schema = off")
             if read_only:
                 self._db.execute("begin")
             self._verify_structure()
@@ -124,7 +127,7 @@ class Database:
     def _verify_format(self, tables: str, number: int, *, read_only: bool) -> None:
         """Make the tables of a new file. Raises `JournalError` for one that another version of streamppo made."""
         ((found,),) = self._db.execute("pragma user_version").fetchall()
-        ((there,),) = self._db.execute("select count(*) from sqlite_master").fetchall()
+        there = self._db.execute(SCHEMA).fetchall()
         if not there and read_only:
             raise JournalError(f"{self.path}: empty: nothing was ever written there")
         if not there:
@@ -135,6 +138,15 @@ class Database:
                 f"{self.path}: made by another version of streamppo: its format is {found or 1}, and this version "
                 f"reads {number}: go on with the version that made the run, or begin a new one"
             )
+        elif there != _tables(tables):
+            raise JournalError(f"{self.path}: not a journal of streamppo: its tables, views or triggers are others")
+
+
+def _tables(tables: str) -> list[tuple[str, str, str | None]]:
+    """The schema of a file with these `tables`."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(tables)
+        return db.execute(SCHEMA).fetchall()
 
 
 def checked(value: object) -> tuple[bytes, int]:

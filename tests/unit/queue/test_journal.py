@@ -5,6 +5,7 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -352,3 +353,22 @@ def test_the_process_that_holds_the_lock_is_named_by_its_number(tmp_path: Path) 
     )
     assert sqlite._holder(tmp_path / "journal.sqlite", tmp_path / "locks") == "process 4711"
     assert sqlite._holder(tmp_path / "other.sqlite", tmp_path / "locks") == "another process"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "drop table leases; create view leases as with recursive n(x) as (select 1 union all select x + 1 from n) "
+        "select x as version, x as row, x as checksum from n",
+        "create trigger t after insert on slots begin delete from versions; end",
+        "create table other (x)",
+    ],
+)
+def test_a_journal_with_other_tables_views_or_triggers_is_refused(tmp_path: Path, change: str) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.fence()
+    journal.close()
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db:
+        db.executescript(change)
+    with pytest.raises(JournalError, match="not a journal of streamppo"):
+        Journal.of(tmp_path)

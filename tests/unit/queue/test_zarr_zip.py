@@ -1,10 +1,13 @@
 """The archive's own writer beside zarr: the same entries, and zarr reads them."""
 
+import io
 import json
+import random
 import zipfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 import zarr
 from zarr.codecs import ZstdCodec
 from zarr.storage import ZipStore
@@ -57,3 +60,75 @@ def test_zarr_reads_what_was_written_also_columns_of_zeros_alone(tmp_path: Path)
             found = np.asarray(group[name][:])  # pyright: ignore[reportIndexIssue, reportArgumentType]
             np.testing.assert_array_equal(found, column, err_msg=name)
             assert found.dtype == column.dtype
+
+
+def entries(content: bytes | memoryview) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def packed_again(changed: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> io.BytesIO:
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", method) as file:
+        for name, content in changed.items():
+            file.writestr(name, content)
+    return whole
+
+
+def test_what_was_packed_is_unpacked() -> None:
+    columns, attributes = zarr_zip.unpacked(io.BytesIO(zarr_zip.packed(COLUMNS, ATTRIBUTES)))
+    assert json.loads(bytes(attributes)) == ATTRIBUTES and columns.keys() == COLUMNS.keys()
+    for name, column in COLUMNS.items():
+        np.testing.assert_array_equal(columns[name], column)
+        assert columns[name].dtype == column.dtype
+
+
+FILTER = b'"codecs":[{"name":"numcodecs.pickle"},'
+OTHER = {
+    "another codec": ("tokens/zarr.json", lambda text: text.replace(b'"zstd"', b'"numcodecs.pickle"')),
+    "a filter": (
+        "tokens/zarr.json",
+        lambda text: text.replace(b'"codecs":[', FILTER),
+    ),
+    "an absurd shape": ("tokens/zarr.json", lambda text: text.replace(b"[899]", b"[899999999999]")),
+    "a negative shape": ("tokens/zarr.json", lambda text: text.replace(b"[899]", b"[-899]")),
+    "a shape that is not the chunk's": ("tokens/zarr.json", lambda text: text.replace(b"[899]", b"[898]")),
+    "a chunk of another frame": ("tokens/c/0", lambda _: zarr_zip.ZSTD.encode(np.zeros(900, np.int32))),
+    "a chunk that is no frame": ("tokens/c/0", lambda _: b"x" * 100),
+    "format 2": ("zarr.json", lambda text: text.replace(b'"zarr_format":3', b'"zarr_format":2')),
+    "an entry of nobody": (".zarray", lambda _: b"{}"),
+    "a path out of the file": ("../../marker", lambda _: b"{}"),
+    "no group": ("zarr.json", lambda _: b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_another_file_than_streamppo_writes_is_strange(what: str) -> None:
+    name, change = OTHER[what]
+    found = entries(zarr_zip.packed(COLUMNS, ATTRIBUTES))
+    found[name] = change(found.get(name, b""))
+    with pytest.raises(zarr_zip.Strange):
+        zarr_zip.unpacked(packed_again(found))
+
+
+def test_compressed_entries_and_bombs_are_strange_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = zarr_zip.packed({"tokens": np.zeros(2**22, np.int32)}, {})
+    with pytest.raises(zarr_zip.Strange, match="compressed"):
+        zarr_zip.unpacked(packed_again(entries(zeros), zipfile.ZIP_DEFLATED))
+    monkeypatch.setattr(zarr_zip, "MOST_BYTES", 2**20)
+    with pytest.raises(zarr_zip.Strange, match=r"columns of 16,777,216 bytes in a file of"):
+        zarr_zip.unpacked(io.BytesIO(zeros))
+
+
+def test_500_random_mutations_are_strange_or_columns() -> None:
+    whole, generator = bytes(zarr_zip.packed(COLUMNS, ATTRIBUTES)), random.Random(5)
+    strange = 0
+    for _ in range(500):
+        content = bytearray(whole)
+        for _ in range(generator.randint(1, 4)):
+            content[generator.randrange(len(content))] = generator.randrange(256)
+        try:
+            zarr_zip.unpacked(io.BytesIO(content[: generator.randint(len(content) // 2, 2 * len(content))]))
+        except zarr_zip.Strange:
+            strange += 1
+    assert strange > 300

@@ -1,0 +1,89 @@
+"""Reads files of torch.distributed.checkpoint, whoever wrote them: nothing in them names code that runs.
+
+torch itself unpickles `.metadata`, and every value that is no tensor. Here `.metadata` may name torch's classes of
+metadata and nothing else, its files lie in the checkpoint's folder, and values are plain, as `weights_only` has it.
+"""
+
+# torch leaves parts of its signatures untyped.
+# pyright: standard
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from streamppo import durable
+from streamppo.errors import CheckpointError
+
+METADATA = ".metadata"
+"""The file that says which file holds which tensor."""
+ROOM = "torch.distributed.checkpoint"
+NAMED = {
+    *(f"{ROOM}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"{ROOM}.metadata.{name}" for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    f"{ROOM}.metadata.BytesStorageMetadata",
+    f"{ROOM}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+}
+"""All that `.metadata` names, beside types of tensors."""
+
+
+def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
+    """Load the checkpoint at `path` in place: a collective, unless `alone`.
+
+    Raises `CheckpointError` for files that do not hold these tensors, or that name anything else.
+    """
+    try:
+        dcp.load(  # pyright: ignore[reportPrivateImportUsage]
+            tensors, storage_reader=Reader(path), planner=Planner(), no_dist=alone
+        )
+    except dcp.api.CheckpointException as error:
+        reasons = [str(failure) for failure, _ in error.failures.values()]
+        raise CheckpointError(f"{path}: cannot be loaded: {reasons[0]}") from error
+
+
+class Reader(FileSystemReader):
+    """torch's reader, which unpickles classes of metadata alone."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata. Raises `CheckpointError` for another pickle, and for files elsewhere."""
+        path = Path(self.path) / METADATA
+        try:
+            with durable.reading(path) as file:
+                found = _Unpickler(file).load()
+            files = {one.relative_path for one in found.storage_data.values()}
+        except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        if not isinstance(found, Metadata) or any(os.path.basename(name) != name for name in files):
+            raise CheckpointError(f"{path}: no metadata of a checkpoint, or they name files elsewhere")
+        return found
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner, which unpickles plain values and tensors alone."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a value that is no tensor."""
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> object:
+        """A class of metadata, or a type of tensors."""
+        if f"{module}.{name}" in NAMED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of streamppo does")
