@@ -53,9 +53,15 @@ def rename(source: Path, target: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a whole file."""
-    aside(path).write_bytes(data)
+    """Write a whole file. A link that stands where it is written aside is replaced, and not followed."""
+    aside(path).unlink(missing_ok=True)
+    with open(aside(path), "wb", opener=_not_by_link) as file:
+        file.write(data)
     settle(path)
+
+
+def _not_by_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager

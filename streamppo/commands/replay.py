@@ -62,6 +62,8 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     last = max(recorded, default=0) if to is None else to
     if last not in recorded:
         raise JournalError(f"{run}: version {last} was never made; the newest is {max(recorded, default=0)}")
+    if not configs:
+        raise JournalError(f"{run}: the journal has no configuration of any version: nothing can be made as it was")
     present = configfile.load(run / configfile.CONFIG)
     chosen = {version: _changed(config, present, changes) for version, config in configs.items()}
     if changes:

@@ -6,6 +6,7 @@
 A run keeps its configuration in its folder in the same format.
 """
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not UTF-8: {error}") from error
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     paths.anchor(tree, path.parent)
     tree.setdefault("name", path.stem)
@@ -64,12 +65,18 @@ def save(config: Config, run: Path) -> None:
 
 
 def existing(run: Path) -> Path:
-    """The absolute path of the folder of a run. Raises `CheckpointError` if no run is there."""
+    """The absolute path of the folder of a run.
+
+    Raises `CheckpointError` if no run is there, or something that is neither a file nor a folder: a pipe would hold its
+    reader for ever, a device has no end.
+    """
     run = run.resolve()
     if not (run / CONFIG).is_file():
         if (run / "config.json").is_file():
             raise CheckpointError(f"{run}: made by an earlier version of streamppo, which alone can go on with it")
         raise CheckpointError(f"{run}: no run is there")
+    if strange := [one.name for one in os.scandir(run) if not one.is_file() and not one.is_dir()]:
+        raise CheckpointError(f"{run / min(strange)}: neither a file nor a folder, which streamppo does not write")
     return run
 
 

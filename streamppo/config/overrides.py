@@ -73,5 +73,5 @@ def _value(text: str) -> object:
     """`text` as TOML; a bare word is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Generator
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 from zlib import crc32
@@ -142,9 +143,10 @@ class Database:
             raise JournalError(f"{self.path}: not a journal of streamppo: its tables, views or triggers are others")
 
 
+@cache
 def _tables(tables: str) -> list[tuple[str, str, str | None]]:
     """The schema of a file with these `tables`."""
-    with closing(sqlite3.connect(":memory:")) as db:
+    with closing(sqlite3.connect(":memory:", check_same_thread=False)) as db:
         db.executescript(tables)
         return db.execute(SCHEMA).fetchall()
 

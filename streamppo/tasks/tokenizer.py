@@ -29,6 +29,8 @@ KEPT = 256
 """Prompts whose tokens are kept: more than begin together, and their samples are played one soon after another."""
 PROBE = "a"
 """A text whose tokens are looked for between those that a tokenizer adds."""
+DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Errors that transformers raises for files of a tokenizer which nobody wrote."""
 UNKNOWN = -1
 """In place of a token that has not been asked for."""
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -47,8 +49,9 @@ class Tokenizer:
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        except (OSError, ValueError, StrictDataclassError) as error:
-            raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {error}") from error
+        except (*DAMAGE, StrictDataclassError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise TaskError(f"the tokenizer of {str(path)!r} cannot be loaded: {reason}") from error
         self._fast = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         if self._fast is not None:
             # Its file may ask for both; transformers turns them off at each call.

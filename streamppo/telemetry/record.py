@@ -41,9 +41,15 @@ log = logging.getLogger(__name__)
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read summary.json of the run in `folder`; None if there is none, as long as it goes on or after a kill."""
+    """Read summary.json of the run in `folder`; None if there is none, as long as it goes on or after a kill.
+
+    Raises `RunError` for a file that no run has written.
+    """
     path = folder / SUMMARY
-    return json.loads(path.read_bytes()) if path.exists() else None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary) if path.exists() else None
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise RunError(f"no JSON of a run in {path}: {error}") from error
 
 
 class Record:

@@ -91,7 +91,7 @@ class OfEngines(TypedDict):
     swaps: int
     swap_ms: float
     restarts: int
-    scorers: list[dict[str, str | int | float]]
+    scorers: list[dict[str, object]]
     too_long: dict[str, int]
     stalls: dict[str, int]
 

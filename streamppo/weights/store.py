@@ -24,6 +24,7 @@ from streamppo.errors import CheckpointError
 PAUSES_S = (1.0, 10.0, 60.0)
 """Seconds before a file is tried again that an address has refused; then it is given up."""
 PART_BYTES = 2**24
+CHAIN = "::"
 MODEL, FINAL = "model", "final"
 """Folders at a run's address: the model that it has made, and the one that it has trained."""
 ADDRESS = "remote.address"
@@ -36,6 +37,9 @@ class Store:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        # fsspec chains file systems by it, and one of them renders templates: a folder's address is not always our own.
+        if CHAIN in address:
+            raise CheckpointError(f"{address}: names one file system inside of another: give the store's own address")
         with self.named():
             self._files, self._root = fsspec.url_to_fs(address)
 

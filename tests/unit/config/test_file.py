@@ -1,6 +1,7 @@
 """The configuration refuses what it does not know, and says what was meant."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import msgspec
 import pytest
 from conftest import MATH, REPOSITORY
 
+from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Algorithm, Clip
 from streamppo.config.correction import FilterOffPolicyNegative, FilterTruncated, NoCorrection, RejectK3, Truncate
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
-from streamppo.errors import ConfigError
+from streamppo.errors import CheckpointError, ConfigError
 
 AT = "algorithm.teacher.url="
 RLOO = "algorithm.advantage.kind=rloo"
@@ -410,3 +412,24 @@ def test_help_dry_run_and_config_errors_import_nothing_heavy(arguments: list[str
 
 def test_a_choice_between_kinds_is_a_type() -> None:
     assert isinstance(configfile.load(MATH).algorithm.policy_loss, Clip)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to nothing"])
+def test_a_folder_with_something_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.toml").write_text("")
+    assert configfile.existing(tmp_path) == tmp_path
+    strange = tmp_path / "metrics.jsonl"
+    if kind == "pipe":
+        os.mkfifo(strange)
+    else:
+        strange.symlink_to("/dev/zero" if kind == "device" else "/nowhere")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: neither a file nor a folder"):
+        configfile.existing(tmp_path)
+
+
+def test_a_link_where_a_file_is_written_aside_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("theirs")
+    (tmp_path / "report.html.tmp").symlink_to(other)
+    durable.write(tmp_path / "report.html", b"ours")
+    assert (other.read_text(), (tmp_path / "report.html").read_bytes()) == ("theirs", b"ours")

@@ -228,3 +228,9 @@ def test_a_node_fetches_the_model_that_the_run_has_made(tmp_path: Path, math_con
     assert not path.exists(), "all see one folder"
     store.bring_model(math_config(*given), str(path))
     assert (path / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("address", ["reference::file:///there", "simplecache::s3://bucket/there"])
+def test_an_address_inside_of_another_one_is_refused(address: str) -> None:
+    with pytest.raises(CheckpointError, match="one file system inside of another"):
+        Store(address)
