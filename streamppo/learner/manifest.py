@@ -16,13 +16,16 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 
 from streamppo import durable
 from streamppo.errors import CheckpointError
-from streamppo.learner.history import History
+
+if TYPE_CHECKING:
+    # Ray comes with it, and those that look for a checkpoint need none.
+    from streamppo.learner.history import History
 
 MANIFEST = "manifest.json"
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
@@ -84,7 +87,7 @@ def write(folder: Path, state: State, files: Files) -> None:
     durable.write(folder / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1).encode())
 
 
-def read(path: Path, past: History | None = None) -> Manifest:
+def read(path: Path, past: "History | None" = None) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises `Damaged`, also if it is not of the run's `past`."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
@@ -102,7 +105,7 @@ def verify(
     rank: int,
     shards_of: int | None = None,
     fetch: Callable[[str, str, Path], None] | None = None,
-    past: History | None = None,
+    past: "History | None" = None,
 ) -> State:
     """The state in the checkpoint at `path`, once the files that `rank` reads are verified.
 
@@ -136,7 +139,7 @@ def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
     return None
 
 
-def is_of(path: Path, past: History | None) -> bool:
+def is_of(path: Path, past: "History | None") -> bool:
     """Tell, and say why not, if the manifest of the checkpoint at `path` is whole and of the run's `past`."""
     try:
         read(path, past)
@@ -146,7 +149,7 @@ def is_of(path: Path, past: History | None) -> bool:
     return True
 
 
-def verify_whole(path: Path, past: History | None = None) -> State:
+def verify_whole(path: Path, past: "History | None" = None) -> State:
     """The state in the checkpoint at `path`, once the files of every rank are verified: all of them are here.
 
     Raises `Damaged`, or `CheckpointError` for a file that is not there, or if it is not of the run's `past`.
@@ -157,7 +160,7 @@ def verify_whole(path: Path, past: History | None = None) -> State:
     return state
 
 
-def newest(folder: Path, at_most: float = math.inf, past: History | None = None) -> Path | None:
+def newest(folder: Path, at_most: float = math.inf, past: "History | None" = None) -> Path | None:
     """The newest checkpoint under `folder` with a whole manifest, or None, of versions up to `at_most`.
 
     One whose manifest is damaged, or not of the run's `past`, is named and moved out of the way. The ranks verify the

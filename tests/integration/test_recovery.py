@@ -338,11 +338,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: P
     data = bytearray((newest / damaged).read_bytes())
     data[random.Random(1).randrange(len(data))] ^= 1
     (newest / damaged).write_bytes(data)
-    output = resumed(tmp_path)
+    output = resumed(tmp_path, "updates=14")
     assert f"{newest / damaged}: " in output
     assert "moved to 00000012.damaged, going on from the checkpoint before it" in output
     assert summary(tmp_path)["redone"] == 4, "from version 8 to 12"
-    assert digests(tmp_path) == before
+    after = digests(tmp_path)
+    assert {version: after[version] for version in before} == before
 
 
 @pytest.mark.slow

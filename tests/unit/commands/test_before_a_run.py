@@ -14,7 +14,7 @@ from streamppo.commands.checks import machine
 
 DATA = "task={kind='data', data='rows.jsonl', held_out=0}"
 LACKING = {
-    "reward reward: reward.function 'nowhere:score': importing nowhere failed": ["reward.function=nowhere:score"],
+    "reward: reward.function 'nowhere:score': importing nowhere failed": ["reward.function=nowhere:score"],
     "task: 'nowhere.jsonl' is no file or folder here (looked at ": ["task={kind='data', data='nowhere.jsonl'}"],
     "engine: SGLang is not installed": ["rollout.engine.kind=sglang"],
     "model: './nowhere' is no folder here (looked at ": ["model.path=./nowhere"],
@@ -117,7 +117,7 @@ NOTES = {
     "learner.warmup_updates (9) is the whole run (9 updates)": ["updates=9", "learner.warmup_updates=9"],
     "algorithm.critic.warmup_updates (9) is the whole run": ["updates=9", "algorithm.critic.warmup_updates=9"],
     "rollout.in_flight (5) is below rollout.slots (512)": ["rollout.in_flight=5"],
-    "learner ranks and rollout actors have 5001 threads, and this machine": ["rollout.actors=5000"],
+    "learner ranks and rollout actors have 33 threads, and this machine": ["rollout.actors=32"],
     "evaluation.prompts (9999) are more than the 8": ["evaluation.prompts=9999"],
 }
 

@@ -47,7 +47,7 @@ OURS = "streamppo.tasks.scorers.maths:numeric"
 def test_rows_are_scored_with_their_own_answers_and_one_is_shown(check: Check, function: str) -> None:
     code, output = check(sums(20), function)
     assert code == 0, output
-    assert "reward reward ok 8 rows with their own answer as the completion score 1\n" in output
+    assert "reward ok 8 rows with their own answer as the completion score 1\n" in output
     assert "example ok a prompt as the model sees it, " in output
 
 
@@ -79,13 +79,13 @@ def test_answers_that_no_completion_can_match_are_counted_with_their_places(chec
         rows[number]["answer"] = answer
     code, output = check(rows, OURS, "queue.max_failure_rate=0.5")
     assert code == 0, output
-    assert "reward reward note 4 of 20 rows fail with each completion, as the scorer cannot read the answer: " in output
+    assert "reward note 4 of 20 rows fail with each completion, as the scorer cannot read the answer: " in output
     assert "rows.jsonl, row 4: the row's answer is '46 apples', which is no number" in output
     assert "row 12:" in output
     assert "row 13:" not in output
     code, output = check(rows, OURS, "queue.max_failure_rate=0.1")
     assert code == 1
-    assert "reward reward error 4 of 20 rows fail" in output
+    assert "reward error 4 of 20 rows fail" in output
 
 
 def test_repeated_rows_left_out_columns_and_doubtful_files_are_noted(check: Check, tmp_path: Path) -> None:
