@@ -54,7 +54,8 @@ def rename(source: Path, target: Path) -> None:
 
 def write(path: Path, data: bytes) -> None:
     """Write a whole file. A link that stands where it is written aside is replaced, and not followed."""
-    aside(path).unlink(missing_ok=True)
+    if aside(path).is_symlink():
+        aside(path).unlink()
     with open(aside(path), "wb", opener=_not_by_link) as file:
         file.write(data)
     settle(path)
