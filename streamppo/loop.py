@@ -81,9 +81,9 @@ def run(config: Config, folder: Path, *, started: float, interrupts: Interrupts,
     preflight.verify(config, folder, accept_changes=accept_changes)
     with durable.naming(folder, RunError):
         durable.folder(folder / "checkpoints")
-        shown, findings, sinks = display(config, folder), Diagnosis(config), Sinks(config, folder)
+        findings, sinks = Diagnosis(config), Sinks(config, folder)
         begin = (folder, started, config.seed, config.updates)
-        record = Record(*begin, display=shown, diagnosis=findings, sinks=sinks)
+        record = Record(*begin, display=display(config, folder, findings), diagnosis=findings, sinks=sinks)
     interrupts.run, interrupts.say = folder, record.display.say
     with ExitStack() as ending:
         ending.enter_context(process.lasting_output(folder / "logs" / "driver.log"))

@@ -132,7 +132,7 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool) -> in
             log.info(complete)
             return 0
         changes = change.described(configfile.load(folder / configfile.CONFIG), config)
-        for line in changes if by else ():
+        for line in changes:
             log.info(line)
         if by and not changes:
             log.info("%s: the run has this configuration already", by)

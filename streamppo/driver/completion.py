@@ -4,11 +4,11 @@ import shlex
 from pathlib import Path
 
 from streamppo.config.sections import Config
+from streamppo.learner import manifest
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import FINISHED
 
 MODEL = Path("final/config.json")
-CHECKPOINT = "checkpoints/{:08d}/manifest.json"
 
 
 def sentence(config: Config, run: Path) -> str:
@@ -25,7 +25,8 @@ def sentence(config: Config, run: Path) -> str:
         return ""
     if newest < config.updates or len(made) < newest:
         return ""
-    if not (run / MODEL).is_file() or not (run / CHECKPOINT.format(newest)).is_file():
+    checkpoints = [int(path.name) for path in manifest.complete(run / "checkpoints")]
+    if not (run / MODEL).is_file() or newest not in checkpoints:
         return ""
     quoted = shlex.quote(str(run))
     return (

@@ -37,22 +37,16 @@ def address_of(config: Config, folder: Path) -> str:
     if not (under := config.checkpoint.remote.rstrip("/")):
         return ""
     found = known(folder)
-    if not found.startswith(f"{under}/"):
-        found = _new(under, folder)
-    elif reason := belongs_to(config, folder):
-        found = _new(under, folder)
-        log.info("%s: %s; copies of its own are at %s", folder, reason, found)
+    if reason := belongs_to(config, folder):
+        log.info("%s: %s", folder, reason)
+    if reason or not found.startswith(f"{under}/"):
+        found = f"{under}/{folder.name}-{uuid4().hex[:8]}"
+        owner.write(folder, found)
+        log.info("copies are at %s", found)
     try:
         owner.claim(Store(found), folder)
     except CheckpointError as error:
         log.info("%s was not claimed: %s", found, error)
-    return found
-
-
-def _new(under: str, folder: Path) -> str:
-    found = f"{under}/{folder.name}-{uuid4().hex[:8]}"
-    owner.write(folder, found)
-    log.info("copies are at %s", found)
     return found
 
 

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
-from zlib import crc32
 
 from streamppo.errors import CheckpointError
-from streamppo.weights.store import Store
+from streamppo.weights.store import Store, row_of, summed
 
 JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", "run"
 """Folders at a run's address."""
@@ -39,8 +38,7 @@ class Copies:
 
     def put(self, folder: str, name: str, row: bytes) -> None:
         """Copy `row`, behind its CRC-32: `read` finds it if all of it is there."""
-        content = crc32(row).to_bytes(4, "little") + row
-        self._patiently(lambda: self._store.put(folder, {name: io.BytesIO(content)}))
+        self.put_bytes(folder, name, summed(row))
 
     def put_bytes(self, folder: str, name: str, content: bytes) -> None:
         """Copy `content` as it is."""
@@ -79,8 +77,7 @@ class Copies:
 
 def read(found: Store, folder: str, name: str) -> bytes | None:
     """Read a row that was `put` there; None of a file that is cut off or damaged."""
-    content = found.read(folder, name)
-    return content[4:] if crc32(content[4:]).to_bytes(4, "little") == content[:4] else None
+    return row_of(found.read(folder, name))
 
 
 def life(run: Path) -> str:

@@ -73,7 +73,7 @@ def unpacked(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Ra
     except Strange:
         raise
     # The last two are for entries that are encrypted, and for a central directory that lies.
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, struct.error) as error:
+    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error) as error:
         raise Strange(f"{error or type(error).__name__}") from error
 
 

@@ -34,8 +34,9 @@ def stretches(lines: Sequence[Line]) -> Iterator[Stretch]:
         if "engine" in line:
             before = engines.get(line["engine"])
             engines[line["engine"]] = line
-            began_anew = before is None or before["tokens"] > line["tokens"]
-            yield Stretch(_start(line) if before is None or began_anew else before, line)
+            if before is None or before["tokens"] > line["tokens"]:
+                before = _start(line)
+            yield Stretch(before, line)
 
 
 def _start(line: EngineLine) -> EngineLine:

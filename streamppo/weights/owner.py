@@ -13,13 +13,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
-from zlib import crc32
 
 import msgspec
 
 from streamppo import durable
 from streamppo.errors import CheckpointError
-from streamppo.weights.store import ADDRESS, Store
+from streamppo.weights.store import ADDRESS, Store, row_of, summed
 
 OWNERS = "owners"
 TOKENS = 4
@@ -81,7 +80,7 @@ def claim(store: Store, run: Path) -> None:
     write(run, store.address, [token, *tokens(run)])
     number = 1 + max((int(name.partition("-")[0]) for name in before), default=0)
     row = msgspec.json.encode(Claim(str(run.resolve()), run.stat().st_ino))
-    store.put(OWNERS, {f"{number:08d}-{token}": io.BytesIO(crc32(row).to_bytes(4, "little") + row)})
+    store.put(OWNERS, {f"{number:08d}-{token}": io.BytesIO(summed(row))})
     for old in before:
         try:
             store.delete(f"{OWNERS}/{old}")
@@ -117,8 +116,6 @@ def _written(run: Path) -> list[str]:
 
 
 def _read(store: Store, name: str) -> Claim | None:
-    """A claim; None if it was cut off: a folder shows what is half written."""
-    content = store.read(OWNERS, name)
-    if crc32(content[4:]).to_bytes(4, "little") != content[:4]:
-        return None
-    return msgspec.json.decode(content[4:], type=Claim)
+    """A claim; None if it was cut off."""
+    row = row_of(store.read(OWNERS, name))
+    return None if row is None else msgspec.json.decode(row, type=Claim)

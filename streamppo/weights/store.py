@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
+from zlib import crc32
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -30,6 +31,16 @@ MODEL, FINAL = "model", "final"
 ADDRESS = "remote.address"
 """The file in a run's folder that has the address of its copies."""
 log = logging.getLogger(__name__)
+
+
+def summed(row: bytes) -> bytes:
+    """The content of a file with one row, behind its CRC-32: a folder shows what is half written."""
+    return crc32(row).to_bytes(4, "little") + row
+
+
+def row_of(content: bytes) -> bytes | None:
+    """The row in a file's content; None if it is cut off or damaged."""
+    return content[4:] if crc32(content[4:]).to_bytes(4, "little") == content[:4] else None
 
 
 class Store:

@@ -63,19 +63,18 @@ class Display(Protocol):
         ...
 
 
-def display(config: Config, folder: Path) -> Display:
-    """Choose by standard output and its environment."""
+def display(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> Display:
+    """Choose by standard output and its environment. A sign that is over in the run's `diagnosis` is shown no more."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     if sys.stdout.isatty() and utf8 and os.environ.get("TERM") != "dumb":
-        return LiveView(state_of(config, folder))
+        return LiveView(state_of(config, folder, diagnosis))
     return PlainLines()
 
 
-def state_of(config: Config, folder: Path) -> State:
-    """Make the state of a run of which nothing is known yet."""
+def state_of(config: Config, folder: Path, diagnosis: Diagnosis | None = None) -> State:
+    """Make the state of a run of which nothing is known yet; who feeds the `diagnosis` is its owner."""
     queue = config.queue
     lag_bound = f"{queue.bound}{' in the mean' if queue.admission == 'mean' else ''}"
-    diagnosis = Diagnosis(config)
     return State(config.name, str(folder), config.updates, lag_bound, queue.batch_size, diagnosis=diagnosis)
 
 

@@ -39,7 +39,7 @@ class State:
 
     `lag_bound` says what a lag is at most, `line` is the newest update in one line, `doing` the driver's reason to
     wait, `stopping` true after a signal. `memory` is in use and there, in GiB. `ended` says how the run has ended.
-    `diagnosis` knows which signs hold.
+    `diagnosis`, which others feed, knows which signs hold.
     """
 
     name: str
@@ -71,8 +71,6 @@ class State:
     def add(self, line: Line) -> None:
         """Take in one more line."""
         self.wall_s = max(self.wall_s, line["wall_s"])
-        if self.diagnosis is not None:
-            self.diagnosis.add(line)
         if "update" in line:
             self._add_update(line)
         elif "remade" in line:
