@@ -41,8 +41,17 @@ def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardMo
         return
     import ray
 
-    ray.init(address=LOCAL, include_dashboard=False, logging_level=logging.ERROR)
-    try:
-        yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})
-    finally:
-        ray.shutdown()
+    from streamppo.driver import environment, orphans
+
+    with orphans.ends() as mark:
+        with environment.of_own_ray(mark):
+            ray.init(
+                address=LOCAL,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=environment.LOOPBACK,
+            )
+        try:
+            yield model.create(config.reward, lambda name: {"num_cpus": 0, "num_gpus": wanted[name].gpus})
+        finally:
+            ray.shutdown()

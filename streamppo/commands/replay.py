@@ -7,7 +7,7 @@ RUN/replays/1.json    the recorded numbers beside the new ones, for each version
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import TypedDict
@@ -21,6 +21,7 @@ from streamppo.commands.echo import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.change import moved
 from streamppo.config.sections import Config, model_path
+from streamppo.driver import orphans
 from streamppo.driver.actors import make_ranks
 from streamppo.driver.cluster import describe, here, init_ray
 from streamppo.driver.placement import Placement
@@ -70,11 +71,12 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
         # The learning rate's schedule ends with the updates.
         last = min(last, max(config.updates for config in chosen.values()))
     try:
-        digests, reports = _remake(run, History(chosen, history.digests(configs, recorded)), last)
+        with ExitStack() as ending:
+            mark = ending.enter_context(orphans.ends())
+            ending.callback(ray.shutdown)
+            digests, reports = _remake(run, History(chosen, history.digests(configs, recorded)), last, mark)
     except RayError as error:
         raise RunError(f"the learner: {describe(error)}") from error
-    finally:
-        ray.shutdown()
     exact = all(config.learner.exact for config in configs.values())
     other = [] if changes else _compare(recorded, digests, exact=exact)
     if changes or not exact:
@@ -100,10 +102,11 @@ def _changed(recorded: Config, present: Config, changes: Sequence[str]) -> Confi
     return configfile.change(recorded, [*places, *changes])
 
 
-def _remake(run: Path, past: History, last: int) -> tuple[dict[int, str], list[UpdateReport]]:
+def _remake(run: Path, past: History, last: int, mark: str) -> tuple[dict[int, str], list[UpdateReport]]:
     """Make all versions to `last`: the digest of every version, the report of every update.
 
     They begin with version 1, or after the oldest checkpoint whose batches are kept, as the run's `past` has them.
+    Ray's processes have the `mark`.
     """
     checkpoint = _oldest_start(run, past)
     start = int(checkpoint.name) if checkpoint else 0
@@ -112,7 +115,7 @@ def _remake(run: Path, past: History, last: int) -> tuple[dict[int, str], list[U
     configs = {version: remote.at_rest(config, run) for version, config in past.configs.items()}
     past = structs.replace(past, configs=configs)
     first = past.at(start)
-    init_ray(first)
+    init_ray(first, mark)
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here()}
     source = ray.remote(ArchiveSource).options(**options).remote(str(run))
     ranks = make_ranks(first, as_source(source), Placement(first, rollout=False))

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamppo import errors
 from streamppo.config.sections import LOCAL, Config
-from streamppo.driver import environment
+from streamppo.driver import environment, orphans
 from streamppo.driver.interrupts import Interrupts
 from streamppo.driver.placement import plan
 from streamppo.errors import RunError, StreamppoError
@@ -48,9 +48,14 @@ def ray_session(config: Config, interrupts: Interrupts) -> Generator[None]:
 
     A Ray that hangs keeps no run from ending: after `CLOSING_S` this process ends, and with it all of Ray's.
     """
+    with orphans.ends() if config.cluster.address == LOCAL else nullcontext("") as mark:
+        yield from _session(config, interrupts, mark)
+
+
+def _session(config: Config, interrupts: Interrupts, mark: str) -> Generator[None]:
     # A closed terminal signals the whole process group: Ray's processes, which inherit this, live until we end them.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    init_ray(config)
+    init_ray(config, mark)
     folder = _session_folder(config)
     # Ray has installed a handler of its own.
     interrupts.catch()
@@ -96,8 +101,8 @@ def _end_without_ray(error: BaseException | None) -> None:
     os._exit(1)
 
 
-def init_ray(config: Config) -> None:
-    """Start Ray here, or join the cluster."""
+def init_ray(config: Config, mark: str) -> None:
+    """Join the cluster, or start Ray here; the processes of a Ray of our own have the mark of `orphans.ends`."""
     cluster = config.cluster
     plugins.export_path()
     environment.quiet_pipes()
@@ -116,7 +121,7 @@ def init_ray(config: Config) -> None:
             runtime_env={"env_vars": variables},
         )
         return
-    with environment.of_own_ray(), _in_a_sentence():
+    with environment.of_own_ray(mark), _in_a_sentence():
         ray.init(
             address=LOCAL,
             num_cpus=cluster.cpus or int(plan(config).total("CPU")),

@@ -14,6 +14,7 @@ from ray._private import ray_constants
 
 from streamppo.config.reward import Remote
 from streamppo.config.sections import Config
+from streamppo.driver.orphans import MARK
 
 OWN_RAY = {
     # An event of every call would make its GCS grow by 35 KiB with every update, for a dashboard that nobody opens.
@@ -65,9 +66,10 @@ def quiet_pipes() -> None:
 
 
 @contextmanager
-def of_own_ray() -> Generator[None]:
-    """Start a Ray of our own in the block: nobody but this machine can reach it."""
+def of_own_ray(mark: str) -> Generator[None]:
+    """Start a Ray of our own in the block: nobody but this machine can reach it, and its processes have the mark."""
     before = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[MARK] = mark
     for name, value in OWN_RAY.items():
         os.environ.setdefault(name, value)
     # It was read when Ray was imported.
@@ -80,3 +82,4 @@ def of_own_ray() -> Generator[None]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         os.environ.pop(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, None)
+        del os.environ[MARK]

@@ -269,11 +269,19 @@ def test_a_ray_that_hangs_keeps_no_run_from_ending(tmp_path: Path) -> None:
         assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
 
 
-def test_a_killed_driver_leaves_no_process_behind(tmp_path: Path) -> None:
-    with started(tmp_path, *SHORT, "updates=100000") as process:
+LEAVING = ("reward.function=bad_rewards:starts_programs", "reward.where=actor")
+
+
+@pytest.mark.parametrize("killed", ["driver", "raylet/raylet"])
+def test_a_killed_driver_or_raylet_leaves_no_process_of_the_run_nor_of_a_reward(tmp_path: Path, killed: str) -> None:
+    with started(tmp_path, *SHORT, *LEAVING, "updates=100000") as process:
         wait_for_updates(tmp_path, 2)
-        process.kill()
-        assert gone(tmp_path)
+        assert len([one for one in family(tmp_path) if one.name() == "sleep"]) == 2
+        named(tmp_path, "ray::RolloutActor").send_signal(signal.SIGSTOP)
+        (process if killed == "driver" else named(tmp_path, killed)).kill()
+        output, _ = process.communicate(timeout=120)
+        assert killed == "driver" or "raylet has died (SIGKILL); resume starts another" in output
+        assert gone(tmp_path), [one.cmdline() for one in family(tmp_path)]
 
 
 def test_a_reward_that_always_fails_stops_the_run_and_is_quoted(tmp_path: Path) -> None:

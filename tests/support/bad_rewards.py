@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import subprocess
 
 from streamppo.tasks.library import arithmetic
 from streamppo.types import ScoredText
@@ -30,3 +31,13 @@ def of_every_kind(trajectory: ScoredText, answer: str) -> float:
         case 15 | 30:
             return math.nan
     return float(trajectory.completion == answer)
+
+
+programs: list[subprocess.Popen[bytes]] = []
+
+
+async def starts_programs(trajectory: ScoredText, answer: str) -> float:
+    """Starts two programs that outlast a run, one in a session of its own."""
+    if not programs:
+        programs.extend(subprocess.Popen(["sleep", "600"], start_new_session=away) for away in (False, True))
+    return await arithmetic.score(trajectory, answer)

@@ -31,9 +31,9 @@ def test_hashes_are_the_same_in_every_process(
     monkeypatch.setenv("PYTHONPATH", "")
     seeds: list[str] = []
     monkeypatch.setattr(cluster.ray, "init", lambda **options: seeds.append(os.environ["PYTHONHASHSEED"]))
-    cluster.init_ray(math_config())
+    cluster.init_ray(math_config(), "")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    cluster.init_ray(math_config())
+    cluster.init_ray(math_config(), "")
     assert seeds == ["0", "7"]
 
 
@@ -53,7 +53,7 @@ def test_a_ray_that_has_not_started_in_time_is_told_in_a_sentence_and_other_erro
     ):
         monkeypatch.setattr(cluster.ray, "init", partial(fail, said))
         with pytest.raises(kind, match=told):
-            cluster.init_ray(math_config())
+            cluster.init_ray(math_config(), "")
 
 
 def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hide_the_error(
@@ -71,7 +71,7 @@ def test_a_session_ends_ray_after_an_error_too_and_a_ray_that_hangs_does_not_hid
 
     timers: list[Any] = []
     interrupts: Any = SimpleNamespace(catch=lambda: events.append("catch"))
-    monkeypatch.setattr(cluster, "init_ray", lambda config: events.append("init"))
+    monkeypatch.setattr(cluster, "init_ray", lambda config, mark: events.append("init"))
     monkeypatch.setattr(cluster, "Timer", Timer)
     monkeypatch.setattr(cluster.ray, "shutdown", hang)
     monkeypatch.setattr(cluster.os, "_exit", events.append)
