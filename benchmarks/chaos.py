@@ -6,7 +6,8 @@ Each trial is a real run of `--config`, shortened, with `--kills` kills at rando
 resumed. When the run has ended, every slot that the queue ever opened must be consumed once, still wait, or be given up
 with a reason (lost: those that are nowhere; twice: those that are in more than one place), and `streamppo replay` must
 arrive at the very weights. Seconds to recover are those from the kill to the next update that is new. With `--scale`
-another number of rollout actors is asked for before every kill. With `--draw` every trial has a configuration of its
+another number of rollout actors is asked for before every kill. With `--watch` the page of the run is asked every 0.2 s
+(benchmarks/poll.py). With `--draw` every trial has a configuration of its
 own, drawn from all that the configuration's types offer; it is written down with the trial.
 
 With `--json out.json` every trial is also a line of out.jsonl as soon as it has ended: the same command goes on after
@@ -35,6 +36,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import draw
+from benchmarks.poll import polled
 from benchmarks.runs import machine
 from streamppo.errors import StreamppoError
 from streamppo.queue import archive
@@ -72,6 +74,8 @@ class Trial(NamedTuple):
     twice: int
     replayed: bool
     restarts: dict[str, int]
+    page_replies: int
+    page_errors: dict[str, int]
 
 
 class Victim:
@@ -155,27 +159,47 @@ class Victim:
 
 
 def trial(
-    config: Path, folder: Path, overrides: tuple[str, ...], kinds: list[str], seed: int, *, scale: bool = False
+    config: Path,
+    folder: Path,
+    overrides: tuple[str, ...],
+    kinds: list[str],
+    seed: int,
+    *,
+    scale: bool = False,
+    watch: bool = False,
 ) -> Trial:
-    """One run with one kill of each of `kinds`, in that order; with `scale`, of a changing number of rollout actors."""
-    generator, kills = random.Random(seed), []
+    """One run with one kill of each of `kinds`, in that order.
+
+    With `scale`, of a changing number of rollout actors; with `watch`, its page is asked from its first update to its
+    end.
+    """
     victim = Victim(config, folder, (*SHORT, *overrides))
     try:
         victim.wait_for(1)
-        for kind in kinds:
-            time.sleep(generator.expovariate(1.0))
-            if scale and victim.driver.poll() is None:
-                victim.scale(generator.randint(1, MAX_ROLLOUTS))
-                time.sleep(generator.expovariate(1.0))
-            before, start = victim.updates(), time.monotonic()
-            if victim.driver.poll() is None and victim.kill(kind):
-                recovered = victim.wait_for(before + 1)
-                kills.append(Kill(kind, time.monotonic() - start if recovered else None))
-        return victim.finish(kills)
+        if not watch:
+            return killed(victim, kinds, seed, scale=scale)
+        with polled(victim.run, ENVIRONMENT) as page:
+            made = killed(victim, kinds, seed, scale=scale)
+        return made._replace(page_replies=page.replies, page_errors=dict(page.errors))
     finally:
         if victim.driver.poll() is None:
             victim.driver.send_signal(signal.SIGKILL)
         victim.end()
+
+
+def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool) -> Trial:
+    """Kill one of each of `kinds` at random instants, and wait for the end of the run."""
+    generator, kills = random.Random(seed), list[Kill]()
+    for kind in kinds:
+        time.sleep(generator.expovariate(1.0))
+        if scale and victim.driver.poll() is None:
+            victim.scale(generator.randint(1, MAX_ROLLOUTS))
+            time.sleep(generator.expovariate(1.0))
+        before, start = victim.updates(), time.monotonic()
+        if victim.driver.poll() is None and victim.kill(kind):
+            recovered = victim.wait_for(before + 1)
+            kills.append(Kill(kind, time.monotonic() - start if recovered else None))
+    return victim.finish(kills)
 
 
 def account(run: Path, kills: list[Kill]) -> Trial:
@@ -205,6 +229,8 @@ def account(run: Path, kills: list[Kill]) -> Trial:
         twice=sum(count - 1 for count in (*ends.values(), *segments.values())),
         replayed=replay.returncode == 0,
         restarts=json.loads((run / "summary.json").read_text())["restarts"],
+        page_replies=0,
+        page_errors={},
     )
 
 
@@ -229,6 +255,10 @@ def table(trials: list[Trial]) -> dict[str, Any]:
         "trajectories": sum(one.consumed for one in trials),
         "lost": sum(one.lost for one in trials),
         "twice": sum(one.twice for one in trials),
+        "page": {
+            "replies": sum(one.page_replies for one in trials),
+            "errors": dict(sum((Counter(one.page_errors) for one in trials), Counter[str]())),
+        },
         "replayed_bit_for_bit": sum(one.replayed for one in trials),
     }
 
@@ -259,7 +289,8 @@ def attempt(options: argparse.Namespace, job: Job) -> dict[str, Any]:
     """Make one trial; its line of the log, with a trial or a failure in it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            made = trial(options.config, Path(folder), tuple(job.overrides), job.kinds, job.seed, scale=options.scale)
+            how = {"scale": options.scale, "watch": options.watch}
+            made = trial(options.config, Path(folder), tuple(job.overrides), job.kinds, job.seed, **how)
         except (RuntimeError, StreamppoError, OSError, subprocess.SubprocessError) as error:
             return {**job._asdict(), "failure": f"{type(error).__name__}: {error}"}
     return {**job._asdict(), "trial": {**made._asdict(), "kills": [kill._asdict() for kill in made.kills]}}
@@ -309,6 +340,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--scale", action="store_true", help="change the number of rollout actors before every kill")
+    parser.add_argument("--watch", action="store_true", help="ask the run's page every 0.2 s")
     parser.add_argument("--set", nargs="*", default=["updates=60"], metavar="section.field=value")
     parser.add_argument("--json", type=Path, help="write the table here too, and each trial to the .jsonl beside it")
     parser.add_argument(
@@ -321,6 +353,7 @@ def main() -> None:
         "overrides": options.set,
         "seed": options.seed,
         "scale": options.scale,
+        "watch": options.watch,
         "runs_at_a_time": options.parallel,
     }
     # Trials name their data and their teacher, so these have the same place in every call.
@@ -334,7 +367,13 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
-    if found["failures"] or found["lost"] or found["twice"] or found["replayed_bit_for_bit"] < found["trials"]:
+    if (
+        found["failures"]
+        or found["page"]["errors"]
+        or found["lost"]
+        or found["twice"]
+        or found["replayed_bit_for_bit"] < found["trials"]
+    ):
         sys.exit(1)
 
 

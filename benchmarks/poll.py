@@ -1,0 +1,88 @@
+"""`streamppo watch` beside a run, asked as its page asks, every 0.2 s: how many replies there were, and their errors.
+
+Errors are replies of another status than 200, sections that say why they cannot be made, notes about what cannot be
+read, and counts below zero.
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+EVERY_S, START_S = 0.2, 60.0
+NOTE = re.compile('<p class="none">([^<]*)')
+"""Why a section cannot be made, or what cannot be read."""
+EMPTY = "No update was made yet."
+NEGATIVE = re.compile(r'<td class="number">-[0-9,]+</td>')
+"""A count below zero: counts of two versions beside each other."""
+
+
+class Poll:
+    """Replies of the page so far, and each error that one of them had with its number."""
+
+    def __init__(self, run: Path, environment: Mapping[str, str]) -> None:
+        self.replies, self.errors = 0, Counter[str]()
+        self._run, self._environment, self._over = run, environment, Event()
+
+    def follow(self) -> None:
+        """Ask until the end."""
+        command = [sys.executable, "-m", "streamppo", "watch", str(self._run)]
+        with subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, text=True) as page:
+            try:
+                assert page.stdout
+                address = re.search(r"http://\S+", page.stdout.readline())
+                assert address, "the page did not say its address"
+                self._ask(address[0])
+            except (AssertionError, OSError) as error:
+                self.errors[f"{type(error).__name__}: {error}"] += 1
+            finally:
+                page.kill()
+
+    def _ask(self, address: str) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                urlopen(address, timeout=START_S).close()
+                break
+            time.sleep(EVERY_S)
+        while not self._over.wait(EVERY_S):
+            for text in self._reply(f"{address}sections").get("sections", {}).values():
+                self.errors.update(note for note in NOTE.findall(text) if note != EMPTY)
+                self.errors.update(NEGATIVE.findall(text))
+            if update := self._reply(f"{address}batch").get("update"):
+                self._reply(f"{address}batch/{update}/0")
+
+    def _reply(self, address: str) -> dict[str, Any]:
+        self.replies += 1
+        try:
+            with urlopen(address, timeout=START_S) as answer:
+                return json.load(answer)
+        except HTTPError as error:
+            self.errors[f"{error.code}: {error.read().decode()[:300]}"] += 1
+        return {}
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._over.set()
+
+
+@contextlib.contextmanager
+def polled(run: Path, environment: Mapping[str, str]) -> Iterator[Poll]:
+    """Ask the page of a run in the block, from a thread."""
+    poll = Poll(run, environment)
+    thread = Thread(target=poll.follow)
+    thread.start()
+    try:
+        yield poll
+    finally:
+        poll.end()
+        thread.join()
