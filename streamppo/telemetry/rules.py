@@ -6,21 +6,15 @@ that is all but solved has little entropy, equal groups and nothing left to expl
 that has little entropy because it learns, or one evaluation that is worse than the one before.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from statistics import fmean, median
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from streamppo.config.sections import Config
 from streamppo.telemetry import progress
-from streamppo.telemetry.metrics_file import EvaluationLine
-from streamppo.telemetry.summary import Summary
+from streamppo.telemetry.evidence import SOLVED, WINDOW, Evidence
 
-WINDOW = 20
-"""Updates that a rule looks at together."""
 EARLY = 3
 """Updates after which a rule that is early looks for the first time."""
-SOLVED = 0.8
-"""A task is all but solved at this share of reward.correct_at, or of right held-out answers."""
 
 CLIPPED, UNMOVED = 0.3, 1e-3
 SPIKE, SPIKE_KL = 10.0, 0.5
@@ -28,52 +22,11 @@ DIVERGED, UNEXPLAINED = 4.0, -0.1
 COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
 WAITS, IDLE = 0.8, 0.5
+FALLEN = 0.1
+"""A reward that is lower by so much of reward.correct_at behind an update has fallen."""
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
 NEARLY_ALL = 0.9
 CUT, EXPLAINED = 0.3, 0.1
-RISEN, RISE_WINDOWS = 0.01, 3
-"""The reward rises if it is so much of reward.correct_at above that of so many windows before."""
-
-Numbers: TypeAlias = Mapping[str, float]
-
-
-class Evidence(NamedTuple):
-    """The numbers that rules look at.
-
-    `recent` are the metrics of the last `WINDOW` updates, `windows` the means of every `WINDOW` updates from the first
-    ones on, `evaluations` in the order of their versions. `summary` is there at the end of a run.
-    """
-
-    config: Config
-    recent: Sequence[Numbers]
-    windows: Sequence[Numbers]
-    evaluations: Sequence[EvaluationLine] = ()
-    summary: Summary | None = None
-
-    def series(self, name: str) -> list[float]:
-        """The values of a metric in the last updates that have it."""
-        return [update[name] for update in self.recent if name in update]
-
-    def mean(self, name: str) -> float | None:
-        """The mean of a metric over the last updates; None where none has it."""
-        return fmean(values) if (values := self.series(name)) else None
-
-    def share(self, part: str, whole: str) -> float:
-        """The sum of one metric over that of another, in the last updates; 0 where there is nothing."""
-        return sum(self.series(part)) / max(sum(self.series(whole)), 1e-9)
-
-    @property
-    def rises(self) -> bool:
-        """True if the reward is above that of some windows before."""
-        means = [window["reward"] for window in self.windows if "reward" in window]
-        return bool(means) and means[-1] - means[-1 - RISE_WINDOWS :][0] > RISEN * self.config.reward.correct_at
-
-    @property
-    def is_solved(self) -> bool:
-        """True if nearly all answers are right."""
-        accuracy = next((one["accuracy"] for one in reversed(self.evaluations)), None) or 0.0
-        reward = self.mean("reward") or 0.0
-        return accuracy >= SOLVED or reward >= SOLVED * self.config.reward.correct_at
 
 
 class Rule(NamedTuple):
@@ -117,7 +70,7 @@ def _kl_spikes(seen: Evidence) -> str | None:
 
 def _entropy_collapses(seen: Evidence) -> str | None:
     first, entropy = _first(seen, "entropy"), seen.mean("entropy")
-    if first is None or entropy is None or entropy > COLLAPSED * first or seen.is_solved or seen.rises:
+    if first is None or entropy is None or entropy > COLLAPSED * first * seen.left or seen.rises:
         return None
     return f"entropy {entropy:.3g} nats a token, {first:.3g} in the first {WINDOW} updates"
 
@@ -126,9 +79,18 @@ def _gradient_spikes(seen: Evidence) -> str | None:
     bad, norms = sum(seen.series("bad_steps")), seen.series("grad_norm")
     if bad:
         return f"{bad:g} optimizer steps were left out: their gradient was not finite"
-    if norms and max(norms) > SPIKE * median(norms) > 0:
+    # Where nearly all groups are right most gradients are next to nothing, and the rare signal is large beside them.
+    if norms and max(norms) > SPIKE * median(norms) > 0 and (seen.right < SOLVED or _falls_after_the_largest(seen)):
         return f"grad_norm was {max(norms):.3g}, {median(norms):.3g} in the median"
     return None
+
+
+def _falls_after_the_largest(seen: Evidence) -> bool:
+    """True if the reward is lower behind the largest gradient than before it."""
+    pairs = [(update["grad_norm"], update["reward"]) for update in seen.recent if {"grad_norm", "reward"} <= {*update}]
+    place = max(range(len(pairs)), key=lambda number: pairs[number][0], default=0)
+    before, behind = ([reward for _, reward in part] for part in (pairs[:place], pairs[place + 1 :]))
+    return bool(before and behind) and fmean(before) - fmean(behind) > FALLEN * seen.config.reward.correct_at
 
 
 # --- the critic ----------------------------------------------------------------------------------------------
@@ -305,7 +267,8 @@ RULES = (
     ),
     Rule(
         "gradient spikes",
-        f"grad_norm above {SPIKE:g} times its median, or a step left out because it was not finite",
+        f"grad_norm above {SPIKE:g} times its median, in a solved task only if the reward falls behind it; or a step "
+        "left out because it was not finite",
         "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
         _gradient_spikes,
     ),
@@ -353,7 +316,8 @@ RULES = (
     ),
     Rule(
         "entropy collapse",
-        f"below {COLLAPSED:.0%} of the first {WINDOW} updates, while the task is unsolved and the reward rises no more",
+        f"below {COLLAPSED:.0%} of the first {WINDOW} updates ({COLLAPSED / 2:.0%} once half of the wrong answers are "
+        "right), while the task is unsolved and the reward rises no more",
         "raise algorithm.entropy or use algorithm.entropy_control, lower learner.lr, widen the upper clip range",
         _entropy_collapses,
     ),

@@ -11,8 +11,9 @@ from conftest import REPOSITORY
 from streamppo.config.sections import Config
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.diagnosis import Diagnosis
+from streamppo.telemetry.evidence import WINDOW
 from streamppo.telemetry.metrics_file import Line
-from streamppo.telemetry.rules import EARLY, RULES, WINDOW
+from streamppo.telemetry.rules import EARLY, RULES
 
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl")
 """The lines of 60 updates of configs/math.toml, four digits of each number."""
@@ -257,6 +258,77 @@ def test_little_entropy_is_no_sign_while_the_reward_rises(grpo: Config) -> None:
         line for n in range(3) for line in updates(WINDOW, 1 + n * WINDOW, reward=0.2 + 0.1 * n, entropy=0.7 / 9**n)
     ]
     assert diagnosis.of_lines(grpo, rising, None) == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "entropy", "is_sign"),
+    [
+        (0.2, 0.06, True),
+        (0.2, 0.08, False),
+        (0.6, 0.03, True),
+        (0.6, 0.05, False),
+        (0.75, 0.015, True),
+        (0.9, 0.001, False),
+    ],
+)
+def test_the_fewer_answers_are_wrong_the_less_entropy_is_a_collapse(
+    reward: float, entropy: float, is_sign: bool, grpo: Config
+) -> None:
+    # The reward rose long before, and does so no more.
+    lines = [*updates(WINDOW), *updates(5 * WINDOW, WINDOW + 1, reward=reward, entropy=entropy, grad_norm=1.0)]
+    late = Diagnosis(grpo)
+    for line in lines:
+        late.add(line)
+    assert [one.name for one in late.findings.values() if one.holds] == ["entropy collapse"] * is_sign
+
+
+def test_a_policy_that_had_learned_and_falls_with_its_entropy_has_collapsed(grpo: Config) -> None:
+    falling = [
+        line
+        for n, reward in enumerate((0.2, 0.6, 0.85, 0.6, 0.5))
+        for line in [
+            *updates(WINDOW, 1 + n * WINDOW, reward=reward, entropy=0.7 / 5**n),
+            evaluation((n + 1) * WINDOW, reward),
+        ]
+    ]
+    found = {one.name: one for one in diagnosis.of_lines(grpo, falling, None)}
+    assert found["entropy collapse"].holds and found["entropy collapse"].first > 3 * WINDOW
+
+
+def test_rewards_that_are_high_hide_no_collapse_of_what_is_held_out(grpo: Config) -> None:
+    lines = [
+        *updates(2 * WINDOW),
+        *updates(WINDOW, 2 * WINDOW + 1, reward=0.9, entropy=0.02),
+        *[evaluation(version, 0.1) for version in (70, 80)],
+        *updates(4 * WINDOW, 3 * WINDOW + 1, reward=0.9, entropy=0.02),
+    ]
+    assert [one.name for one in diagnosis.of_lines(grpo, lines, None)] == ["entropy collapse"]
+
+
+def spike(before: float, behind: float) -> list[Line]:
+    """Sixty updates of a task at reward `before`; behind a spike of the gradient in the last twenty at `behind`."""
+    middle = 2 * WINDOW + 8
+    return [
+        *updates(middle, reward=before),
+        *updates(1, middle + 1, reward=before, grad_norm=30.0),
+        *updates(WINDOW - 9, middle + 2, reward=behind),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "is_sign"),
+    [(0.99, 0.99, False), (0.99, 0.93, False), (0.99, 0.75, True), (0.99, 0.2, True), (0.3, 0.3, True)],
+)
+def test_the_rare_large_gradient_of_a_solved_task_is_a_sign_if_the_reward_falls_behind_it(
+    before: float, behind: float, is_sign: bool, grpo: Config
+) -> None:
+    assert [one.name for one in diagnosis.of_lines(grpo, spike(before, behind), None)] == ["gradient spikes"] * is_sign
+
+
+@pytest.mark.parametrize("correct_at", ["0.0", "-1.0"])
+def test_a_bound_of_right_answers_may_be_zero_or_below(correct_at: str, math_config: Callable[..., Config]) -> None:
+    config = math_config(f"reward.correct_at={correct_at}")
+    assert diagnosis.of_lines(config, after(entropy=0.05, grad_norm=1.0), None) == []
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry import record as record_module
 from streamppo.telemetry.catalogue import BESIDE, LINES
 from streamppo.telemetry.diagnosis import Diagnosis
+from streamppo.telemetry.evidence import WINDOW
 from streamppo.telemetry.live.display import PlainLines
 from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.telemetry.record import SUMMARY, Record
-from streamppo.telemetry.rules import WINDOW
 from streamppo.telemetry.summary import farewell
 from streamppo.types import EngineReport, EvaluationReport, QueueReport, Sample, UpdateReport
 
