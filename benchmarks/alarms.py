@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     played = _played(options.play, options.only, options.seeds) if options.play else ()
     rows: list[dict[str, Any]] = []
-    for folder in (*options.runs, *played):
+    for folder in chain(options.runs, played):
         rows.append(row := _signs(folder))
         print(f"{row['run']}, seed {row['seed']}: {row['verdict']}; signs: {', '.join(row['signs']) or 'none'}")
         sys.stdout.flush()

@@ -22,6 +22,8 @@ DIVERGED, UNEXPLAINED = 4.0, -0.1
 COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
 WAITS, IDLE = 0.8, 0.5
+LEAST_AHEAD = 2
+"""Versions that engines may be ahead by, from which on they work beside the learner."""
 FALLEN = 0.1
 """A reward that is lower by so much of reward.correct_at behind an update has fallen."""
 TRUNCATED, EQUAL, FAILED, EMPTY = 0.2, 0.8, 0.05, 0.5
@@ -223,7 +225,10 @@ def _starved(seen: Evidence) -> str | None:
 
 def _blocked(seen: Evidence) -> str | None:
     engines = seen.summary and seen.summary["engines"]
-    if not engines or engines["idle_share"] < IDLE:
+    # Admission keeps a version for cuts. Engines that are at most one ahead take turns with the learner.
+    queue = seen.config.queue
+    ahead = queue.bound - (queue.segments is not None)
+    if not engines or engines["idle_share"] < IDLE or ahead < LEAST_AHEAD:
         return None
     return f"the engines had nothing to decode {engines['idle_share']:.0%} of their time"
 
@@ -354,7 +359,8 @@ RULES = (
     ),
     Rule(
         "blocked engines",
-        f"idle more than {IDLE:.0%} of their time",
+        f"idle more than {IDLE:.0%} of their time, with a queue.max_lag of at least {LEAST_AHEAD}, or "
+        f"{LEAST_AHEAD + 1} with segments: below it they take turns with the learner",
         "raise queue.max_lag or rollout.in_flight, fewer rollout actors, or a faster learner",
         _blocked,
     ),

@@ -2,7 +2,7 @@
 
 import logging
 
-from streamppo.commands.checks import folder, libraries, machine, ranges, sampling, task
+from streamppo.commands.checks import context, folder, libraries, machine, ranges, sampling, task
 from streamppo.commands.checks.answers import answers
 from streamppo.commands.checks.finding import Findings
 from streamppo.commands.checks.notes import notes
@@ -29,6 +29,7 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     yield from (one for one in found if largest_mib is None or (one.subject, one.state) != ("task", "note"))
     if prompts is not None:
         yield from answers(config, prompts, None)
+        yield from context.findings(config, prompts)
     yield from task.rewards(config, prompts)
     yield from task.environment(config)
     yield from task.limit(config)

@@ -23,7 +23,7 @@ def add(findings: Sequence[Finding], config: Config, gpu_gib: float | None, *, c
         found += weights.findings(config)
     prompts, of_task = task.load(config, loaded.tokenizer)
     if loaded.tokenizer is not None:
-        found = [one for one in found if one.subject != "task"] + of_task
+        found = [one for one in found if one.subject not in ("task", "context")] + of_task
         if prompts is not None:
             found += answers(config, prompts, loaded.tokenizer)
             found += turns.findings(config, prompts, loaded.tokenizer)

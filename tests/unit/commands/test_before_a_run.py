@@ -1,16 +1,21 @@
 """`run` says at once what it lacks, before it has a folder or a process; what is probably not meant is noted."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import hollow_weights
 import pytest
 from conftest import MATH, REPOSITORY
+from transformers import Qwen2Config
 
 from streamppo import loop
 from streamppo.cli import main
 from streamppo.commands.checks import machine
+from streamppo.tasks.tokenizer import character_tokenizer
 
 DATA = "task={kind='data', data='rows.jsonl', held_out=0}"
 LACKING = {
@@ -43,6 +48,62 @@ def test_a_run_that_lacks_something_is_refused_before_it_has_a_folder(
     assert main(["run", str(MATH), *LACKING[sentence]]) == 2
     assert sentence in capsys.readouterr().err
     assert list(Path().iterdir()) == [Path("rows.jsonl")]
+
+
+def model_folder(positions: int) -> None:
+    """Write the folder `model`: a model of so many positions with a tokenizer of characters and a chat template."""
+    Path("model").mkdir()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "vocab_size": 200}
+    hollow_weights.write(Path("model"), Qwen2Config(**sizes, **heads, max_position_embeddings=positions))
+    made = character_tokenizer("abcdefgh")
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    made.save_pretrained("model")
+
+
+LONG = "task={{kind='data', data='rows.jsonl', held_out=0, max_prompt_tokens={}, too_long='{}'}}"
+
+
+@pytest.mark.parametrize(
+    ("positions", "row", "task", "is_refused"),
+    [
+        (64, {"prompt": "a" * 100}, LONG.format(1024, "error"), True),
+        (64, {"prompt": [{"role": "user", "content": "a" * 100}]}, LONG.format(1024, "error"), True),
+        (64, {"prompt": "a" * 100}, LONG.format(1024, "skip"), True),
+        (64, {"prompt": "a" * 100}, LONG.format(48, "truncate"), False),
+        (64, {"prompt": "a" * 20}, LONG.format(1024, "error"), False),
+        (256, {"prompt": "a" * 100}, LONG.format(1024, "error"), False),
+    ],
+)
+def test_prompts_that_all_exceed_the_models_context_are_refused_before_a_process_starts(
+    positions: int,
+    row: dict[str, Any],
+    task: str,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("rows.jsonl").write_text(f"{json.dumps({**row, 'answer': 'a'})}\n" * 8)
+    model_folder(positions)
+    monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
+    assert main(["run", str(MATH), task, "model.path=model"]) == (2 if is_refused else 0)
+    said = f"context: all of the first 8 prompts have no room in the model's context of {positions} tokens"
+    assert (said in capsys.readouterr().err) == is_refused
+    assert Path("runs").exists() != is_refused
+
+
+def test_transformers_is_not_imported_where_the_bytes_of_prompts_fit_the_context() -> None:
+    Path("rows.jsonl").write_text('{"prompt": "aaaa", "answer": "a"}\n' * 8)
+    model_folder(1024)
+    here = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    code = (
+        "import sys; from pathlib import Path; from streamppo.config import file;"
+        "from streamppo.commands.checks import quick;"
+        f"task = {LONG.format(64, 'error')!r};"
+        f"list(quick.findings(file.load(Path({str(MATH)!r}), [task, 'model.path=model'])));"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=here).returncode == 0
 
 
 @pytest.mark.parametrize(("kib", "is_refused"), [(4, True), (255 * 2**10, True), (256 * 2**10, False)])

@@ -332,6 +332,23 @@ def test_a_bound_of_right_answers_may_be_zero_or_below(correct_at: str, math_con
 
 
 @pytest.mark.parametrize(
+    ("overrides", "is_sign"),
+    [
+        (["queue.max_lag=0"], False),
+        (["queue.max_lag=1"], False),
+        (["queue.max_lag=2"], True),
+        (["queue.max_lag=2", "queue.segments={}"], False),
+        (["queue.max_lag=3", "queue.segments={}"], True),
+    ],
+)
+def test_engines_that_take_turns_with_the_learner_are_not_blocked(
+    overrides: list[str], is_sign: bool, math_config: Callable[..., Config]
+) -> None:
+    found = diagnosis.of_lines(math_config(*overrides), updates(WINDOW), summary(engines={"idle_share": 0.57}))
+    assert [one.name for one in found] == ["blocked engines"] * is_sign
+
+
+@pytest.mark.parametrize(
     ("accuracies", "is_sign"),
     [
         ((0.3, 0.6, 0.4), False),
