@@ -114,8 +114,9 @@ def _explains_nothing(seen: Evidence) -> str | None:
 
 
 def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
-    share, explained = seen.mean("segments_cut"), seen.mean("explained_variance")
-    if share is None or explained is None or share <= CUT or explained >= EXPLAINED or seen.is_solved:
+    # An update that has cut nothing has no such number.
+    share, explained = sum(seen.series("segments_cut")) / max(len(seen.recent), 1), seen.mean("explained_variance")
+    if explained is None or share <= CUT or explained >= EXPLAINED or seen.is_solved:
         return None
     return f"{share:.0%} of the segments end in a cut, and the critic explains nothing there ({explained:.2f})"
 

@@ -17,31 +17,92 @@ COLOURS = 6
 
 
 class Panel(NamedTuple):
-    """A chart of some metrics of the catalogue, of one unit."""
+    """A chart of some metrics of the catalogue, of one unit; `says` is what a reader concludes from it."""
 
     title: str
     metrics: tuple[str, ...]
     unit: str = ""
+    says: str = ""
 
 
 PANELS = (
-    Panel("Reward", ("reward",)),
-    Panel("Held-out accuracy", ("accuracy",), "share"),
-    Panel("Entropy", ("entropy",), "nats per token"),
-    Panel("KL", ("behavior_kl", "proximal_kl", "reference_kl", "teacher_kl"), "nats"),
-    Panel("Effective sample size", ("ess", "ess_sequence"), "share"),
-    Panel("Clip fraction", ("clip_fraction_high", "clip_fraction_low"), "share of tokens"),
-    Panel("Gradient norm", ("grad_norm", "critic_grad_norm")),
-    Panel("Lag", ("lag_mean", "lag_max"), "versions"),
-    Panel("Learner waits", ("wait_share",), "share of time"),
+    Panel("Reward", ("reward",), says="Rising: the policy learns what the reward pays for."),
+    Panel(
+        "Held-out accuracy",
+        ("accuracy",),
+        "share",
+        "Rising: it learns the task. A single dip may be noise; two in a row are a fall.",
+    ),
+    Panel(
+        "Entropy",
+        ("entropy",),
+        "nats per token",
+        "It falls as the policy grows sure. Near zero while answers are wrong: it tries nothing else any more.",
+    ),
+    Panel(
+        "KL",
+        ("behavior_kl", "proximal_kl", "reference_kl", "teacher_kl"),
+        "nats",
+        "Distance between policies. Small and level is good; a jump is an update that went too far.",
+    ),
+    Panel(
+        "Effective sample size",
+        ("ess", "ess_sequence"),
+        "share",
+        "Near 1: old tokens are as good as new ones. ess below 0.3: few of them count, so lower queue.max_lag.",
+    ),
+    Panel(
+        "Ratio",
+        ("ratio_p01", "ratio_p50", "ratio_p99"),
+        "current / proximal",
+        "How far the steps of an update move the policy: 1 is not at all. The wider apart, the larger the steps.",
+    ),
+    Panel(
+        "Clip fraction",
+        ("clip_fraction_high", "clip_fraction_low"),
+        "share of tokens",
+        "Above 0.3 the steps are too large. Always 0 is normal with one step an update.",
+    ),
+    Panel(
+        "Gradient norm",
+        ("grad_norm", "critic_grad_norm"),
+        says="Level is good. A point far above the others is a spike; see if the reward falls behind it.",
+    ),
+    Panel(
+        "Lag",
+        ("lag_mean", "lag_max"),
+        "versions",
+        "Age of the tokens that are trained on. The closer to 0, the closer to synchronous PPO.",
+    ),
+    Panel(
+        "Learner waits",
+        ("wait_share",),
+        "share of time",
+        "Near 1: engines or rewards are too slow. Near 0: the learner is the slowest part.",
+    ),
     Panel("Tokens a second", ("learner_tokens_per_s",), "tokens/s"),
     Panel("Seconds of an update", ("update_s", "train_s", "score_s", "wait_s"), "s"),
     Panel("Length", ("length",), "tokens"),
-    Panel("Shares of the batch", ("truncated", "equal_groups"), "share"),
+    Panel(
+        "Shares of the batch",
+        ("truncated", "equal_groups"),
+        "share",
+        "truncated: answers without an end. equal_groups near 1: no sample is better than another, right or wrong.",
+    ),
     Panel("Value loss", ("value_loss",)),
-    Panel("Explained variance", ("explained_variance",), "share"),
-    Panel("Policy loss", ("policy_loss",)),
-    Panel("Engine and learner at lag 0", ("mismatch",), "nats per token"),
+    Panel(
+        "Explained variance",
+        ("explained_variance",),
+        "share",
+        "1: the critic foresees the rewards. 0: it is no better than a constant; below 0 it is worse.",
+    ),
+    Panel("Policy loss", ("policy_loss",), says="Its height tells nothing of how well the policy does."),
+    Panel(
+        "Engine and learner at lag 0",
+        ("mismatch",),
+        "nats per token",
+        "Near 0: both compute the same policy. Above 0.05 the engine samples from another one.",
+    ),
     Panel("Learning rate", ("lr",)),
     Panel("Push", ("push_ms",), "ms"),
     Panel("Memory of rank 0", ("peak_memory_mib",), "MiB"),
@@ -57,7 +118,8 @@ OWN = {
 class Chart(NamedTuple):
     """A panel with its drawing, the sentences of its metrics, and its curves for the legend.
 
-    `is_flat` is true if nothing in it moves, such as a clip fraction where nothing can be clipped.
+    `is_flat` is true if nothing in it moves, such as a clip fraction where nothing can be clipped. `says` is what a
+    reader concludes.
     """
 
     title: str
@@ -65,6 +127,7 @@ class Chart(NamedTuple):
     help: Sequence[tuple[str, str]]
     legend: Sequence[Curve]
     is_flat: bool = False
+    says: str = ""
 
 
 def render(views: Sequence[View]) -> str:
@@ -113,7 +176,7 @@ def _chart(panel: Panel, views: Sequence[View], lines: Sequence[Sequence[Mapping
     sentences = [(metric, _sentence(metric)) for metric in panel.metrics if metric in drawn]
     is_flat = all(curve.is_flat for curve in curves)
     drawing, legend = plot.curves(curves, "update", panel.unit), curves if len(curves) > 1 else []
-    return Chart(panel.title, drawing, sentences, legend, is_flat=is_flat)
+    return Chart(panel.title, drawing, sentences, legend, is_flat=is_flat, says=panel.says)
 
 
 def _by_version(one: View) -> list[Mapping[str, object]]:
