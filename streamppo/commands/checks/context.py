@@ -1,4 +1,4 @@
-"""Whether prompts leave room in the model's context, for a run that is to start without a wait.
+"""The room that prompts leave in the model's context, looked at before a run that is to start without a wait.
 
 A token has at least one byte, so where the bytes of a prompt fit its tokens do: transformers is imported, which takes
 seconds, only where all of the first prompts are longer than that.
