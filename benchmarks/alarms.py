@@ -52,8 +52,9 @@ def main() -> None:
         rows.append(row := _signs(folder))
         print(f"{row['run']}, seed {row['seed']}: {row['verdict']}; signs: {', '.join(row['signs']) or 'none'}")
         sys.stdout.flush()
-    alarms = sum(len(row["signs"]) for row in rows if not row["is_worse"])
-    print(f"{alarms} signs in {sum(not row['is_worse'] for row in rows)} good runs of {len(rows)}")
+    good = [row for row in rows if row["is_better"]]
+    alarms = sum(len(row["signs"]) for row in good)
+    print(f"{alarms} signs in {len(good)} good runs of {len(rows)}")
     if options.json:
         options.json.write_text(json.dumps({"alarms": alarms, "runs": rows}, indent=2) + "\n")
 
@@ -87,7 +88,7 @@ def _signs(folder: Path) -> dict[str, Any]:
         "seed": config.seed,
         "updates": config.updates,
         "verdict": progress.verdict(evaluations),
-        "is_worse": progress.is_worse(evaluations),
+        "is_better": progress.is_better(evaluations),
         "signs": [one.name for one in diagnosis.of_lines(config, lines, read_summary(folder))],
     }
 

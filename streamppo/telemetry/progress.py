@@ -57,6 +57,12 @@ def is_worse(evaluations: Sequence[EvaluationLine]) -> bool:
     return len(known) > 1 and is_below(known[-1], known[0])
 
 
+def is_better(evaluations: Sequence[EvaluationLine]) -> bool:
+    """True if the last evaluation is above the first."""
+    known = scored(evaluations)
+    return len(known) > 1 and is_below(known[0], known[-1])
+
+
 def verdict(evaluations: Sequence[EvaluationLine]) -> str:
     """Compare the last evaluation with the first and with the best; empty if there are not two."""
     known = scored(evaluations)

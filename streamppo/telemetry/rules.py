@@ -191,7 +191,7 @@ def _truncated(seen: Evidence) -> str | None:
     if share >= NEARLY_ALL:
         bound = seen.config.rollout.max_tokens
         return f"nearly all completions ({share:.0%}) are cut off: rollout.max_tokens ({bound}) ends them"
-    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED and seen.windows else None
+    return f"{share:.0%} of the completions are cut off" if share > TRUNCATED and len(seen.windows) > 1 else None
 
 
 def _equal_groups(seen: Evidence) -> str | None:
@@ -329,7 +329,7 @@ RULES = (
     ),
     Rule(
         "completions are cut off",
-        f"more than {TRUNCATED:.0%} of them; {NEARLY_ALL:.0%} in the first {EARLY} updates",
+        f"more than {TRUNCATED:.0%} of them behind the first {WINDOW} updates; {NEARLY_ALL:.0%} in the first {EARLY}",
         "raise rollout.max_tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
         _truncated,
         early=True,

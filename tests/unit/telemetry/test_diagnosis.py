@@ -331,6 +331,11 @@ def test_a_bound_of_right_answers_may_be_zero_or_below(correct_at: str, math_con
     assert diagnosis.of_lines(config, after(entropy=0.05, grad_norm=1.0), None) == []
 
 
+def test_a_policy_that_learns_to_end_in_its_first_updates_shows_no_sign(grpo: Config) -> None:
+    lines = [*updates(WINDOW, truncated=0.38), *updates(2 * WINDOW, WINDOW + 1, truncated=0.05)]
+    assert diagnosis.of_lines(grpo, lines, None) == []
+
+
 def test_one_update_with_many_cuts_among_others_with_none_rests_on_no_critic(grpo: Config) -> None:
     cut = updates(1, 2 * WINDOW + 1, segments_cut=0.74, explained_variance=-0.05)
     lines = [*updates(2 * WINDOW), *cut, *updates(WINDOW - 1, 2 * WINDOW + 2, explained_variance=-0.05)]
