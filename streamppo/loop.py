@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamppo import durable, process
+from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import disk, inputs, preflight, remake, report
@@ -225,6 +226,7 @@ def new_folder(config: Config, runs: Path) -> Path:
         shutil.rmtree(aside, ignore_errors=True)
         durable.folder(aside)
     configfile.save(config, aside)
+    consent.give(aside, config)
     folder, number = runs / config.name, 1
     while not _claimed(aside, folder):
         number += 1

@@ -51,6 +51,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
     return FilesOfRuns(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_of_user(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A secret for the consent to runs' code that is not the user's; also of the processes that tests start."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(autouse=True)
 def no_log_lines_of_another_process() -> Iterator[None]:
     """Actors that a test makes in its own process set up that process's log lines; they are gone after the test."""

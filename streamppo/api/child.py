@@ -18,9 +18,9 @@ import msgspec
 
 from streamppo import __version__, durable, process
 from streamppo.api.messages import Given, Request, Told, line
-from streamppo.commands import end
+from streamppo.commands import end, subject
 from streamppo.commands.checks import quick
-from streamppo.config import change
+from streamppo.config import change, consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import completion, lock
@@ -68,6 +68,7 @@ def _begin(request: Request, channel: socket.socket) -> int:
     if request.reward is not None and request.reward.source:
         config = configfile.change(config, _reward(request.reward, folder))
         configfile.save(config, folder)
+        consent.give(folder, config)
     return _train(request, config, folder, channel, interrupts)
 
 
@@ -79,6 +80,8 @@ def _resume(request: Request, channel: socket.socket) -> int:
             channel.sendall(line(Told(folder=str(folder))))
             log.info(complete)
             return 0
+    subject.ask(folder)
+    consent.give(folder, config)
     for text in change.described(configfile.load(folder / configfile.CONFIG), config):
         log.info(text)
     quick.refuse(config)

@@ -24,11 +24,11 @@ from cyclopts.validators import Number
 
 from streamppo import __version__, process
 from streamppo.cli import prepare as prepare
-from streamppo.cli.words import ConfigFile, Override, RunFolder, Whole, app
+from streamppo.cli.words import ConfigFile, Override, RunFolder, Trust, Whole, app
 from streamppo.commands import scale as rollouts_of_run
 from streamppo.commands import subject
 from streamppo.commands.echo import complain, echo, flush
-from streamppo.config import change
+from streamppo.config import change, consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import completion, inputs, lock
@@ -110,6 +110,7 @@ def resume(
     *overrides: Override,
     accept_changes: Annotated[bool, Parameter(help="Go on though data or model are not what they were.")] = False,
     copies: Annotated[str, Parameter(name="--from", help="Make the folder of the copies at this address.")] = "",
+    trust: Trust = False,
 ) -> int:
     """Continue a run as its configuration says, with overrides."""
     if copies:
@@ -119,10 +120,10 @@ def resume(
     folder = configfile.existing(folder)
     loaded = configfile.load(folder / configfile.CONFIG, overrides)
     process.log_to_stdout()
-    return _go_on(loaded, folder, ", ".join(overrides), accept_changes=accept_changes)
+    return _go_on(loaded, folder, ", ".join(overrides), accept_changes=accept_changes, trust=trust)
 
 
-def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool) -> int:
+def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust: bool = False) -> int:
     """Continue the run in `folder` with `config`, and say what is changed `by` a file or overrides, if they are named.
 
     A run that has a driver, or nothing left to do, is known before anything heavy is imported.
@@ -131,6 +132,8 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool) -> in
         if complete := completion.sentence(config, folder):
             log.info(complete)
             return 0
+        subject.ask(folder, trust=trust)
+        consent.give(folder, config)
         changes = change.described(configfile.load(folder / configfile.CONFIG), config)
         for line in changes:
             log.info(line)
@@ -166,12 +169,14 @@ def replay(
     changes: Annotated[
         Sequence[str], Parameter(name="--set", consume_multiple=True, help="section.field=value, one or more.")
     ] = (),
+    trust: Trust = False,
 ) -> int:
     """Make the run's updates again from its archive, without any engine, and compare the weights.
 
     With --set: show what the same batches would have done under another configuration.
     """
     folder = configfile.existing(folder)
+    subject.ask(folder, trust=trust)
     from streamppo.commands import replay as command
 
     return command.replay(folder, to, changes)
@@ -309,9 +314,12 @@ def evaluate(
         Whole, Parameter(validator=Number(gte=0), help="Samples of each prompt for pass@k (default: 8).")
     ] = 8,
     json: Annotated[bool, Parameter(help="Print the numbers as JSON, for programs.")] = False,
+    trust: Trust = False,
 ) -> int:
     """Measure held-out accuracy and pass@k of a checkpoint with the run's own reward, or of a model."""
     own, config = subject.configured(model, words, version)
+    if own is not None:
+        subject.ask(model.resolve(), trust=trust)
     from streamppo.commands import eval as command
 
     return command.evaluate(str(model), own, config, version=version, samples=samples, as_json=json)

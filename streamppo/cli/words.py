@@ -20,6 +20,8 @@ ConfigFile = Annotated[Path, Parameter(help="A TOML file, such as configs/math.t
 RunFolder = Annotated[Path, Parameter(help="The folder of a run, such as runs/math.")]
 Override = Annotated[str, Parameter(help="section.field=value, such as learner.lr=3e-4; any number of them.")]
 
+Trust = Annotated[bool, Parameter(help="Agree to run the code that the configuration of this folder names.")]
+
 
 def _whole(_: type[int], tokens: Sequence[Token]) -> int:
     """Read a whole number as it is written: cyclopts would round 1.5."""

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from streamppo.config import consent
 from streamppo.config.sections import Config, model_path
+from streamppo.config.task import VerifiersTask
 from streamppo.errors import StreamppoError
 from streamppo.tasks import task as tasks
 from streamppo.tasks.task import Task
@@ -53,6 +55,8 @@ class Rows:
     @cached_property
     def _task(self) -> tuple[Task | None, Tokenizer | None, str]:
         try:
+            if isinstance(self._config.task, VerifiersTask):
+                consent.ask(self._folder, [self._config])
             tokenizer = Tokenizer(model_path(self._config, self._folder))
             return tasks.build(self._config.task, self._config.seed, tokenizer), tokenizer, ""
         except StreamppoError as error:

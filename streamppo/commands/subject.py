@@ -1,11 +1,13 @@
 """The words of commands that say what they are about: runs and replays, a model, one more configuration."""
 
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
+from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.errors import ConfigError
+from streamppo.errors import ConfigError, JournalError
 
 
 def configured(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
@@ -29,6 +31,18 @@ def runs_and_replays(command: str, found: Sequence[Path]) -> list[Path]:
     if not found:
         raise ConfigError(f"`streamppo {command}` wants at least one folder of a run")
     return [path.resolve() if path.is_file() else configfile.existing(path) for path in found]
+
+
+def ask(run: Path, *, trust: bool = False) -> None:
+    """Refuse the run in `run` if it names, or ever named, code that nobody agreed to. Raises `ConfigError`."""
+    from streamppo.queue import continuation
+    from streamppo.queue.journal import Journal
+
+    configs = [configfile.load(run / configfile.CONFIG)]
+    # A run that was never begun has no journal; one that cannot be read is told where it is needed.
+    with suppress(JournalError), closing(Journal.of(run)) as journal:
+        configs += continuation.configs(journal).values()
+    consent.ask(run, configs, trust=trust)
 
 
 def refuse(config: Config) -> None:

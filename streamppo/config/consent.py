@@ -1,0 +1,131 @@
+"""Code that a run's configuration names runs only for who made the run, or agreed to it once.
+
+STATE/streamppo/secret   32 random bytes of this user, in XDG_STATE_HOME or ~/.local/state
+RUN/consent              a line for each name that this user agreed to: its HMAC with the secret
+
+A run that was moved or copied keeps its lines; nobody without the secret writes one. A file in the run's
+folder is signed with its content. STREAMPPO_TRUST=1 agrees for every command of a script.
+"""
+
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from streamppo import durable
+from streamppo.config.overrides import Tree
+from streamppo.config.sections import Config
+from streamppo.errors import ConfigError, StreamppoError
+
+FILE = "consent"
+VARIABLE = "STREAMPPO_TRUST"
+BUILT_IN = frozenset(
+    f"streamppo.tasks.{name}"
+    for name in (
+        *("library.arithmetic:score", "library.calculator:Calculator", "library.gym:score", "scorers.maths:Math"),
+        *("scorers.maths:numeric", "scorers.maths:gsm", "scorers.shape:Overlong", "scorers.code:CodeTests"),
+        "scorers.bubblewrap:Bubblewrap",
+    )
+)
+"""Names that run nothing of a stranger's; others of streamppo (`Local`, `plugins:load`) may."""
+
+log = logging.getLogger(__name__)
+
+
+def code(config: Config) -> set[str]:
+    """The code that a run of `config` imports, or lets others run, and that is not built in."""
+    return set(_named(cast(Tree, msgspec.to_builtins(config)), "")) - BUILT_IN
+
+
+def _named(tree: Tree, path: str) -> Iterator[str]:
+    """The names in `tree`, which stands at `path` of the configuration."""
+    for key, value in tree.items():
+        at = f"{path}.{key}" if path else key
+        if isinstance(value, dict):
+            yield from _named(cast(Tree, value), at)
+        elif at.startswith("rollout.engine.args.") or (at == "cluster.address" and value not in ("", "local", None)):
+            yield f"{at} = {value}"
+        elif isinstance(value, str) and value:
+            # A scorer's or an environment's argument may name a class too: the sandbox.
+            is_argument = ".arguments." in at and ":" in value
+            if key == "function" or at in ("environment.name", "rollout.limit", "task.environment") or is_argument:
+                yield value
+
+
+def give(run: Path, config: Config) -> None:
+    """Record that this user agrees to what `config` names, for the run in `run`. A failure is a warning."""
+    named = code(config)
+    if not named:
+        return
+    try:
+        secret = _secret(make=True)
+        lines = _lines(run) | {_signed(secret, name, run) for name in named}
+        durable.write(run / FILE, "".join(f"{line}\n" for line in sorted(lines)).encode())
+    except (OSError, RuntimeError, StreamppoError) as error:
+        log.warning(f"{run}: that you trust this run's code cannot be recorded ({error}): `resume` asks for --trust")
+
+
+def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
+    """Refuse the run in `run` if one of `configs` names code that this user has not agreed to. Raises `ConfigError`."""
+    configs = list(configs)
+    named = set[str]().union(*map(code, configs))
+    if not named:
+        return
+    if trust or os.environ.get(VARIABLE) == "1":
+        for config in configs if trust else ():
+            give(run, config)
+        return
+    try:
+        secret, lines = _secret(make=False), _lines(run)
+        unknown = {name for name in named if _signed(secret, name, run) not in lines}
+    except (OSError, RuntimeError):
+        unknown = named
+    if unknown:
+        names = ", ".join(map(ascii, sorted(unknown)))
+        raise ConfigError(
+            f"{run}: this run was not made here, and its configuration would run {names}: read that code, then agree "
+            f"once with --trust (a script with {VARIABLE}=1)"
+        )
+
+
+def _secret(*, make: bool) -> bytes:
+    """This user's secret. Raises `OSError` or `RuntimeError` (no home) where there is none, or none can be made."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    folder = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "streamppo"
+    file = folder / "secret"
+    if make and not file.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = folder / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(secrets.token_bytes(32))
+        try:
+            # Of two that make one at once, the first stays.
+            os.link(aside, file)
+        except FileExistsError:
+            pass
+        finally:
+            aside.unlink()
+    found = file.read_bytes()
+    if len(found) != 32:
+        raise OSError(f"{file}: not 32 bytes")
+    return found
+
+
+def _lines(run: Path) -> set[str]:
+    file = run / FILE
+    return set(file.read_bytes()[: 1 << 20].decode("ascii", "replace").split()) if file.is_file() else set()
+
+
+def _signed(secret: bytes, name: str, run: Path) -> str:
+    """The HMAC of `name`. A path into the run or beside it is relative to it; a file in it has its digest in it."""
+    file, colon, attribute = name.rpartition(":")
+    path, folder = Path(file).resolve(), run.resolve()
+    if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
+        digest = durable.sha256(path) if path.is_relative_to(folder) and path.is_file() else ""
+        name = f"{os.path.relpath(path, folder)}\0{digest}:{attribute}"
+    return hmac.new(secret, name.encode("utf-8", "backslashreplace"), "sha256").hexdigest()
