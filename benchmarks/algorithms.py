@@ -64,6 +64,8 @@ CHOICES: dict[str, list[str]] = {
         "algorithm.correction={kind='reject', reject=[{kind='geometric', band=[0.9, 1.1]}, {kind='k3', at_most=0.05}]}"
     ],
     "correction second_moment": ["algorithm.correction.kind=second_moment"],
+    "correction topr": ["algorithm.correction.kind=topr"],
+    "correction topr, negatives a quarter": ["algorithm.correction.kind=topr", "algorithm.negative_weight=0.25"],
     "correction function": ["algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"],
     "filter truncated": ["algorithm.filters=[{kind='truncated'}]"],
     "filter off_policy_negative": ["algorithm.filters=[{kind='off_policy_negative', delta=0.05}]"],

@@ -25,6 +25,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
     "algorithm.kl.loss_beta": (0.0, 0.0, 0.02),
     "algorithm.kl.follow_every": (0, 0, 5),
     "algorithm.positive_nll": (0.0, 0.0, 0.1),
+    "algorithm.negative_weight": (1.0, 1.0, 0.25, 0.0),
     "algorithm.target_kl": (0.0, 0.0, 0.05),
     "algorithm.whiten.over": ("batch", "group"),
     "learner.ranks": (1, 1, 2),

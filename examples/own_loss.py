@@ -3,9 +3,9 @@
     streamppo run configs/math.toml learner.minibatches=4 \
         algorithm.policy_loss.kind=function algorithm.policy_loss.function=examples/own_loss.py:loss
 
-A run calls `loss` once for every micro-batch. It gets a `LossInputs`: [B, T] tensors of the current and the proximal
-log-probs, their ratio, the advantages and the mask. It returns [B, T] losses, one for each token; aggregation,
-importance weights, entropy and KL are added by the trainer as for every other loss.
+A run calls `loss` once for every micro-batch. It gets a `LossInputs`: [B, T] tensors of the current, the proximal
+and the behavior log-probs, the ratio of the first two, the advantages and the mask. It returns [B, T] losses, one for
+each token; aggregation, importance weights, entropy and KL are added by the trainer as for every other loss.
 """
 
 from torch import Tensor

@@ -107,6 +107,42 @@ def in_band(log_w_BT: Tensor, lo: float, hi: float) -> Tensor:
     return ~((log_w_BT < log_lo) | (log_w_BT > math.log(hi)))
 
 
+def topr(
+    proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+) -> Correction:
+    """TOPR: what went wrong is tapered by how unlikely it has become; what went right counts in full, however old.
+
+        W_b     = exp(sum_t(proximal_logprobs_bt - behavior_logprobs_bt))
+        weights = min(W_b, 1) if A < 0 else 1
+
+    https://arxiv.org/abs/2503.14286, whose policy of the numerator is the current one and whose A is a reward of 1 or
+    -1. W is of the whole response, so that all of its tokens of negative advantage weigh the same; where advantages
+    differ by token, the sign is each token's own. With proximal == behavior all weights are 1.
+
+    Example: two tokens whose ratios are 0.5 and 0.8, with advantages of 2 and -1, have weights of 1 and 0.4.
+    """
+    check_tokens(mask_BT, advantages_BT=advantages_BT)
+    log_W_BT = log_weights(proximal_logprobs_BT, behavior_logprobs_BT, mask_BT, level="sequence")
+    # NaN is no log-prob: it goes on, and makes a bad step.
+    tapered_BT = bounded_exp(log_W_BT.clamp(max=0.0))
+    is_negative_BT = fill(advantages_BT, mask_BT) < 0
+    weights_BT = torch.where(is_negative_BT, tapered_BT, torch.ones_like(tapered_BT))
+    return Correction(weights_BT.masked_fill(~mask_BT, 0.0), mask_BT)
+
+
+def by_sign(loss_BT: Tensor, advantages_BT: Tensor, *, negative: float) -> Tensor:
+    """[B, T], the losses of tokens with a negative advantage times `negative`, a number in [0, 1].
+
+        loss = negative * loss if A < 0 else loss
+
+    With 0 the positives teach alone, which narrows the policy: https://arxiv.org/abs/2506.01347, whose W-REINFORCE
+    scales the positives instead. With 1 the losses are as they were. Raises ValueError for a number outside.
+    """
+    if not 0 <= negative <= 1:
+        raise ValueError(f"the weight of negative advantages must lie between 0 and 1, got {negative}")
+    return loss_BT if negative == 1 else torch.where(advantages_BT < 0, loss_BT * negative, loss_BT)
+
+
 def second_moment_mask(
     proximal_logprobs_BT: Tensor, behavior_logprobs_BT: Tensor, mask_BT: Tensor, *, threshold: float = 0.04
 ) -> Correction:

@@ -97,14 +97,18 @@ def gdpo(
     return (centred_B / ((centred_B.square().sum() / divisor).sqrt() + STD_FLOOR)).float()
 
 
-def dr_grpo(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:
+def dr_grpo(scores_B: Tensor, group_ids_B: Tensor, *, baseline_shift: float = 0.0) -> Tensor:
     """[B], Dr. GRPO: no division by std, so that nearly solved questions are not favoured.
 
-        advantages = score - mean
+        advantages = score - (mean + baseline_shift)
 
     https://arxiv.org/abs/2503.20783; its loss is aggregated with "constant". n / (n - 1) times this is `rloo`.
+    With a shift below 0 it is asymmetric REINFORCE, https://arxiv.org/abs/2506.20520: old data that went right weigh
+    more than those that went wrong, and equal scores of a group teach too.
     """
-    return compare(scores_B, group_ids_B).centred.to(at_least_float32(scores_B).dtype)
+    centred_B = compare(scores_B, group_ids_B).centred
+    shifted_B = centred_B - baseline_shift if baseline_shift else centred_B
+    return shifted_B.to(at_least_float32(scores_B).dtype)
 
 
 def rloo(scores_B: Tensor, group_ids_B: Tensor) -> Tensor:

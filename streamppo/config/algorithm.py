@@ -11,12 +11,13 @@ from streamppo.config.correction import (
     OwnCorrection,
     Resample,
     SecondMoment,
+    Topr,
     Truncate,
     repeated_filters,
 )
 from streamppo.config.exploration import EntropyControl, Exploration, NoExploration
 from streamppo.config.kl import Kl
-from streamppo.config.policy_loss import Clip, OwnLoss, PolicyLoss, Reinforce
+from streamppo.config.policy_loss import Clip, OwnLoss, PolicyLoss, Reinforce, SequenceClip
 from streamppo.config.teacher import Teacher
 
 
@@ -75,6 +76,9 @@ class Grpo(Kind, frozen=True, tag="grpo"):
 class DrGrpo(Kind, frozen=True, tag="dr_grpo"):
     """score - mean of the group (arXiv:2503.20783)."""
 
+    baseline_shift: float = 0.0
+    """This is added to the mean: below 0, right answers weigh more than wrong ones (arXiv:2506.20520)."""
+
 
 class Rloo(Kind, frozen=True, tag="rloo"):
     """score - mean of the others of the group (arXiv:2402.14740)."""
@@ -130,6 +134,8 @@ Advantage: TypeAlias = (
 )
 CRITIC_BASED = (Gae, VTrace, SequenceLevel)
 """Estimators that need a critic; with the others it is not trained."""
+PER_TOKEN = (Gae, VTrace, ReinforcePlusPlus, OwnAdvantage)
+"""Estimators whose advantages differ within a response."""
 GROUP_BASED = (Grpo, DrGrpo, Rloo, MaxRl, Gdpo, ReinforcePlusPlusBaseline)
 """Estimators that need the whole group of a prompt in one batch."""
 
@@ -198,6 +204,8 @@ class Algorithm(Section, frozen=True):
 
     correction: Correction = Truncate()
     """Correction for the age of the data: to be without one takes the word "off"."""
+    negative_weight: Fraction = 1.0
+    """Tokens of negative advantage weigh this in the policy's loss, beside their correction; 0 is positives alone."""
     advantage: Advantage = Gae()
     """Estimator of the advantages."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
@@ -287,6 +295,7 @@ class Algorithm(Section, frozen=True):
         yield from self._of_groups()
         yield from self._of_advantages()
         yield from self._of_proximal()
+        yield from self._of_signs()
         low, high = self.entropy_control.range
         if self.entropy_control.target and not low <= self.entropy <= high:
             yield f"entropy ({self.entropy:g}) must lie in entropy_control.range ({low:g} to {high:g})"
@@ -321,6 +330,18 @@ class Algorithm(Section, frozen=True):
             yield (
                 f"advantage {kind!r} needs scores that are not negative, and a teacher's can be: "
                 'use teacher.signal = "advantage"'
+            )
+
+    def _of_signs(self) -> Iterator[str]:
+        kind = self.advantage.__struct_config__.tag
+        by_token = isinstance(self.advantage, PER_TOKEN) or self.teacher.on
+        asked = "correction 'topr'" if isinstance(self.correction, Topr) else ""
+        asked = asked if self.negative_weight == 1 else f"negative_weight ({self.negative_weight:g})"
+        if asked and by_token and isinstance(self.policy_loss, SequenceClip):
+            yield (
+                f"{asked} goes by the sign of each token's advantage, and policy_loss 'sequence_clip' by their mean: "
+                f"with advantage {kind!r}, or with a teacher, the two differ. Choose an advantage of one number for a "
+                "response (grpo, rloo, sequence), or another policy_loss"
             )
 
     def _of_proximal(self) -> Iterator[str]:

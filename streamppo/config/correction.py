@@ -103,6 +103,10 @@ class Mask(Weighted, frozen=True, tag="mask"):
         yield from _band_mistakes(self.band)
 
 
+class Topr(Kind, frozen=True, tag="topr"):
+    """Weight 1 for advantages that are not negative, else min(ratio of the response, 1) (TOPR, arXiv:2503.14286)."""
+
+
 class SecondMoment(Kind, frozen=True, tag="second_moment"):
     """M2PO (arXiv:2510.01161): drop the largest log-ratios until their second moment is small."""
 
@@ -117,7 +121,7 @@ class OwnCorrection(Kind, frozen=True, tag="function"):
     """`package.module:name` or `path/file.py:name` of a function: `CorrectionInputs` -> one weight for each token."""
 
 
-Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | SecondMoment | OwnCorrection
+Correction: TypeAlias = NoCorrection | Reject | Truncate | Mask | Topr | SecondMoment | OwnCorrection
 
 
 class FilterTruncated(Kind, frozen=True, tag="truncated"):

@@ -104,6 +104,6 @@ class OwnLoss(Kind, frozen=True, tag="function"):
 
 SequenceLoss: TypeAlias = Gspo | Gmpo | Vespo | SequenceClip
 """Losses whose ratio is of a whole response."""
-PolicyLoss: TypeAlias = (
-    Clip | Cispo | SequenceLoss | Reinforce | ImportanceWeighted | DppoTv | DppoKl | Ipo | Sapo | OwnLoss
-)
+RatioLoss: TypeAlias = Clip | Cispo | SequenceLoss | Reinforce | ImportanceWeighted | DppoTv | DppoKl | Ipo | Sapo
+"""Losses of the current and the proximal policy."""
+PolicyLoss: TypeAlias = RatioLoss | OwnLoss

@@ -14,8 +14,8 @@ from streamppo.algorithms.corrections import Correction
 from streamppo.config import correction as drops
 from streamppo.learner import own
 
-Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Correction]
-"""(proximal_logprobs_BT, behavior_logprobs_BT, lag_BT, mask_BT, trained_BT) -> weights, kept and dropped tokens."""
+Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Correction]
+"""(proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, lag_BT, mask_BT, trained_BT) -> `Correction`."""
 Filter: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(truncated_B, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> [B, T] tokens that leave the loss."""
 
@@ -54,15 +54,20 @@ def build(choice: drops.Correction) -> Correct:
             return _of_responses(partial(weights, level=level, mode="truncate", cap=cap, floor=floor), rules)
         case drops.Mask(level=level, band=(lo, hi), reject=rules):
             return _of_responses(partial(weights, level=level, mode="mask", lo=lo, hi=hi), rules)
+        case drops.Topr():
+            return lambda proximal_BT, behavior_BT, advantages_BT, _lag, mask_BT, _trained: corrections.topr(
+                proximal_BT, behavior_BT, advantages_BT, mask_BT
+            )
         case drops.SecondMoment(threshold=threshold):
             # A bound on the tokens of the loss: any others, of small log-ratios, would loosen it.
             mask = corrections.second_moment_mask
-            return lambda proximal_BT, behavior_BT, _lag, _mask, trained_BT: mask(
+            return lambda proximal_BT, behavior_BT, _advantages, _lag, _mask, trained_BT: mask(
                 proximal_BT, behavior_BT, trained_BT, threshold=threshold
             )
         case drops.OwnCorrection(function=name):
             function = own.tried(name, "algorithm.correction.function", own_correction.try_own_correction)
-            return partial(own_correction.own_correction, function=function)
+            own_weights = partial(own_correction.own_correction, function=function)
+            return lambda proximal_BT, behavior_BT, _advantages, *rest: own_weights(proximal_BT, behavior_BT, *rest)
 
 
 def _of_responses(
@@ -72,7 +77,7 @@ def _of_responses(
     rules_N = [_rule(rule) for rule in rules]
 
     def correct(
-        proximal_BT: Tensor, behavior_BT: Tensor, _lag: Tensor, mask_BT: Tensor, _trained: Tensor
+        proximal_BT: Tensor, behavior_BT: Tensor, _advantages: Tensor, _lag: Tensor, mask_BT: Tensor, _trained: Tensor
     ) -> Correction:
         columns = proximal_BT, behavior_BT, mask_BT
         return rejections.rejecting(weigh(*columns), *columns, rules_N)

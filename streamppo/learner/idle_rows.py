@@ -81,6 +81,7 @@ def _moves_by_advantage_alone(config: Config) -> bool:
     algorithm = config.algorithm
     return (
         isinstance(algorithm.advantage, COMPARES)
+        and not (isinstance(algorithm.advantage, choices.DrGrpo) and algorithm.advantage.baseline_shift)
         and algorithm.whiten.over in ("auto", "off")
         and not isinstance(algorithm.policy_loss, OwnLoss)
         and isinstance(algorithm.exploration, NoExploration)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from streamppo.algorithms import distillation
 from streamppo.algorithms.aggregate import Denominators, aggregate
-from streamppo.algorithms.corrections import Correction
+from streamppo.algorithms.corrections import Correction, by_sign
 from streamppo.algorithms.diagnostics import update_sums
 from streamppo.algorithms.kl import kl_loss, policy_weights
 from streamppo.algorithms.value_losses import value_loss
@@ -76,10 +76,13 @@ class _Piece(NamedTuple):
     def policy(self) -> Share:
         """The policy's loss, its entropy bonus, the penalty for leaving the reference, and the NLL of right answers."""
         config, trained_bT, logprobs_bT = self.whole.algorithm, self.trained_bT, self.current.logprobs_BT
-        proximal_bT, correction = self.anchored()
-        advantages_bT, weights_bT = self.cut(self.whole.targets.estimate.advantages), correction.weights
-        tokens = self.whole.objective.policy_loss(logprobs_bT, proximal_bT, advantages_bT, trained_bT)
-        loss_bT = self.explored(tokens.loss, logprobs_bT - proximal_bT)
+        advantages_bT = self.cut(self.whole.targets.estimate.advantages)
+        behavior_bT = self.cut(self.whole.batch.behavior_logprobs_BT)
+        proximal_bT, correction = self.anchored(behavior_bT, advantages_bT)
+        weights_bT, columns = correction.weights, (proximal_bT, behavior_bT, advantages_bT, trained_bT)
+        tokens = self.whole.objective.policy_loss(logprobs_bT, *columns)
+        signed_bT = by_sign(tokens.loss, advantages_bT, negative=config.negative_weight)
+        loss_bT = self.explored(signed_bT, logprobs_bT - proximal_bT)
         out = self.filtered(advantages_bT)
         kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, out.values(), torch.zeros_like(trained_bT))
         # A token that is left out has no part in the loss, whatever its value.
@@ -137,7 +140,7 @@ class _Piece(NamedTuple):
         columns = batch.truncated_B[self.rows], logprobs_bT, behavior_bT, advantages_bT, mask_bT
         return {filtered(name): leaves_out(*columns) for name, leaves_out in self.whole.objective.filters.items()}
 
-    def anchored(self) -> tuple[Tensor, Correction]:
+    def anchored(self, behavior_bT: Tensor, advantages_bT: Tensor) -> tuple[Tensor, Correction]:
         """Proximal log-probs and their correction: known before the first step, or made of the current ones."""
         objective, targets, batch = self.whole.objective, self.whole.targets, self.whole.batch
         if targets.correction is not None:
@@ -146,10 +149,10 @@ class _Piece(NamedTuple):
             correction = Correction(self.cut(weights_BT), self.cut(keep_BT), dropped)
             return self.cut(targets.scored.logprobs_BT), correction
         assert objective.anchor is not None
-        behavior_bT, mask_bT = self.cut(batch.behavior_logprobs_BT), self.cut(batch.mask_BT)
-        lag_bT = self.cut(batch.lag_BT)
+        lag_bT, mask_bT = self.cut(batch.lag_BT), self.cut(batch.mask_BT)
         proximal_bT = objective.anchor(behavior_bT, self.current.logprobs_BT, lag_bT, mask_bT)
-        return proximal_bT, objective.correct(proximal_bT, behavior_bT, lag_bT, mask_bT, self.trained_bT)
+        columns = behavior_bT, advantages_bT, lag_bT, mask_bT, self.trained_bT
+        return proximal_bT, objective.correct(proximal_bT, *columns)
 
     def explored(self, loss_bT: Tensor, log_ratio_bT: Tensor) -> Tensor:
         """The per-token losses after those of the tokens that were singled out are treated."""

@@ -40,8 +40,10 @@ Advantages: TypeAlias = Callable[[PaddedBatch, Scored, Tensor], Estimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
 Trained: TypeAlias = Callable[[PaddedBatch], Tensor]
 """batch -> [B, T] tokens that are for the loss: young enough, of a group that teaches, of no filtered completion."""
-PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
-"""(logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
+PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], TokenLoss]
+"""(logprobs_BT, proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
+RatioLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
+"""The same without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
 
 Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, constants."""
@@ -174,8 +176,8 @@ def _advantages(choice: choices.Advantage) -> Advantages:
             return _sequence_level
         case choices.Grpo(unbiased=unbiased):
             return partial(_grouped, partial(groups.grpo, unbiased=unbiased))
-        case choices.DrGrpo():
-            return partial(_grouped, groups.dr_grpo)
+        case choices.DrGrpo(baseline_shift=shift):
+            return partial(_grouped, partial(groups.dr_grpo, baseline_shift=shift))
         case choices.Rloo():
             return partial(_grouped, groups.rloo)
         case choices.MaxRl():
@@ -276,7 +278,16 @@ def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
 
 
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
-    match config.policy_loss:
+    if isinstance(config.policy_loss, losses.OwnLoss):
+        field = "algorithm.policy_loss.function"
+        function = own.tried(config.policy_loss.function, field, own_loss.try_own_loss)
+        return partial(own_loss.own_loss, function=function)
+    ratio_loss = _ratio_loss(config.policy_loss)
+    return lambda logprobs_BT, proximal_BT, _behavior, *rest: ratio_loss(logprobs_BT, proximal_BT, *rest)
+
+
+def _ratio_loss(choice: losses.RatioLoss) -> RatioLoss:
+    match choice:
         case losses.Clip(range=(low, high), dual=dual):
             return partial(policy_losses.clipped, clip_low=low, clip_high=high, dual_clip=dual or None)
         case losses.Cispo(range=(low, high)):
@@ -295,12 +306,9 @@ def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
             return partial(probability_losses.ipo, eps=eps)
         case losses.Sapo(tau=(positive, negative)):
             return partial(policy_losses.sapo, tau_positive=positive, tau_negative=negative)
-        case losses.OwnLoss(function=name):
-            function = own.tried(name, "algorithm.policy_loss.function", own_loss.try_own_loss)
-            return partial(own_loss.own_loss, function=function)
 
 
-def _sequence_loss(choice: losses.SequenceLoss) -> PolicyLoss:
+def _sequence_loss(choice: losses.SequenceLoss) -> RatioLoss:
     """The losses whose ratio is of a whole response."""
     match choice:
         case losses.Gspo(range=(low, high)):

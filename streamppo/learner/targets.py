@@ -93,7 +93,7 @@ def find_targets(
         # A row that was not scored has no ratio that is far from 1.
         is_scored_B1, behavior_BT = to_device(scored_B, mask_BT.device)[:, None], batch.behavior_logprobs_BT
         logprobs_BT = torch.where(is_scored_B1, scored.logprobs_BT, behavior_BT)
-        correction = objective.correct(logprobs_BT, behavior_BT, batch.lag_BT, mask_BT, trained_BT)
+        correction = objective.correct(logprobs_BT, behavior_BT, estimate.advantages, batch.lag_BT, mask_BT, trained_BT)
     chosen_BT = None
     if objective.exploration is not None:
         chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)

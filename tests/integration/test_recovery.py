@@ -482,6 +482,7 @@ REFERENCE = {
     "following": ("algorithm.kl.loss_beta=0.1", "algorithm.kl.follow_every=2", "algorithm.kl.follow_share=0.5")
 }
 ADAPTERS = {"lora": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3")}
+SIGNS = {"topr": ("algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.minibatches=2")}
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
 STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
 QUEUES = {
@@ -505,6 +506,7 @@ ALWAYS = ("adaptive segments", "lora")
             **PROXIMAL,
             **REFERENCE,
             **ADAPTERS,
+            **SIGNS,
             **SAMPLING,
             **QUEUES,
             **SHIPPED,

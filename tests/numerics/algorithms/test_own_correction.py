@@ -97,8 +97,9 @@ def test_a_run_chooses_it_by_name_and_refuses_a_wrong_one_by_name(math_config: C
     def configured(function: str) -> Config:
         return math_config("algorithm.correction.kind=function", f"algorithm.correction.function={function}")
 
-    found = objective.build(configured(f"{EXAMPLE}:weights")).correct(*columns())
-    proximal_BT, behavior_BT, lag_BT, mask_BT, _ = columns()
+    proximal_BT, behavior_BT, lag_BT, mask_BT, trained_BT = columns()
+    rest = torch.zeros_like(proximal_BT), lag_BT, mask_BT, trained_BT
+    found = objective.build(configured(f"{EXAMPLE}:weights")).correct(proximal_BT, behavior_BT, *rest)
     for b, t in mask_BT.nonzero().tolist():
         ratio = (proximal_BT[b, t] - behavior_BT[b, t]).exp().item()
         assert found.weights[b, t].item() == pytest.approx(min(ratio, 2.0) * 0.9 ** int(lag_BT[b, t]), rel=1e-6)

@@ -8,6 +8,7 @@ import torch
 from conftest import REPOSITORY
 from torch import Tensor
 
+from streamppo.algorithms.corrections import by_sign, topr
 from streamppo.algorithms.own_loss import LossInputs, own_loss, try_own_loss
 from streamppo.algorithms.policy_losses import importance_weighted
 from streamppo.config.sections import Config
@@ -21,18 +22,20 @@ def surrogate(inputs: LossInputs) -> Tensor:
     return -inputs.advantages_BT * inputs.ratio_BT
 
 
-def columns() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def columns() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     proximal_BT = -torch.rand(4, 6, generator=generator, dtype=torch.float64) - 0.1
     logprobs_BT = (proximal_BT + 0.2 * torch.randn(4, 6, generator=generator, dtype=torch.float64)).clamp(max=0.0)
     advantages_BT = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     mask_BT = torch.rand(4, 6, generator=generator) > 0.3
-    return logprobs_BT.requires_grad_(), proximal_BT, advantages_BT, mask_BT
+    behavior_BT = (proximal_BT + 0.3 * torch.randn(4, 6, generator=generator, dtype=torch.float64)).clamp(max=0.0)
+    return logprobs_BT.requires_grad_(), proximal_BT, behavior_BT, advantages_BT, mask_BT
 
 
 def test_the_plain_surrogate_is_our_importance_weighted_loss() -> None:
-    logprobs_BT, *rest = columns()
-    ours, own = importance_weighted(logprobs_BT, *rest), own_loss(logprobs_BT, *rest, function=surrogate)
+    logprobs_BT, proximal_BT, behavior_BT, *rest = columns()
+    ours = importance_weighted(logprobs_BT, proximal_BT, *rest)
+    own = own_loss(logprobs_BT, proximal_BT, behavior_BT, *rest, function=surrogate)
     assert torch.equal(ours.loss, own.loss) and torch.equal(ours.ratio, own.ratio)
     (expected,) = torch.autograd.grad(ours.loss.sum(), logprobs_BT)
     (found,) = torch.autograd.grad(own.loss.sum(), logprobs_BT)
@@ -40,15 +43,34 @@ def test_the_plain_surrogate_is_our_importance_weighted_loss() -> None:
 
 
 def test_masked_tokens_stay_out_whatever_the_function_says_of_them() -> None:
-    logprobs_BT, proximal_BT, advantages_BT, mask_BT = columns()
+    logprobs_BT, *constants, mask_BT = columns()
 
     def careless(inputs: LossInputs) -> Tensor:
         return torch.where(inputs.mask_BT, surrogate(inputs), torch.inf)
 
-    loss_BT = own_loss(logprobs_BT, proximal_BT, advantages_BT, mask_BT, function=careless).loss
+    loss_BT = own_loss(logprobs_BT, *constants, mask_BT, function=careless).loss
     assert loss_BT[~mask_BT].eq(0).all() and loss_BT.isfinite().all()
     (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), logprobs_BT)
     assert gradient_BT[~mask_BT].eq(0).all()
+
+
+def test_a_loss_of_your_own_sees_the_policy_that_sampled() -> None:
+    """TOPR written as a loss, with the correction off, is our correction on the plain surrogate."""
+    logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT = columns()
+
+    def tapered(inputs: LossInputs) -> Tensor:
+        log_ratio_BT = (inputs.proximal_logprobs_BT - inputs.behavior_logprobs_BT).masked_fill(~inputs.mask_BT, 0.0)
+        weight_BT = log_ratio_BT.sum(-1, keepdim=True).exp().clamp(max=1.0)
+        assert not inputs.behavior_logprobs_BT.requires_grad
+        return surrogate(inputs) * torch.where(inputs.advantages_BT < 0, 0.25 * weight_BT, 1.0)
+
+    own = own_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=tapered).loss
+    ours = importance_weighted(logprobs_BT, proximal_BT, advantages_BT, mask_BT).loss
+    ours = by_sign(ours, advantages_BT, negative=0.25) * topr(proximal_BT, behavior_BT, advantages_BT, mask_BT).weights
+    torch.testing.assert_close(own, ours, rtol=1e-12, atol=0)
+    (expected,) = torch.autograd.grad(ours.sum(), logprobs_BT)
+    (found,) = torch.autograd.grad(own.sum(), logprobs_BT)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
 WRONG: dict[str, tuple[Callable[[LossInputs], object], str]] = {
@@ -76,8 +98,8 @@ def test_the_example_is_what_it_says() -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    logprobs_BT, proximal_BT, advantages_BT, mask_BT = columns()
-    found = own_loss(logprobs_BT, proximal_BT, advantages_BT, mask_BT, function=module.loss).loss
+    logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT = columns()
+    found = own_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=module.loss).loss
     for b, t in mask_BT.nonzero().tolist():
         ratio, advantage = (logprobs_BT[b, t] - proximal_BT[b, t]).exp().item(), advantages_BT[b, t].item()
         expected = -advantage * ratio + 5.0 * max(0.0, abs(ratio - 1) - 0.2) ** 2

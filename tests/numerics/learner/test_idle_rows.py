@@ -45,6 +45,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "kl in the reward": (GRPO, MASK, "algorithm.kl.reward_beta=0.1"),
     "rules": (GRPO, MASK, "algorithm.correction={kind='reject', reject=[{kind='k3', at_most=0.7}]}"),
     "second moment": (GRPO, MASK, "algorithm.correction={kind='second_moment', threshold=0.5}"),
+    "topr": (GRPO, FREE, "algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.epochs=2"),
+    "a shifted baseline": ("algorithm.advantage={kind='dr_grpo', baseline_shift=-0.1}", FREE),
     "mask": (GRPO, MASK, "algorithm.correction.kind=mask", "learner.epochs=2"),
     "top entropy": (GRPO, MASK, "algorithm.exploration={kind='top_entropy', share=0.5}"),
     "positive nll": (GRPO, MASK, "algorithm.positive_nll=0.1"),

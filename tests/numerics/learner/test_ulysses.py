@@ -25,6 +25,7 @@ OF_TWO = (
     (IN_TWO, "model.share_prompts=false", "algorithm.entropy=0.01"),
     (IN_TWO, "algorithm.critic.model=policy", "algorithm.kl.loss_beta=0.1", "learner.minibatches=2"),
     (IN_TWO, "model.lora.rank=2", "algorithm.kl.loss_beta=0.1"),
+    (IN_TWO, "algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "algorithm.advantage.kind=grpo"),
     (IN_TWO, "algorithm.teacher.model=FOLDER"),
     (IN_TWO, "model.gradient_checkpointing=full"),
     (IN_TWO, "model.gradient_checkpointing=selective"),

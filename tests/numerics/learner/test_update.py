@@ -53,6 +53,11 @@ CHOICES = [
     [FILTERS, "algorithm.advantage.kind=rloo", "algorithm.proximal=loglinear"],
     ["algorithm.correction.kind=second_moment", "algorithm.correction.threshold=0.5"],
     ["algorithm.correction.level=sequence"],
+    ["algorithm.correction.kind=topr"],
+    ["algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "algorithm.advantage.kind=grpo"],
+    ["algorithm.correction.kind=topr", "algorithm.advantage.kind=rloo", "algorithm.proximal=loglinear"],
+    ["algorithm.negative_weight=0"],
+    ["algorithm.advantage={kind='dr_grpo', baseline_shift=-0.1}"],
     ["algorithm.aggregation=constant"],
     ["algorithm.aggregation=prompt-mean"],
     ["algorithm.whiten.over=group", "algorithm.whiten.unbiased=true"],
@@ -299,6 +304,7 @@ RANKED = [
     # Both ranks count what the filters and the rules leave out, and agree on steps of which nothing is left.
     [FILTERS, REJECT, "algorithm.advantage.kind=rloo", "learner.epochs=2", "learner.minibatches=6", "learner.lr=1e-5"],
     ["algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"],
+    ["algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.minibatches=6", "learner.lr=1e-5"],
 ]
 
 

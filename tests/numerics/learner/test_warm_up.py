@@ -54,7 +54,7 @@ def test_the_second_moment_is_bounded_over_the_tokens_of_the_loss() -> None:
     proximal_BT = behavior_BT.clone()
     proximal_BT[0, 9] -= 0.6
     mask_BT, trained_BT = torch.ones(1, 10) > 0, torch.arange(10)[None] == 9
-    columns = proximal_BT, behavior_BT, torch.zeros(1, 10).long(), mask_BT
+    columns = proximal_BT, behavior_BT, torch.zeros(1, 10), torch.zeros(1, 10).long(), mask_BT
     assert correct(*columns, mask_BT).keep.all()
     assert not correct(*columns, trained_BT).keep.any()
 

@@ -166,6 +166,19 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
         ([f"{REJECT}{{kind='k3', at_most=1}}, {{kind='k3', at_most=2}}]}}"], "reject has the kind 'k3' 2 times"),
         (["algorithm.correction={kind='reject', reject=[]}"], "reject names no rule: choose kind = 'off'"),
         (["algorithm.correction={kind='truncate', cap=1, floor=1}"], r"floor \(1\) must be below cap \(1\)"),
+        (["algorithm.negative_weight=1.5"], "negative_weight"),
+        (
+            ["algorithm.correction.kind=topr", "algorithm.policy_loss.kind=sequence_clip"],
+            "correction 'topr' goes by the sign of each token's advantage",
+        ),
+        (
+            ["algorithm.negative_weight=0.5", "algorithm.policy_loss.kind=sequence_clip"],
+            r"negative_weight \(0.5\) goes by the sign of each token's advantage",
+        ),
+        (
+            ["algorithm.correction.kind=topr", "algorithm.proximal=behavior"],
+            "correction 'topr' is of proximal / behavior, which is 1",
+        ),
         (["algorithm.filters=[{kind='truncated'}, {kind='truncated'}]"], "filters has the kind 'truncated' 2 times"),
         (["algorithm.policy_loss.dual=0.5"], r"dual \(0.5\) must be above 1"),
         (

@@ -1,0 +1,13 @@
+"""PPO's clip with negative advantages at a quarter, as a loss of one's own: what `negative_weight = 0.25` is."""
+
+import torch
+from torch import Tensor
+
+from streamppo.algorithms.own_loss import LossInputs
+
+
+def loss(inputs: LossInputs) -> Tensor:
+    """The clipped surrogate, a quarter of it where the advantage is negative; [B, T]."""
+    bounded_BT = inputs.ratio_BT.clamp(0.8, 1.2)
+    loss_BT = torch.maximum(-inputs.advantages_BT * inputs.ratio_BT, -inputs.advantages_BT * bounded_BT)
+    return loss_BT * torch.where(inputs.advantages_BT < 0, 0.25, 1.0)
