@@ -1,4 +1,4 @@
-"""The README runs as it stands; the tree of docs/architecture.md has a clause for everything at its first two levels."""
+"""The README runs as it stands; the tree of docs/architecture.md has a clause for all of its first two levels."""
 
 import os
 import re
