@@ -25,8 +25,8 @@ a run means. `python -m tests.reference` writes it from the code.
 
 A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`, and
 `(mask|truncate)` stands for both kinds. NAME is a name of your choice, `[]` an entry of a list. In parentheses behind
-a field are the values that it takes and its default; a field without a default must be given. A kind whose other fields
-all have defaults may be written as its bare name: `algorithm.advantage = "grpo"`.
+a field are its default and what it takes: `(256, ≥ 1)`; a field without a default must be given. A kind whose other
+fields all have defaults may be written as its bare name: `algorithm.advantage = "grpo"`.
 
 """
 METRICS = {
@@ -54,6 +54,8 @@ SIGNS = {
     r" below ": " < ",
 }
 """How the page writes the words of `config.describe.expected`, in this order."""
+PLAIN = re.compile(r"^(?:int|number|bool|text)\b")
+"""Types that a default shows."""
 
 
 class Field(NamedTuple):
@@ -161,15 +163,16 @@ def _merged(found: list[Field]) -> Iterator[Field]:
 
 
 def _entry(field: Field) -> str:
-    about = ", ".join(part for part in (_short(field.values), field.default and f"`{field.default}`") if part)
-    return f"`{field.name}`{about and f' ({about})'}: {field.sentence}"
-
-
-def _short(values: str) -> str:
-    """The values of a field in the signs of a table: "a number of at least 0" is "number ≥ 0"."""
+    takes = field.values
     for words, sign in SIGNS.items():
-        values = re.sub(words, sign, values)
-    return values
+        takes = re.sub(words, sign, takes)
+    if field.default not in {"", "none", "empty"}:
+        takes = PLAIN.sub("", takes).strip()
+        if takes.startswith('"') and field.default in (words := re.findall(r'"[^"]*"', takes)):
+            words.remove(field.default)
+            takes = f"or {', '.join(words)}"
+    about = ", ".join(part for part in (field.default and f"`{field.default}`", takes) if part)
+    return f"`{field.name}`{about and f' ({about})'}: {field.sentence}"
 
 
 def _list(heading: str, entries: list[str]) -> str:
