@@ -25,7 +25,7 @@ a run means. `python -m tests.reference` writes it from the code.
 
 A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`, and
 `(mask|truncate)` stands for both kinds. NAME is a name of your choice, `[]` an entry of a list. In parentheses behind
-a field are its default and what it takes: `(256, ≥ 1)`; a field without a default must be given. A kind whose other
+a field are its default and what it takes: `(256, ≥1)`; a field without a default must be given. A kind whose other
 fields all have defaults may be written as its bare name: `algorithm.advantage = "grpo"`.
 
 """
@@ -46,12 +46,12 @@ SIGNS = {
     r"a text": "text",
     r"a table": "table",
     r" of at least 0 and of at most 1": " 0 to 1",
-    r" of at least ": " ≥ ",
-    r" and of at most ": ", ≤ ",
-    r" of at most ": " ≤ ",
-    r" above ": " > ",
-    r" and below ": ", < ",
-    r" below ": " < ",
+    r" of at least ": " ≥",
+    r" and of at most ": ", ≤",
+    r" of at most ": " ≤",
+    r" above ": " >",
+    r" and below ": ", <",
+    r" below ": " <",
 }
 """How the page writes the words of `config.describe.expected`, in this order."""
 PLAIN = re.compile(r"^(?:int|number|bool|text)\b")
