@@ -1,5 +1,6 @@
 """The README runs as it stands; the tree of docs/architecture.md has a clause for all of its first two levels."""
 
+import json
 import os
 import re
 import subprocess
@@ -92,6 +93,22 @@ def test_the_readme_s_block_writes_rows_a_reward_and_a_configuration_that_check_
     assert done.returncode == 0, done.stderr
     assert "mine.toml: 0 errors" in done.stdout
     assert len((tmp_path / "sums" / "train.jsonl").read_text().splitlines()) == 450
+
+
+def test_the_page_about_what_is_your_own_brings_a_row_a_task_and_a_reward_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPOSITORY / "docs" / "own.md").read_text()
+    blocks = dict(re.findall(r"^```(json|toml|python)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    monkeypatch.chdir(tmp_path)
+    bring_case.model(tmp_path / "model", template=bring_case.TEMPLATE, context=1024)
+    row = json.loads(blocks["json"])
+    bring_case.rows(tmp_path / "train.jsonl", [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(100)])
+    (tmp_path / "rewards.py").write_text(blocks["python"])
+    written = 'model.path = "model"\nrollout.max_tokens = 64\nreward.function = "rewards.py:score"\n' + blocks["toml"]
+    (tmp_path / "mine.toml").write_text(written)
+    assert cli.main(["check", "mine.toml"]) == 0
+    assert "mine.toml: 0 errors" in capsys.readouterr().out
 
 
 def test_the_readme_is_short() -> None:
