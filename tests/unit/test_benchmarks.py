@@ -28,7 +28,7 @@ def commands(document: str, script: str) -> list[list[str]]:
     return [shlex.split(found) for found in re.findall(rf"python benchmarks/{script}([^`\n]*)", text)]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/status.md"])
+@pytest.mark.parametrize("document", ["docs/results.md"])
 def test_the_throughput_commands_measure_the_lag_bound_and_the_reward_and_no_bound_of_their_own(document: str) -> None:
     found = commands(document, "throughput.py")
     assert found
