@@ -219,7 +219,8 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
                  of it if that is offloaded
     gathered     weights in the compute type of two layers, as far as they are not cut between ranks, and of all that
                  is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
-                 ranks; nothing where FSDP is not needed
+                 ranks. Of a rank alone a copy of what is trained in the compute type, and the largest gradient in it;
+                 in float32 nothing
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each (and
                  what is selected) and one layer's; with tensor parallelism the slices that a rank gathers twice
     head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
@@ -236,8 +237,9 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     # Only what is trained has gradients: of the whole, that share.
     gradients = model.trained / model.parameters
     reduced = gradients * (whole if small else max(model.rest, kept_of_layer))
-    shards_nothing = is_whole(learner.ranks, config.model.dtype, offload=learner.offload)
-    gathered = 0 if shards_nothing else int((1 + gradients) * whole * model.element + MASTER * reduced)
+    gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
+    if is_whole(learner.ranks, offload=learner.offload):
+        gathered = (model.element < MASTER) * model.element * (model.trained + own_body + int(gradients * model.rest))
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
     per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
     layers = tokens * per_layer * model.layers

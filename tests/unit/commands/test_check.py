@@ -437,6 +437,9 @@ def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(
     assert memory.rank(config, model, 10).gathered == model.parameters * (4 + 4 + 4)
     assert memory.rank(offloaded, model, 10).gathered == model.parameters * (4 + 4 + 4)
     assert memory.rank(alone, model, 10).gathered == 0
+    half = configfile.change(alone, ["model.dtype=bfloat16"])
+    copied = memory.sizes(small(), half.model)
+    assert memory.rank(half, copied, 10).gathered == 2 * (copied.trained + copied.rest), "a working copy, a gradient"
     monkeypatch.setattr(memory, "SHARD_LAYERS_ABOVE", 100)
     expected = (model.rest + 2 * model.layer) * 8 + 4 * max(model.rest, model.layer)
     assert memory.rank(config, model, 10).gathered == expected
