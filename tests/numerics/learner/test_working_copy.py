@@ -110,6 +110,7 @@ def test_so_do_those_of_other_models(name: str, tmp_path: Path) -> None:
     same_bits(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_so_do_those_of_compiled_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile
