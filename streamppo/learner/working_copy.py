@@ -30,7 +30,8 @@ class WorkingCopy:
                 if weight not in copies:
                     copies[weight] = _copy_of(weight, dtype)
                 module.__dict__[name] = copies[weight]
-        self._weights, self._copies = list(copies), list(copies.values())
+        self._weights: list[Tensor] = [*copies]
+        self._copies = [*copies.values()]
         self._versions: list[int] = []
         self.refresh()
 

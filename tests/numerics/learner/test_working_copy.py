@@ -7,7 +7,6 @@ from typing import Any
 import learner_case as case
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -43,19 +42,11 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "max-norm": ("learner.norm=max-norm", "learner.max_grad_norm=0.001"),
     "a policy that stands": ("algorithm.critic.warmup_updates=2", "algorithm.critic.model=policy"),
 }
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 MODELS: dict[str, Any] = {
     "tied": lambda: Qwen2ForCausalLM(Qwen2Config(**case.SMALL, initializer_range=0.3, tie_word_embeddings=True)),
     "apart": lambda: LlamaForCausalLM(LlamaConfig(**case.SMALL, initializer_range=0.3, mlp_bias=True)),
-    "experts": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **case.SMALL,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            head_dim=8,
-            initializer_range=0.3,
-        )
-    ),
+    "experts": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**case.SMALL, **EXPERTS, initializer_range=0.3)),
 }
 
 
@@ -191,7 +182,7 @@ class Operations(TorchDispatchMode):
 
 def saved(updater: Updater, folder: Path) -> Path:
     state = State(version=1, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
-    saver = Saver(dist.new_group(backend="gloo"), updater.config.checkpoint)
+    saver = Saver(checkpoint.own_group(), updater.config.checkpoint)
     done: Any = type("Done", (), {"result": lambda _: type("Pushed", (), {"digest": "d"})})()
     saver.start(folder, state, Trained(updater.policy, updater.optimizer, None), done)
     saver.wait()
