@@ -41,7 +41,8 @@ class Sizes(NamedTuple):
 
     `layer` is one transformer layer, of which `by_tensor` and `by_expert` are what tensor and expert parallelism cut;
     `rest` is everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation. Of its
-    `activations_per_layer` selective checkpointing keeps `selected_per_layer`, and the layer's input. `routes` are the experts of a token, of all layers.
+    `activations_per_layer` selective checkpointing keeps `selected_per_layer`, and the layer's input. `routes` are the
+    experts of a token, of all layers.
     """
 
     parameters: int
