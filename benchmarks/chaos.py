@@ -54,7 +54,11 @@ SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3
 """With `--scale` there are one to so many rollout actors."""
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def environment() -> dict[str, str]:
+    """This process's environment as it is now, with this repository's modules before those that are installed."""
+    return {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 class Kill(NamedTuple):
@@ -85,7 +89,7 @@ class Victim:
         self.folder = folder
         self.run = folder / "chaos"
         self.log = folder / "log"
-        self._environment = {**ENVIRONMENT, MARK: str(folder)}
+        self._environment = {**environment(), MARK: str(folder)}
         self._begin("run", str(config), "--runs", str(folder), *overrides)
 
     def _begin(self, *arguments: str) -> None:
@@ -116,7 +120,7 @@ class Victim:
         """Ask for so many rollout actors. False if the run has ended meanwhile."""
         command = [sys.executable, "-m", "streamppo", "scale", str(self.run), "--rollouts", str(rollouts)]
         with self.log.open("a") as log:
-            return subprocess.run(command, check=False, env=ENVIRONMENT, stdout=log, stderr=log).returncode == 0
+            return subprocess.run(command, check=False, env=environment(), stdout=log, stderr=log).returncode == 0
 
     def family(self) -> list[psutil.Process]:
         """Every living process of the run."""
@@ -178,7 +182,7 @@ def trial(
         victim.wait_for(1)
         if not watch:
             return killed(victim, kinds, seed, scale=scale)
-        with polled(victim.run, ENVIRONMENT) as page:
+        with polled(victim.run, environment()) as page:
             made = killed(victim, kinds, seed, scale=scale)
         return made._replace(page_replies=page.replies, page_errors=dict(page.errors))
     finally:
@@ -220,7 +224,7 @@ def account(run: Path, kills: list[Kill]) -> Trial:
     # Of segments that grew too old the rest is never sampled again.
     old = {one.number for one in ended if one.state == "too_old" and any(segments)}
     command = [sys.executable, "-m", "streamppo", "replay", str(run)]
-    replay = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    replay = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     return Trial(
         kills=kills,
         opened=saved.counters.opened,

@@ -104,7 +104,8 @@ def main() -> None:
         world.alone(Path(folder))
         for case in cases(options.part, options.seeds, options.only, options.lags, options.paces):
             key = {**case._asdict(), "updates": options.updates, **({"least_ess": options.ess} if options.ess else {})}
-            chosen = overrides(case, options.updates, options.ess)
+            key |= {"set": options.set} if options.set else {}
+            chosen = [*overrides(case, options.updates, options.ess), *options.set]
             rows.append(campaign.row(key, partial(_measured, case, chosen, Path(folder))))
             print(_line(rows[-1]), flush=True)
         torch.distributed.destroy_process_group()
@@ -334,6 +335,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--paces", nargs="+", choices=PACES)
     parser.add_argument("--updates", type=int, default=0, help="of each run; 0 are as many as the part has")
     parser.add_argument("--ess", type=float, default=0.0, help="max_lag.ess where the lag is steered; 0 is the part's")
+    parser.add_argument("--set", nargs="+", default=[], help="further fields of the configuration, of every case")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from ray.cluster_utils import Cluster
 
 from benchmarks import networks
-from benchmarks.chaos import ENVIRONMENT, REPOSITORY, SHORT, Kill, Trial, Victim
+from benchmarks.chaos import REPOSITORY, SHORT, Kill, Trial, Victim, environment
 from benchmarks.networks import Link, Networks, longest_wait
 from benchmarks.runs import machine
 from streamppo.errors import StreamppoError
@@ -97,7 +97,7 @@ class Nodes:
         around, at = (link.prefix, ["--node-ip-address", link.address]) if link else ([], [])
         command = [*around, *disk, *ray, *at, "--num-cpus", "1", "--disable-usage-stats"]
         quiet = subprocess.DEVNULL
-        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=quiet, stderr=quiet)
+        process = subprocess.Popen(command, env=environment(), stdout=quiet, stderr=quiet)
         deadline = time.monotonic() + STARTED_S
         while not (new := self._alive() - before):
             if time.monotonic() > deadline or process.poll() is not None:

@@ -78,7 +78,7 @@ def step(world: World, pace: Pace, batch: PaddedBatch) -> Step:
     optimizer.follow_schedule(adamw, world.config, batch.version)
     scheduled = adamw.param_groups[0]["lr"]
     optimizer.lower_policy(adamw, pace.before(batch))
-    updated = world.updater.update(batch)
+    updated = world.updater.update(batch.to(world.updater.device))
     metrics = world.updater.metrics(updated)
     pace.after(batch, metrics)
     return Step(updated, metrics, scheduled)

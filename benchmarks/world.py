@@ -40,16 +40,17 @@ class World(NamedTuple):
         await self.engine.update_weights(version, policy.gathered(self.updater.policy, self.config.model.dtype))
 
 
-def alone(folder: Path) -> None:
+def alone(folder: Path, device: str = "cpu") -> None:
     """Begin the group of this process, which all worlds in it need; on one thread."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
 
 
-async def build(config: Config, model: Path, *, slots: int, max_total_tokens: int) -> World:
-    """Make the world of `config` around the model in a folder."""
+async def build(config: Config, model: Path, *, slots: int, max_total_tokens: int, device: str = "cpu") -> World:
+    """Make the world of `config` around the model in a folder, on "cpu" or "cuda"."""
     torch.manual_seed(config.seed)
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(device, (1,))
     trained = loading.load(config.model, model, config.rollout.temperature, mesh)
     trained.set_context(config.queue.prefix)
     adamw = optimizer.adamw(trained, config)
@@ -63,6 +64,7 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
         max_total_tokens=max_total_tokens,
         ends=Ends({tokenizer.eos_id or 0}),
         seed=config.seed,
+        device=device,
     )
     task, rewards = tasks.build(config.task, config.seed, tokenizer), Rewards(config.reward)
     await rewards.start(task.sources())

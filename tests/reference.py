@@ -1,7 +1,9 @@
 """Writes docs/reference.md of the code: `python -m tests.reference`. tests/unit/test_reference.py holds it equal."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -16,13 +18,15 @@ PAGE = REPOSITORY / "docs" / "reference.md"
 HEAD = """\
 # Reference: every field, every metric
 
-Written by `python -m tests.reference` of the code; a test holds it equal.
+For users who know what they look for. After this page you know what a field takes, its default, and what each number of
+a run means. `python -m tests.reference` writes it from the code.
 
 ## Fields
 
-A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`. NAME
-is an entry's name, of your choice, and `[]` an entry of a list. A field without a default must be given. A kind whose
-other fields all have defaults may be written as its bare name: `algorithm.advantage = "grpo"`.
+A kind stands in parentheses: `algorithm.advantage(gae).lam` is `lam` of `algorithm.advantage = { kind = "gae" }`, and
+`(mask|truncate)` stands for both kinds. NAME is a name of your choice, `[]` an entry of a list. In parentheses behind
+a field are its default and what it takes: `(256, ≥1)`; a field without a default must be given. A kind whose other
+fields all have defaults may be written as its bare name: `algorithm.advantage = "grpo"`.
 
 """
 METRICS = {
@@ -31,7 +35,27 @@ METRICS = {
     "In the lines of the updates to which they apply": catalogue.SOMETIMES,
     "Phases": catalogue.PHASES,
 }
-"""The tables of metrics by their headings."""
+"""The lists of metrics by their headings."""
+SIGNS = {
+    r"a whole number": "int",
+    r"a number": "number",
+    r"true or false": "bool",
+    r"a list, each of it a text": "texts",
+    r"a list, each of it (.*)": r"list of \1",
+    r"a list of 2: (.*) and ((?:int|number).*)": r"[\1, \2]",
+    r"a text": "text",
+    r"a table": "table",
+    r" of at least 0 and of at most 1": " 0 to 1",
+    r" of at least ": " ≥",
+    r" and of at most ": ", ≤",
+    r" of at most ": " ≤",
+    r" above ": " >",
+    r" and below ": ", <",
+    r" below ": " <",
+}
+"""How the page writes the words of `config.describe.expected`, in this order."""
+PLAIN = re.compile(r"^(?:int|number|bool|text)\b")
+"""Types that a default shows."""
 
 
 class Field(NamedTuple):
@@ -109,22 +133,51 @@ def page() -> str:
         inside = any(mark in field.name for mark in ".(")
         sections.setdefault(field.name.partition(".")[0].partition("(")[0] if inside else "", []).append(field)
     for section, found in sections.items():
-        rows = [(f"`{one.name}`", one.values, one.default and f"`{one.default}`", one.sentence) for one in found]
-        parts.append(_table(f"### {section or 'At the top'}", ("field", "takes", "default", ""), rows))
+        parts.append(_list(f"### {section or 'At the top'}", [_entry(one) for one in _merged(found)]))
     parts.append("## Metrics\n\nA name that ends in `_` is followed by a name or a bucket.\n\n")
     for heading, metrics in METRICS.items():
-        parts.append(_table(f"### {heading}", ("name", ""), [(f"`{name}`", text) for name, text in metrics.items()]))
+        parts.append(_list(f"### {heading}", [f"`{name}`: {text}" for name, text in metrics.items()]))
     return "".join(parts).rstrip() + "\n"
 
 
-def _table(heading: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [columns, ("---",) * len(columns), *rows]
-    text = "\n".join("| " + " | ".join(_cell(one) for one in line) + " |" for line in lines)
+def names(written: str) -> list[str]:
+    """The fields that a name of the page stands for: `a(b|c).d` is `a(b).d` and `a(c).d`."""
+    parts = [part.split("|") for part in re.split(r"[()]", written)]
+    choices = [[f"({one})" for one in part] if number % 2 else part for number, part in enumerate(parts)]
+    return ["".join(choice) for choice in product(*choices)]
+
+
+def _merged(found: list[Field]) -> Iterator[Field]:
+    """Fields that differ in their kinds alone as one, where the kinds are every combination."""
+    alike: dict[tuple[str, ...], list[Field]] = {}
+    for one in found:
+        alike.setdefault((re.sub(r"\([^)]*\)", "()", one.name), *one[1:]), []).append(one)
+    for (name, *_), fields_alike in alike.items():
+        kinds = zip(*(re.findall(r"\(([^)]*)\)", one.name) for one in fields_alike), strict=True)
+        choices = iter(["|".join(dict.fromkeys(each)) for each in kinds])
+        written = re.sub(r"\(\)", lambda _: f"({next(choices)})", name)  # noqa: B023
+        if sorted(names(written)) == sorted(one.name for one in fields_alike):
+            yield fields_alike[0]._replace(name=written)
+        else:
+            yield from fields_alike
+
+
+def _entry(field: Field) -> str:
+    takes = field.values
+    for words, sign in SIGNS.items():
+        takes = re.sub(words, sign, takes)
+    if field.default not in {"", "none", "empty"}:
+        takes = PLAIN.sub("", takes).strip()
+        if takes.startswith('"') and field.default in (words := re.findall(r'"[^"]*"', takes)):
+            words.remove(field.default)
+            takes = f"or {', '.join(words)}"
+    about = ", ".join(part for part in (field.default and f"`{field.default}`", takes) if part)
+    return f"`{field.name}`{about and f' ({about})'}: {field.sentence}"
+
+
+def _list(heading: str, entries: list[str]) -> str:
+    text = "\n".join("- " + " ".join(one.split()) for one in entries)
     return f"{heading}\n\n{text}\n\n"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Time goes by in ticks: a token for every running completion, and `UPDATE` ticks for an update. So the rules can be told
 apart by what they promise and by what they cost: the greatest lag, the mean lag, tokens that nobody trains on, ticks in
-which the learner waits. `python tests/property/test_rules_of_age.py` prints the table of docs/off-policy.md.
+which the learner waits. `python tests/property/test_rules_of_age.py` prints the table of benchmarks/results/notes.md.
 """
 
 import itertools

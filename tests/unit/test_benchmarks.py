@@ -28,7 +28,7 @@ def commands(document: str, script: str) -> list[list[str]]:
     return [shlex.split(found) for found in re.findall(rf"python benchmarks/{script}([^`\n]*)", text)]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/status.md"])
+@pytest.mark.parametrize("document", ["docs/results.md"])
 def test_the_throughput_commands_measure_the_lag_bound_and_the_reward_and_no_bound_of_their_own(document: str) -> None:
     found = commands(document, "throughput.py")
     assert found
@@ -89,7 +89,9 @@ def test_every_part_that_needs_no_gpu_is_rehearsed(name: str) -> None:
         distance = {kind: one["distance"]["grad_weight"] for kind, one in found["result"].items() if kind != "kernels"}
         assert distance["float32"] == 0 < distance["wide_two_parts"] < 5e-4 < distance["wide_one_part"]
     if name == "update":
-        assert {one["bits"] for kind, one in found["result"].items() if kind != "fa4_off"} == {found["result"]["base"]["bits"]}
+        assert {one["bits"] for kind, one in found["result"].items() if kind != "fa4_off"} == {
+            found["result"]["base"]["bits"]
+        }
     if name == "layers":
         assert set(found["result"]) == {"sdpa off", "sdpa selective", "sdpa full"}
         assert all("median_ms" in one for one in found["result"].values())

@@ -1,7 +1,10 @@
-"""The README's tree is the tree: one clause for everything at its first two levels, and for nothing else."""
+"""The README runs as it stands; the tree of docs/architecture.md has a clause for all of its first two levels."""
 
+import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import bring_case
@@ -12,14 +15,14 @@ from streamppo import cli
 from streamppo.algorithms.diagnostics import LAG_BUCKETS
 
 README = (REPOSITORY / "README.md").read_text()
+TREE = (REPOSITORY / "docs" / "architecture.md").read_text().partition("## The tree\n")[2].partition("\nImports")[0]
 HIDDEN = {".ci"}
 """Folders that the tree shows though their names begin with a dot."""
 
 
 def entries(indent: int) -> dict[str, str]:
     """The tree's lines at one depth: name -> clause."""
-    tree = README.partition("## The tree")[2].partition("\n[docs/")[0]
-    found = re.findall(rf"^ {{{indent}}}(\S+) +(\S.*)$", tree, re.MULTILINE)
+    found = re.findall(rf"^ {{{indent}}}(\S+) +(\S.*)$", TREE, re.MULTILINE)
     return {name.split("/")[0]: clause for name, clause in found}
 
 
@@ -32,12 +35,12 @@ def tracked(folder: str) -> set[str]:
     return {path.split("/")[0] for path in paths}
 
 
-def test_the_readme_has_a_clause_for_everything_at_the_top() -> None:
+def test_the_tree_has_a_clause_for_everything_at_the_top() -> None:
     shown = {name for name in tracked(".") if not name.startswith(".") or name in HIDDEN} - {"README.md"}
     assert set(entries(4)) == shown
 
 
-def test_the_readme_has_a_clause_for_every_room_and_file_of_the_package() -> None:
+def test_the_tree_has_a_clause_for_every_room_and_file_of_the_package() -> None:
     assert set(entries(6)) == tracked("streamppo")
 
 
@@ -71,16 +74,45 @@ def test_the_readme_s_configuration_is_one(
     assert "mine.toml: 0 errors" in capsys.readouterr().out
 
 
-def test_the_readme_s_command_writes_one_that_check_has_nothing_against(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_readme_s_block_writes_rows_a_reward_and_a_configuration_that_check_has_nothing_against(
+    tmp_path: Path,
 ) -> None:
-    (command,) = re.findall(r"^    streamppo (init mine .*?)(?: +#.*)?$", README, re.MULTILINE)
+    (block,) = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    script = block.replace("streamppo run mine.toml", "streamppo check mine.toml")
+    assert script != block
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mine.toml: 0 errors" in done.stdout
+    assert len((tmp_path / "sums" / "train.jsonl").read_text().splitlines()) == 450
+
+
+def test_the_page_about_what_is_your_own_brings_a_row_a_task_and_a_reward_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPOSITORY / "docs" / "own.md").read_text()
+    blocks = dict(re.findall(r"^```(json|toml|python)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     monkeypatch.chdir(tmp_path)
-    bring_case.model(tmp_path / "path-or-hub-name")
-    bring_case.rows(tmp_path / "train.jsonl")
-    (tmp_path / "rewards.py").write_text(bring_case.REWARD)
-    assert cli.main(command.split()) == 0
+    bring_case.model(tmp_path / "model", template=bring_case.TEMPLATE, context=1024)
+    row = json.loads(blocks["json"])
+    bring_case.rows(tmp_path / "train.jsonl", [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(100)])
+    (tmp_path / "rewards.py").write_text(blocks["python"])
+    written = 'model.path = "model"\nrollout.max_tokens = 64\nreward.function = "rewards.py:score"\n' + blocks["toml"]
+    (tmp_path / "mine.toml").write_text(written)
     assert cli.main(["check", "mine.toml"]) == 0
+    assert "mine.toml: 0 errors" in capsys.readouterr().out
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
 
 
 def test_the_lags_of_the_algorithms_page_are_the_codes() -> None:

@@ -1,5 +1,6 @@
 """The documentation is a site: it is built without a warning, has every page, and loads nothing from the network."""
 
+import json
 import os
 import re
 import shutil
@@ -66,6 +67,22 @@ def test_a_link_out_of_the_site_is_a_path_and_a_bar_in_the_code_of_a_table_is_a_
     assert "<code>streamppo/telemetry/catalogue.py</code>" in (output[0] / "tracking.html").read_text()
     assert "<code>eval RUN|MODEL [CONFIG]</code>" in (output[0] / "commands.html").read_text()
     assert [page.name for page in output[0].glob("*.html") if re.search(r'href="\.\./', page.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [("resume", "recovery"), ("reward", "rewards"), ("out of memory", "performance"), ("stale", "off-policy")],
+)
+def test_the_search_knows_the_page_of_a_word(words: str, page: str, output: tuple[Path, str]) -> None:
+    entries = json.loads((output[0] / "search" / "search_index.json").read_text())["docs"]
+    found = {one["location"].partition(".")[0] for one in entries if words in f"{one['title']} {one['text']}".lower()}
+    assert page in found
+
+
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_begins_with_its_reader_and_what_he_can_do_after_it(page: Path) -> None:
+    first = page.read_text().split("\n\n")[1]
+    assert page.stem == "index" or (first.startswith("For ") and "After this page you" in " ".join(first.split()))
 
 
 @pytest.mark.parametrize(

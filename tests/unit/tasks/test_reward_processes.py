@@ -33,7 +33,7 @@ def test_calls_beside_one_that_holds_their_process_go_on_together(fault: str) ->
             finally:
                 ended.append(completion)
 
-        async with started(faulty("beside", timeout_s=4.0)) as rewards:
+        async with started(faulty("beside", timeout_s=60.0 if fault == "blocks a little" else 4.0)) as rewards:
             found = await asyncio.gather(one(fault), *(one("waits") for _ in range(TOGETHER)))
         guilty, *others = found
         assert others == [1.0] * TOGETHER
