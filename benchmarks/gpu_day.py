@@ -35,6 +35,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("device", 40),
     Part("head", 60),
+    Part("update", 90),
     Part("layers", 60),
     Part("push", 40),
     Part("end_to_end", 90),

@@ -174,6 +174,18 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
+def update() -> Result:
+    """Updates of half a billion parameters: tokens/s, memory beside `check`, and a sum of the weights' bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "update.json"
+        variants = ["base", "fsdp", "off", "off_fsdp", "fa4_off"]
+        command = [sys.executable, "-m", "benchmarks.gpu_update", "--json", str(out), "--variants", *variants]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if not out.exists():
+            raise RuntimeError(done.stderr[-1500:])
+        return json.loads(out.read_text())
+
+
 def layers() -> Result:
     """Forward and backward of a transformer by attention and checkpointing."""
     return _transformers(["off", "selective", "full"], compiled=False)
@@ -343,6 +355,7 @@ def _run(config: str, *overrides: str) -> Result:
 PARTS: Mapping[str, Callable[[], Result]] = {
     "device": device,
     "head": head,
+    "update": update,
     "layers": layers,
     "compiled": compiled,
     "push": push,

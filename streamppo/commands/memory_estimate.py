@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -39,8 +40,9 @@ class Sizes(NamedTuple):
     compute type.
 
     `layer` is one transformer layer, of which `by_tensor` and `by_expert` are what tensor and expert parallelism cut;
-    `rest` is everything outside of the layers: embeddings, norm, head. Of its `activations_per_layer` selective
-    checkpointing keeps `selected_per_layer`, and the layer's input. `routes` are the experts of a token, of all layers.
+    `rest` is everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation. Of its
+    `activations_per_layer` selective checkpointing keeps `selected_per_layer`, and the layer's input. `routes` are the
+    experts of a token, of all layers.
     """
 
     parameters: int
@@ -55,6 +57,7 @@ class Sizes(NamedTuple):
     element: int
     cache_per_token: int
     activations_per_layer: int
+    widest: int
     selected_per_layer: int
     routes: int
 
@@ -70,19 +73,26 @@ class Sizes(NamedTuple):
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank."""
+    """Bytes of one rank. Of `head` and `layer` there is one at a time: a backward pass begins with the head."""
 
     state: int
     gathered: int
     activations: int
     head: int
+    layer: int
     reference: int
     batch: int
 
     @property
+    def parts(self) -> dict[str, int]:
+        """The parts that are there at the peak, by their names."""
+        smaller = "head" if self.head < self.layer else "layer"
+        return {name: size for name, size in self._asdict().items() if name != smaller}
+
+    @property
     def total(self) -> int:
-        """All parts together."""
-        return sum(self)
+        """The peak."""
+        return sum(self.parts.values())
 
 
 class EngineMemory(NamedTuple):
@@ -123,6 +133,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
     pair = 2 * hf_config.num_key_value_heads * head_width
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
     by_tensor, by_expert = parallel.cut_parameters(lm.base_model, layers[0])
+    activations, widest = _activations(lm)
     return Sizes(
         parameters=parameters,
         trained=sum(one.numel() for one in lm.parameters() if one.requires_grad),
@@ -135,7 +146,8 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
         head=head,
         element=dtype.itemsize,
         cache_per_token=len(layers) * pair * dtype.itemsize,
-        activations_per_layer=_activations(lm),
+        activations_per_layer=activations,
+        widest=widest,
         selected_per_layer=_selected(lm) + hf_config.num_attention_heads * head_width * dtype.itemsize,
         routes=len(layers) * getattr(hf_config, "num_experts_per_tok", 0) if by_expert else 0,
     )
@@ -145,22 +157,21 @@ def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _activations(lm: Any) -> int:
-    """Bytes that one layer keeps of one token for the backward pass: the difference of two layers and one.
-
-    Rows have one token, so that no attention matrix is counted: flash-attn and SDPA keep none either.
+def _activations(lm: Any) -> tuple[int, int]:
+    """Bytes that one layer keeps of one token for the backward pass: all, the difference of two layers and one, and the
+    largest.
     """
     body = lm.base_model
-    all_layers, kept = body.layers, []
+    all_layers, kept = body.layers, list[list[int]]()
     for count in (1, 2):
         body.layers, body.config.num_hidden_layers = all_layers[:count], count
         kept.append(_kept(body))
     body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
-    return (kept[1] - kept[0]) // PROBED
+    return (sum(kept[1]) - sum(kept[0])) // PROBED, max(kept[0]) // PROBED
 
 
-def _kept(body: torch.nn.Module) -> int:
-    """Bytes of all that a forward pass keeps, parameters left out."""
+def _kept(body: torch.nn.Module) -> list[int]:
+    """Bytes of each that a forward pass keeps, parameters left out."""
     own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
     # The storages themselves are held, so that no address is used twice.
     found: dict[int, torch.UntypedStorage] = {}
@@ -171,9 +182,9 @@ def _kept(body: torch.nn.Module) -> int:
             found[storage._cdata] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Fused():
         _pass(body)
-    return sum(storage.nbytes() for storage in found.values())
+    return [storage.nbytes() for storage in found.values()]
 
 
 def _pass(body: torch.nn.Module) -> None:
@@ -181,6 +192,26 @@ def _pass(body: torch.nn.Module) -> None:
     tokens = torch.zeros(PROBED, 1, dtype=torch.long, device="meta")
     seen = torch.ones(PROBED, 1, 1, 1, dtype=torch.bool, device="meta")
     body(input_ids=tokens, attention_mask=seen, use_cache=False)
+
+
+class Fused(TorchFunctionMode):
+    """Attention keeps what flash-attn and SDPA's fused kernels keep; without memory torch takes the plain formula."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        """Run `func`, or keep the inputs of attention."""
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _Kept.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attended = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, attended)
+        return attended
 
 
 class Selected(TorchDispatchMode):
@@ -213,16 +244,18 @@ def _selected(lm: Any) -> int:
 def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     """One learner rank, where `longest` is the longest row in tokens.
 
-    A critic of its own and a teacher are taken to be as large.
+    A critic of its own, which learns after the policy, and a teacher are taken to be as large.
 
     state        float32 weights, gradients and moments of what is trained, and frozen weights, over all ranks; none
                  of it if that is offloaded
     gathered     weights in the compute type of two layers, as far as they are not cut between ranks, and of all that
                  is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
-                 ranks; nothing where FSDP is not needed
+                 ranks. Of a rank alone a copy of what is trained in the compute type; in float32 nothing
     activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each (and
-                 what is selected) and one layer's; with tensor parallelism the slices that a rank gathers twice
+                 what is selected); with tensor parallelism the slices that a rank gathers twice
     head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
+    layer        later in the backward pass: with checkpointing one layer's activations and the gradients of two; of a
+                 rank alone the gradient of what is in no layer, to which the embedding adds at the end
     reference    the shards of each frozen policy, reference and teacher; the weights that its pass gathers are freed
                  before there are gradients
     batch        all rows of the batch, which every rank holds whole between its passes, and their tokens' experts
@@ -236,15 +269,14 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     # Only what is trained has gradients: of the whole, that share.
     gradients = model.trained / model.parameters
     reduced = gradients * (whole if small else max(model.rest, kept_of_layer))
-    shards_nothing = is_whole(learner.ranks, config.model.dtype, offload=learner.offload)
-    gathered = 0 if shards_nothing else int((1 + gradients) * whole * model.element + MASTER * reduced)
+    gathered = int((1 + gradients) * whole * model.element + MASTER * reduced)
+    if alone := is_whole(learner.ranks, offload=learner.offload):
+        gathered = (model.element < MASTER) * model.element * (model.trained + own_body)
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
     per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
-    layers = tokens * per_layer * model.layers
-    if config.model.gradient_checkpointing != "off":
-        kept = model.hidden * model.element
-        kept += model.selected_per_layer if config.model.gradient_checkpointing == "selective" else 0
-        layers = tokens * (kept * model.layers * (config.model.gradient_checkpointing != "offloaded") + per_layer)
+    kind, kept = config.model.gradient_checkpointing, model.hidden * model.element
+    kept += model.selected_per_layer * (kind == "selective")
+    layers = tokens * model.layers * (per_layer if kind == "off" else kept * (kind != "offloaded"))
     reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None
     # One that moves is kept in float32, others in the type that they compute in.
@@ -253,8 +285,10 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     return RankMemory(
         state=0 if learner.offload else state(config, model),
         gathered=gathered,
-        activations=layers * (1 + bool(own_body)),
+        activations=layers,
         head=_head(config, model, tokens),
+        layer=tokens * (per_layer + 2 * model.widest) * (kind != "off")
+        + alone * int(gradients * model.rest * model.element),
         reference=frozen * model.parameters // shards,
         batch=config.queue.batch_size * longest * (BATCH + ROUTE * model.routes * config.rollout.engine.routes),
     )

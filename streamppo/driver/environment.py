@@ -36,7 +36,17 @@ LOOPBACK = "127.0.0.1"
 RAY_TOKEN = ".ray/auth_token"
 """The file, in the user's home, of the token that every process shows to a Ray of the user's."""
 CARRIED = ("PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS")
-CARRIED_PREFIXES = ("STREAMPPO_", "HF_", "HUGGING_FACE_", "TRANSFORMERS_", "TOKENIZERS_", "SGLANG_", "NCCL_", "GLOO_")
+CARRIED_PREFIXES = (
+    "STREAMPPO_",
+    "HF_",
+    "HUGGING_FACE_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "SGLANG_",
+    "NCCL_",
+    "GLOO_",
+    "PYTORCH_",
+)
 CARRIED_SUFFIXES = ("_API_KEY", "_TOKEN", "_PROXY")
 KEPT = ("RAY_",)
 """Prefixes of variables that belong to a node, whatever their end."""

@@ -291,9 +291,12 @@ def _tensors(trained: Trained, state: State) -> dict[str, Any]:
     sharded: dict[str, dict[str, Any]] = {}
     alike: dict[str, dict[str, Any]] = {}
     moments_of = cast("dict[str, dict[str, object]]", optimizer_state["state"])
+    # Beside a working copy moments lie where they do if FSDP shards them: either policy reads the other's files.
+    is_whole = getattr(policy, "working_copy", None) is not None
     for name, moments in moments_of.items():
-        sharded[name] = {key: value for key, value in moments.items() if isinstance(value, DTensor)}
-        alike[name] = {key: value for key, value in moments.items() if not isinstance(value, DTensor)}
+        apart = {key for key, value in moments.items() if isinstance(value, DTensor) or (is_whole and key != "step")}
+        sharded[name] = {key: moments[key] for key in apart}
+        alike[name] = {key: value for key, value in moments.items() if key not in apart}
     rng = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
     own = {"state": alike, "param_groups": optimizer_state["param_groups"], "rng": rng}
     still = {name for name, one in policy.named_parameters(remove_duplicate=False) if not one.requires_grad}

@@ -34,6 +34,7 @@ from streamppo.learner.policy import Policy, local
 from streamppo.learner.pretrained import CriticStart
 from streamppo.learner.routing import Routers
 from streamppo.learner.ulysses import Slices
+from streamppo.learner.working_copy import WorkingCopy
 from streamppo.weights.models.fit import first_not_finite
 from streamppo.weights.models.loading import fetch, not_finite
 from streamppo.weights.models.settings import as_written, is_tied, settings
@@ -95,6 +96,9 @@ def load(
         _read_rows(policy, plan, path)
     _send_buffers(policy, whole, device)
     policy.unknown_V = head.unknown(path, len(policy.lm.get_output_embeddings().weight), device)
+    if not isinstance(policy, FSDPModule) and config.dtype != "float32":
+        # Values are computed in float32, as they are where FSDP shards.
+        policy.working_copy = WorkingCopy([policy.lm, *filter(None, [policy.critic])], getattr(torch, config.dtype))
     return policy
 
 
@@ -113,7 +117,7 @@ def sharded(
 ) -> Policy:
     """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
 
-    In float32 a rank alone leaves it whole: FSDP would move nothing, and its hooks and DTensors cost a tenth of a small
+    A rank alone leaves it whole: FSDP would move nothing, and its hooks, copies and DTensors cost a tenth of a small
     model's update. `attends` is transformers' name of the attention; `untied` is that of `settings`. Raises
     `ModelError` for a model whose rows cannot be cut into `slices`.
     """
@@ -141,14 +145,14 @@ def sharded(
             short_rows.prepare(transformer)
         if not config.compile and mesh.device_type == "cpu":
             norms.prepare(transformer)
-    if not is_whole(mesh.size(), config.dtype, offload=offload):
+    if not is_whole(mesh.size(), offload=offload):
         _shard(policy, config.dtype, mesh, slices, offload=offload)
     return policy
 
 
-def is_whole(ranks: int, dtype: str, *, offload: bool) -> bool:
-    """True for a policy of so many ranks, computed in `dtype`, that FSDP is not needed for."""
-    return ranks == 1 and dtype == "float32" and not offload
+def is_whole(ranks: int, *, offload: bool) -> bool:
+    """True for a policy of so many ranks that FSDP is not needed for."""
+    return ranks == 1 and not offload
 
 
 def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offload: bool) -> None:

@@ -29,10 +29,16 @@ def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
     # One kernel for all of a tensor's arithmetic; the default makes a dozen passes over every tensor.
     made = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
     configure(made, config)
+    # torch counts the writes of all operations but this one, and a working copy goes by their number.
+    made.register_step_post_hook(_count_writes)
     for parameter in (one for group in groups for one in group["params"]):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         made.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
     return made
+
+
+def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    torch.autograd.graph.increment_version([one for group in optimizer.param_groups for one in group["params"]])
 
 
 def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:

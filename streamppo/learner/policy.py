@@ -24,6 +24,7 @@ from streamppo.learner.batch import Host, PaddedBatch
 from streamppo.learner.device import to_device
 from streamppo.learner.layers import Checkpointing
 from streamppo.learner.routing import Routers
+from streamppo.learner.working_copy import WorkingCopy
 from streamppo.types import Tensor as Described
 from streamppo.weights.adapters import merged
 from streamppo.weights.buckets import Shard, described
@@ -81,7 +82,8 @@ class Policy(nn.Module):
     `detach_context` leaves the context of completions without gradient (learner/context.py). Rows are cut into `slices`
     (learner/ulysses.py), and every rank of these has the scores of all tokens. With `replays_routes`, tokens go to the
     experts that the engine chose (learner/routing.py). Log-probs and entropies are of all tokens but those that
-    `unknown_V` takes out (learner/head.py).
+    `unknown_V` takes out (learner/head.py). Weights of another type than they compute in have a `working_copy`
+    (learner/working_copy.py), unless FSDP makes one for each pass.
     """
 
     def __init__(
@@ -108,12 +110,15 @@ class Policy(nn.Module):
         self.replays_routes = False
         self.head_shape = head.shape_of(lm)
         self.unknown_V: Tensor | None = None
+        self.working_copy: WorkingCopy | None = None
         self.value_head = nn.Linear((lm if critic is None else critic).config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, rows: PaddedBatch, part: Part) -> Scored:
         """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
+        if self.working_copy is not None:
+            self.working_copy.refresh()
         laid = self._lay_out(rows, part)
         if laid.reading.context is None:
             routes = (rows.routes_BLE, rows.largest_expert) if self.replays_routes else (None, -1)

@@ -8,6 +8,7 @@ unblocks     every engine's pull, and the queue's next take
 # Ray leaves parts of its signatures untyped.
 # pyright: reportUnknownMemberType=false
 
+import os
 import time
 from pathlib import Path
 from threading import Thread
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from streamppo.learner.learner import Learner
     from streamppo.weights.transport import BucketRef
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables that torch's allocator of a GPU's memory reads; one that the user has set wins."""
+GROWS = "expandable_segments:True"
+"""Blocks that are freed are used for larger ones: the lengths of rows are others in every update."""
+
 
 class Rank:
     """A mailbox. Calls come from the driver, one at a time; ranks get the same calls in the same order.
@@ -41,6 +47,11 @@ class Rank:
     """
 
     def __init__(self, config: bytes, rank: int, queue: ActorProxy[BatchSource], epoch: int) -> None:
+        self._config = msgspec.msgpack.decode(config, type=Config)
+        if self._config.learner.gpus and not any(name in os.environ for name in ALLOCATOR):
+            # torch reads it as it is imported.
+            os.environ[ALLOCATOR[0]] = GROWS
+
         import torch
         import transformers
 
@@ -48,7 +59,6 @@ class Rank:
         from streamppo.learner.learner import build
 
         process.log_to_stdout(f"learner-{rank}")
-        self._config = msgspec.msgpack.decode(config, type=Config)
         self._rank = rank
         self._queue = queue
         self._epoch = epoch

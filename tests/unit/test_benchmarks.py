@@ -81,13 +81,17 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other_and_says_why(tmp_pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the parts are what they are for, and take their time")
-@pytest.mark.parametrize("name", ["device", "head", "layers", "end_to_end"])
+@pytest.mark.parametrize("name", ["device", "head", "update", "layers", "end_to_end"])
 def test_every_part_that_needs_no_gpu_is_rehearsed(name: str) -> None:
     found: Any = gpu_day.measured(name, 200)
     assert set(found) == {"result"}, found
     if name == "head":
         distance = {kind: one["distance"]["grad_weight"] for kind, one in found["result"].items() if kind != "kernels"}
         assert distance["float32"] == 0 < distance["wide_two_parts"] < 5e-4 < distance["wide_one_part"]
+    if name == "update":
+        assert {one["bits"] for kind, one in found["result"].items() if kind != "fa4_off"} == {
+            found["result"]["base"]["bits"]
+        }
     if name == "layers":
         assert set(found["result"]) == {"sdpa off", "sdpa selective", "sdpa full"}
         assert all("median_ms" in one for one in found["result"].values())

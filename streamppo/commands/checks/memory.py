@@ -84,7 +84,7 @@ def _machine(config: Config, model: estimate.Sizes, longest: int) -> Findings:
 
 def _rank_and_engine(config: Config, model: estimate.Sizes, longest: int, gpu: Gpu) -> Findings:
     rank, shared = estimate.rank(config, model, longest), shares_gpus(config)
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank._asdict().items() if size)
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in rank.parts.items() if size)
     yield Finding("rank", "ok", f"about {_gib(rank.total)}: {parts}")
     if config.learner.gpus and not shared:
         yield from _fits("rank", rank.total, gpu)

@@ -168,6 +168,8 @@ def test_of_a_references_pass_nothing_stays_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch, layers_above: int
 ) -> None:
     monkeypatch.setattr(loading, "SHARD_LAYERS_ABOVE", layers_above)
+    # As if it were one rank of several.
+    monkeypatch.setattr(loading, "is_whole", lambda *_, **__: False)
     choices = ("algorithm.kl.loss_beta=0.1", "learner.micro_batch_tokens=40", "model.dtype=bfloat16")
     updater = case.updater(case.config_of(*choices), folder)
     reference: Any = updater.reference

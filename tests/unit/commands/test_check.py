@@ -401,7 +401,7 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
     two = configfile.change(config, ["algorithm.critic.model=policy", "algorithm.kl.loss_beta=0.1"])
     twice = memory.rank(two, model, longest=10)
     assert twice.state == (2 * model.parameters - model.head) * 16 // 4
-    assert twice.activations == 2 * rank.activations
+    assert twice.activations == rank.activations, "the critic's passes come after the policy's"
     assert twice.reference == model.parameters
     taught, asked = ([f"algorithm.teacher.{place}"] for place in ("model=x", "url=http://a:1"))
     references = [
@@ -415,11 +415,16 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
     cut = memory.rank(configfile.change(config, ["learner.mesh.context=2"]), model, longest=10)
     assert cut.activations * 2 == rank.activations and cut.state == rank.state, "a rank has half of a row's tokens"
     light = memory.rank(configfile.change(config, ["model.gradient_checkpointing=full"]), model, longest=10)
-    assert light.activations == 10 * (2 * 32 * 4 + model.activations_per_layer)
+    assert light.activations == 10 * 2 * 32 * 4
+    assert model.widest == 4 * 48
+    assert light.layer == 10 * (model.activations_per_layer + 2 * model.widest)
+    whole = memory.rank(configfile.change(config, ["learner.ranks=1"]), model, longest=10)
+    assert whole.layer == 4 * model.rest, "the embedding's gradient waits for that of its use as the head"
+    assert light.total == sum(light) - min(light.head, light.layer), "the head's logits are gone by then"
     # Selected are attention's result, o, up and k: 32, 32, 48 and 16 numbers of a token in each layer.
     assert model.selected_per_layer == (32 + 32 + 48 + 16) * 4
     away = memory.rank(configfile.change(config, ["model.gradient_checkpointing=offloaded"]), model, longest=10)
-    assert away.activations == 10 * model.activations_per_layer
+    assert away.activations == 0 and away.layer == light.layer
     waits = configfile.change(two, ["learner.offload=true"])
     assert memory.rank(waits, model, longest=10) == twice._replace(state=0)
     assert memory.state(waits, model) == twice.state, "it is in the memory of the machine"
@@ -437,6 +442,9 @@ def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(
     assert memory.rank(config, model, 10).gathered == model.parameters * (4 + 4 + 4)
     assert memory.rank(offloaded, model, 10).gathered == model.parameters * (4 + 4 + 4)
     assert memory.rank(alone, model, 10).gathered == 0
+    half = configfile.change(alone, ["model.dtype=bfloat16"])
+    copied = memory.sizes(small(), half.model)
+    assert memory.rank(half, copied, 10).gathered == 2 * copied.trained, "a working copy"
     monkeypatch.setattr(memory, "SHARD_LAYERS_ABOVE", 100)
     expected = (model.rest + 2 * model.layer) * 8 + 4 * max(model.rest, model.layer)
     assert memory.rank(config, model, 10).gathered == expected

@@ -1,5 +1,8 @@
 """A rank from its first call to its first update, without a model."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from threading import Event
 from types import SimpleNamespace
@@ -71,6 +74,38 @@ def test_a_rank_that_has_loaded_has_short_limits_and_gives_signs_of_life_under_t
     assert parts.heard_twice.wait(60)
     assert parts.beats == ["my id", "my id"]
     assert parts.paused_s == [BEAT_S, BEAT_S]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "by_the_user", "expected"),
+    [
+        ("0", {}, {}),
+        ("1", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("1", {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8"}, None),
+        ("1", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+    ],
+)
+def test_memory_of_a_gpu_grows_in_place_unless_the_user_says_how_it_is_given_out(
+    gpus: str,
+    by_the_user: dict[str, str],
+    expected: dict[str, str] | None,
+    math_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in module.ALLOCATOR:
+        # Set first, so that it is taken back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in by_the_user.items():
+        monkeypatch.setenv(name, value)
+    Rank(encode(math_config(f"learner.gpus={gpus}")), 0, Parts(monkeypatch).queue, 0)
+    found = {name: os.environ[name] for name in module.ALLOCATOR if name in os.environ}
+    assert found == (by_the_user if expected is None else expected)
+
+
+def test_torch_is_imported_by_a_rank_and_not_with_its_class() -> None:
+    code = "import streamppo.learner.rank, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 PAST = {0: "learner.lr=0.5", 3: "learner.lr=0.25", 8: "learner.lr=0.125"}

@@ -1,0 +1,61 @@
+"""The weights of a rank that is alone in the type that they compute in, beside the float32 weights that are trained.
+
+    weights w (float32)  --rounded after each step-->  copy c (bfloat16)  --passes-->  dc (bfloat16), then dw += dc
+
+FSDP's mixed precision, bit for bit: a micro-batch's gradient is bfloat16, and micro-batches add up in float32.
+Nothing is gathered, and no gradient of a whole layer exists twice.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+class WorkingCopy:
+    """Lets `modules` compute with copies of their weights in `dtype`; their parameters stay those that are trained.
+
+    A module reads its own attributes before its parameters. So what a forward pass, also one that is made again for a
+    backward pass, finds under a weight's name is the copy; optimizers, checkpoints and pushes find the parameter.
+    Weights that are in `dtype` already have no copy; those that are tied have one.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        copies: dict[nn.Parameter, Tensor] = {}
+        for module in (one for outer in modules for one in outer.modules()):
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.dtype == dtype:
+                    continue
+                if weight not in copies:
+                    copies[weight] = _copy_of(weight, dtype)
+                module.__dict__[name] = copies[weight]
+        self._weights: list[Tensor] = [*copies]
+        self._copies = [*copies.values()]
+        self._versions: list[int] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Round all weights again if one of them has been written since."""
+        versions = [weight._version for weight in self._weights]
+        if versions != self._versions:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, self._weights)
+            self._versions = versions
+
+
+def _copy_of(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    made = torch.empty_like(weight, dtype=dtype, requires_grad=weight.requires_grad)
+    if weight.requires_grad:
+        made.register_post_accumulate_grad_hook(partial(_add_gradient, weight))
+    return made
+
+
+def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:
+    """Add the gradient of one backward pass to that of the step."""
+    assert copy.grad is not None
+    if weight.grad is None:
+        weight.grad = copy.grad.to(weight.dtype)
+    else:
+        weight.grad.add_(copy.grad)
+    copy.grad = None
