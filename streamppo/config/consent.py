@@ -58,7 +58,9 @@ def _named(tree: Tree, path: str) -> Iterator[str]:
         for table in cast(Sequence[object], value if isinstance(value, list | tuple) else [value]):
             if isinstance(table, dict):
                 yield from _named(cast(Tree, table), at)
-        if at.startswith("rollout.engine.args.") or (at == "cluster.address" and value not in ("", "local", None)):
+        if at.startswith("rollout.engine.args.") or (
+            at == "cluster.address" and value not in ("", "local", "auto", None)
+        ):
             yield f"{at} = {value}"
         elif isinstance(value, str) and value:
             # A scorer's or an environment's argument may name a class too, the sandbox, or an environment of verifiers.

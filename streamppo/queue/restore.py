@@ -140,7 +140,7 @@ def _whole(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[st
         row = copies.read(found, folder, one)
         if row is not None:
             with _naming(found, f"{folder}/{one}"):
-                entry = decode(row, Entry)
+                entry = msgspec.msgpack.decode(row, type=Entry)
             yield one, entry
         elif one != names[-1]:
             raise JournalError(f"{found.address}/{folder}/{one}: damaged, and transactions follow")

@@ -22,6 +22,7 @@ from zlib import crc32
 import msgspec
 
 from streamppo import durable
+from streamppo.config import consent
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue import copies
@@ -37,7 +38,7 @@ BASE = ".base"
 DIGITS = 12
 OF_JOURNAL = re.compile(r"\d{12}(-[0-9a-f]{8})?(\.[0-9a-f]+)?(\.base)?")
 """Names of whole journals, and of transactions."""
-FILES = ("config.toml", "inputs.json", "metrics.jsonl")
+FILES = ("config.toml", "inputs.json", "metrics.jsonl", consent.FILE)
 """Files of a run's folder, beside journal and archive, that `resume` reads if they are there."""
 BASE_EVERY = 1000
 """Transactions after which a whole journal takes the place of those before."""

@@ -183,8 +183,9 @@ def test_a_key_for_another_address_is_asked_for_again(tmp_path: Path, math_confi
         consent.ask(folder, [of("http://evil")])
 
 
-def test_what_is_built_in_needs_no_consent(math_config: Callable[..., Config]) -> None:
-    assert not consent.code(math_config())
+@pytest.mark.parametrize("address", ["local", "auto"])
+def test_what_is_built_in_needs_no_consent(address: str, math_config: Callable[..., Config]) -> None:
+    assert not consent.code(math_config(f"cluster.address={address}"))
 
 
 def test_a_run_that_was_moved_with_its_own_reward_asks_nothing(foreign: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import shard_case
 from test_queue_actor import COPIED, SMALL, as_it_is, deliver, push, sample
 
+from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, ConfigError, JournalError
@@ -475,6 +476,20 @@ def test_an_address_without_a_copy_and_a_folder_that_is_there_are_refused(addres
         restore(address, tmp_path / "new")
     with pytest.raises(CheckpointError, match="exists; name a folder that does not"):
         restore(address, tmp_path)
+
+
+def test_a_run_that_is_restored_by_the_user_who_made_it_needs_no_consent(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = queue_in(tmp_path / "run")
+    config = configfile.change(actor.config, ["cluster.address=10.0.0.1:6379"])
+    consent.give(tmp_path / "run", config)
+    asyncio.run(_two_versions(actor))
+    restore(address, tmp_path / "new")
+    consent.ask(tmp_path / "new", [config])
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    with pytest.raises(ConfigError, match="--trust"):
+        consent.ask(tmp_path / "new", [config])
 
 
 def test_a_copy_by_an_earlier_version_is_refused_in_a_sentence(
