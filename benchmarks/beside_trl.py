@@ -3,21 +3,23 @@
     python benchmarks/beside_trl.py --json beside.json --plot beside.png [--only equal] [--python OTHER/bin/python]
 
 Both sides have the model, problems, held-out problems, batch, learning rate, entropy bonus and reward of
-configs/math.toml, and GRPO; `default` is our run with the advantage of the file. Cases:
+configs/math.toml, and GRPO with one step an update; `default` is our run with the rule of the file. Cases:
 
     equal                 answers as the task has them, of 2 to 4 tokens
     lognormal, pareto     the drawn lengths of tails.py (benchmarks/lengths.py), the same ones on both sides
     reward                a reward that takes a second, awaited for all completions side by side
 
 TRL runs with one and with two threads, with drawn lengths also in micro-batches, for a few updates each; the fastest of
-these runs on. All seconds are counted from the start of the command. TRL's are without its evaluations, ours with them,
-because they run beside training. TRL ends when our seconds times the goal, and a tenth more, are over: a ratio is then
-a lower bound. Every run is a line of beside.jsonl as soon as it has ended: the same command goes on after those that
-are there. `--python` is an interpreter that has trl (extra `peers`) and streamppo.
+these runs on, with each number of `--steps` an update. All seconds are counted from the start of the command. TRL's are
+without its evaluations, ours with them, because they run beside training. TRL ends when the seconds of our GRPO times
+the goal, and a tenth more, are over: a ratio is then a lower bound. Every run is a line of beside.jsonl as soon as it
+has ended: the same command goes on after those that are there. `--python` is an interpreter that has trl (extra
+`peers`) and streamppo.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -37,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import growth, lengths, plots
 from benchmarks.campaign import Campaign, Row
 from benchmarks.latency import LATENCY
-from benchmarks.runs import Goal, ended, machine, table, told, waiting
+from benchmarks.runs import PLAIN, Goal, ended, machine, table, told, waiting
 from benchmarks.trl_run import Job
 from streamppo.telemetry import metrics_file
 
@@ -60,6 +62,8 @@ class Case(NamedTuple):
     shape: str = ""
     reward_s: float = 0.0
     overrides: tuple[str, ...] = ()
+    grpo: tuple[str, ...] = ()
+    """What GRPO has besides, where data are old."""
 
 
 class Way(NamedTuple):
@@ -67,9 +71,11 @@ class Way(NamedTuple):
 
     threads: int
     parts: int
+    steps: int = 1
 
     def __str__(self) -> str:
-        return f"TRL, {self.threads} threads, {self.parts} parts"
+        steps = f", {self.steps} steps" if self.steps > 1 else ""
+        return f"TRL, {self.threads} threads, {self.parts} parts{steps}"
 
 
 def _drawn(shape: str) -> Case:
@@ -77,16 +83,16 @@ def _drawn(shape: str) -> Case:
 
 
 OLD_DATA = ("algorithm.correction.kind=mask", "learner.lr_by_ess=on")
-"""What docs/off-policy.md recommends for data as old as a slow reward makes them."""
+"""For GRPO with data as old as a slow reward makes them."""
 CASES = {
     "equal": Case(2.0),
     "lognormal": _drawn("lognormal"),
     "pareto": _drawn("pareto"),
-    "reward": Case(5.0, reward_s=REWARD_S, overrides=(*waiting(8192), "queue.max_lag=8", *OLD_DATA)),
+    "reward": Case(5.0, reward_s=REWARD_S, overrides=(*waiting(8192), "queue.max_lag=8"), grpo=OLD_DATA),
 }
 GRPO = "grpo"
-"""The advantage of TRL, with which the goals compare."""
-ADVANTAGES = {GRPO: ("algorithm.advantage={kind='grpo'}",), "default": ()}
+"""The rule of TRL."""
+RULES = {GRPO: (*PLAIN, "algorithm.advantage={kind='grpo'}"), "default": ()}
 LOWER = {
     "reached_s": "seconds to the target",
     "reached_update": "updates to the target",
@@ -125,9 +131,9 @@ def compare(name: str, model: Path, options: argparse.Namespace, campaign: Campa
         return campaign.row({"case": name, "side": side, **about}, measure)
 
     limit_s = options.limit_s
-    for advantage in options.advantages:
-        made = row(f"streamppo, {advantage}", partial(ours, model, case, advantage, options))
-        if advantage == GRPO and made["reached_s"]:
+    for rule in options.rules:
+        made = row(f"streamppo, {rule}", partial(ours, model, case, rule, options))
+        if rule == GRPO and made["reached_s"]:
             limit_s = min(limit_s, case.least * made["reached_s"] * SPARE)
         yield made
     tried: dict[Way, Row] = {}
@@ -136,15 +142,21 @@ def compare(name: str, model: Path, options: argparse.Namespace, campaign: Campa
         tried[way] = row(f"{way}, {options.probe} updates", probe)
         yield tried[way]
     best = min(tried, key=lambda way: tried[way]["wall_ms"])
-    yield row(f"{best}", lambda: {**theirs(model, case, options, way=best, limit_s=limit_s), "limit_s": limit_s})
+    for way in (best._replace(steps=steps) for steps in options.steps):
+        yield row(f"{way}", partial(_whole, model, case, options, way, limit_s))
+
+
+def _whole(model: Path, case: Case, options: argparse.Namespace, way: Way, limit_s: float) -> dict[str, Any]:
+    """Run TRL until the target; `limit_s` in a row tells it from a run of a few updates."""
+    return {**theirs(model, case, options, way=way, limit_s=limit_s), "limit_s": limit_s}
 
 
 def judge(rows: Sequence[Mapping[str, Any]], target: float) -> list[dict[str, Any]]:
-    """Return the verdict on every goal: TRL's seconds, or those after which it was stopped, over ours with GRPO."""
+    """Return the verdict on every goal: TRL's seconds at its best, or those after which it was stopped, over ours."""
     verdicts: list[dict[str, Any]] = []
-    for name, case in CASES.items():
-        goal = Goal(f"{name}: TRL's seconds to held-out {target:g} over ours", least=case.least)
-        mine, other = _pair(rows, name)
+    for (name, case), rule in product(CASES.items(), RULES):
+        goal = Goal(f"{name}: TRL's seconds to held-out {target:g} over ours, {rule}", least=case.least)
+        mine, other = _pair(rows, name, rule)
         ratio = None
         if mine and other and mine["reached_s"]:
             ratio = (other["reached_s"] or other["until_s"]) / mine["reached_s"]
@@ -156,22 +168,25 @@ def judge(rows: Sequence[Mapping[str, Any]], target: float) -> list[dict[str, An
 
 
 def lost(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for every number in which TRL is better than our run with GRPO."""
+    """Return a sentence for every number in which TRL is better than our run."""
     told_of: list[str] = []
-    for name in CASES:
-        mine, other = _pair(rows, name)
+    for name, rule in product(CASES, RULES):
+        mine, other = _pair(rows, name, rule)
         for field, words in LOWER.items() if mine and other else ():
             if mine and other and other[field] and not (mine[field] and mine[field] <= other[field]):
                 ours_is = "not reached" if mine[field] is None else f"{mine[field]:.4g}"
-                told_of.append(f"lost: {name}, {words}: {ours_is}, TRL {other[field]:.4g}")
+                told_of.append(f"lost: {name}, {rule}, {words}: {ours_is}, TRL {other[field]:.4g}")
     return told_of
 
 
-def _pair(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-    """Our run with GRPO and TRL's whole run of one case."""
+def _pair(
+    rows: Sequence[Mapping[str, Any]], name: str, rule: str
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Our run of one case with a rule, and the whole run of TRL that was the first to reach the target."""
     of_case = [row for row in rows if row["case"] == name]
-    mine = next((row for row in of_case if row["side"] == f"streamppo, {GRPO}"), None)
-    return mine, next((row for row in of_case if "limit_s" in row), None)
+    mine = next((row for row in of_case if row["side"] == f"streamppo, {rule}"), None)
+    whole = [row for row in of_case if "limit_s" in row]
+    return mine, min(whole, key=lambda row: row["reached_s"] or math.inf, default=None)
 
 
 def measured(events: Sequence[Mapping[str, Any]], target: float) -> dict[str, Any]:
@@ -207,6 +222,7 @@ def theirs(
         model=str(model),
         threads=way.threads,
         parts=way.parts,
+        steps=way.steps,
         begin=time.time(),
         shape=case.shape,
         reward_s=case.reward_s,
@@ -231,11 +247,11 @@ def theirs(
     return {**measured(events, options.target), "cpu_ms": cpu_ms}
 
 
-def ours(model: Path, case: Case, advantage: str, options: argparse.Namespace) -> dict[str, Any]:
+def ours(model: Path, case: Case, rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run streamppo until the target, the last update or the time limit. Ends the benchmark if the run fails."""
     with tempfile.TemporaryDirectory() as runs:
         log, folder = Path(runs) / "log", Path(runs) / "math"
-        settings = [f"model.path={model}", f"updates={options.updates}", *case.overrides, *EVALUATED]
+        settings = [f"model.path={model}", *case.overrides, *EVALUATED]
         command = [
             sys.executable,
             "-m",
@@ -244,8 +260,9 @@ def ours(model: Path, case: Case, advantage: str, options: argparse.Namespace) -
             str(CONFIG),
             "--runs",
             runs,
+            *RULES[rule],
+            *((f"updates={options.updates}", *case.grpo) if rule == GRPO else ()),
             *settings,
-            *ADVANTAGES[advantage],
         ]
         environment = {**os.environ, LATENCY: str(case.reward_s)}
         begin = time.perf_counter()
@@ -302,11 +319,14 @@ def parser() -> argparse.ArgumentParser:
     """Define the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    made.add_argument("--advantages", nargs="+", choices=list(ADVANTAGES), default=list(ADVANTAGES))
+    made.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     made.add_argument("--target", type=float, default=0.9, help="held-out accuracy")
-    made.add_argument("--updates", type=int, default=1100, help="over which the learning rate falls, on both sides")
+    made.add_argument(
+        "--updates", type=int, default=1100, help="over which the learning rate of TRL and of our GRPO falls"
+    )
     made.add_argument("--limit-s", type=float, default=1200.0, help="seconds of one training at most")
     made.add_argument("--threads", type=int, nargs="+", default=(1, 2), help="of TRL")
+    made.add_argument("--steps", type=int, nargs="+", default=(1, 4), help="of TRL an update, in whole trainings")
     made.add_argument("--parts", type=int, nargs="+", default=(1, 8), help="micro-batches of TRL with drawn lengths")
     made.add_argument("--probe", type=int, default=6, help="updates with which the ways of TRL are compared: 2 or more")
     made.add_argument("--python", default=sys.executable, help="an interpreter that has trl and streamppo")

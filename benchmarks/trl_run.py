@@ -2,10 +2,11 @@
 
     python benchmarks/trl_run.py JOB.json      one JSON line on stdout for each update and each evaluation
 
-TRL gets its best settings for this task: float32, one optimizer step on the whole batch with no pass for old log-probs,
-no reference model, no gradient checkpointing, no checkpoint, no progress bar; its log is never written. The seconds of
-an evaluation are in none of the others. With drawn lengths its `rollout_func` calls the model's `generate`, as the
-trainer itself does, with a criterion that stops each row at its length.
+TRL gets its best settings for this task: float32, one optimizer step on the whole batch with no pass for old log-probs
+(or several `steps` on parts of it, which have one), no reference model, no gradient checkpointing, no checkpoint, no
+progress bar; its log is never written. The seconds of an evaluation are in none of the others. With drawn lengths its
+`rollout_func` calls the model's `generate`, as the trainer itself does, with a criterion that stops each row at its
+length.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import lengths
+from benchmarks.runs import PLAIN
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.tasks import task as tasks
@@ -33,9 +35,9 @@ NEVER = 10**9
 class Job(msgspec.Struct, frozen=True):
     """One training. `begin` is the time at which the command was started, `shape` that of drawn lengths, if any.
 
-    An update is computed in so many `parts`, micro-batches of one optimizer step. The training ends at `updates`, at
-    the evaluation that reaches `target`, or after `limit_s` seconds, evaluations not counted. The learning rate falls
-    over `updates`, also where the training ends before, at `stop_after`.
+    An update makes so many optimizer `steps`, each computed in so many `parts`, micro-batches. The training ends at
+    `updates`, at the evaluation that reaches `target`, or after `limit_s` seconds, evaluations not counted. The
+    learning rate falls over `updates`, also where the training ends before, at `stop_after`.
     """
 
     config: str
@@ -43,6 +45,7 @@ class Job(msgspec.Struct, frozen=True):
     threads: int
     begin: float
     parts: int = 1
+    steps: int = 1
     shape: str = ""
     reward_s: float = 0.0
     updates: int = 1100
@@ -80,7 +83,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(job.threads)
-    _trainer(job, configfile.load(Path(job.config)), clock).train()
+    _trainer(job, configfile.load(Path(job.config), PLAIN), clock).train()
 
 
 def _trainer(job: Job, config: Config, clock: Clock) -> Any:
@@ -118,9 +121,10 @@ def _settings(job: Job, config: Config) -> Any:
     learner, algorithm, queue = config.learner, config.algorithm, config.queue
     return GRPOConfig(
         output_dir=str(Path(job.model).parent / "trl"),
-        max_steps=job.updates,
-        per_device_train_batch_size=queue.batch_size // job.parts,
+        max_steps=job.updates * job.steps,
+        per_device_train_batch_size=queue.batch_size // (job.parts * job.steps),
         gradient_accumulation_steps=job.parts,
+        steps_per_generation=job.parts * job.steps,
         num_generations=queue.samples_per_prompt,
         max_completion_length=lengths.LONGEST if job.shape else config.rollout.max_tokens,
         temperature=config.rollout.temperature,
@@ -132,7 +136,7 @@ def _settings(job: Job, config: Config) -> Any:
         adam_beta2=learner.betas[1],
         weight_decay=learner.weight_decay,
         max_grad_norm=learner.max_grad_norm,
-        warmup_steps=learner.warmup_updates,
+        warmup_steps=learner.warmup_updates * job.steps,
         lr_scheduler_type="polynomial",
         lr_scheduler_kwargs={"lr_end": learner.lr * learner.final_lr_share, "power": 1.0},
         loss_type="dapo",
@@ -228,7 +232,9 @@ def _observer(job: Job, clock: Clock, accuracy: Callable[[], float]) -> Any:
             self._look(0, control)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            update = state.global_step
+            update, inside = divmod(state.global_step, job.steps)
+            if inside:
+                return
             wall_s, cpu_s = clock.read()
             _tell(update=update, wall_s=wall_s, cpu_s=cpu_s)
             if update % job.evaluate_every == 0:
