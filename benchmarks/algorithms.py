@@ -2,8 +2,8 @@
 
     python benchmarks/algorithms.py --seeds 1 2 3 --max-lag 0 2 8 --parallel 2 --json out.json --plot out.png
 
-One choice at a time is changed from configs/math.toml (and four minibatches where the ratio matters). All runs of a
-seed begin with the same warm-started model.
+One choice at a time is changed from `PLAIN` on the task of configs/math.toml (and four minibatches where the ratio
+matters). All runs of a seed begin with the same warm-started model.
 Reported, as mean and range over the seeds: mean reward of the last ten updates, held-out accuracy, the updates until
 that reward reached --reach, and the lag that came about.
 With `--json out.json` every run is a line of out.jsonl as soon as it has ended: the same command goes on after those
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import plots
 from benchmarks.campaign import Campaign
 from benchmarks.draw import SEVERAL
-from benchmarks.runs import Run, machine, run
+from benchmarks.runs import PLAIN, Run, machine, run
 
 CONFIG = Path("configs/math.toml")
 WINDOW = 10
@@ -152,7 +152,7 @@ def _measured(jobs: Sequence[Job], options: argparse.Namespace, folder: Path) ->
 
     def measure(job: Job) -> dict[str, Any]:
         model = str(models[job.seed])
-        common = [f"seed={job.seed}", f"updates={options.updates}", f"queue.max_lag={job.max_lag}"]
+        common = [*PLAIN, f"seed={job.seed}", f"updates={options.updates}", f"queue.max_lag={job.max_lag}"]
         common += ["evaluation.every=0", "checkpoint.every=0", f"model.path={model}"]
         chosen = [one.replace(FIRST, model) for one in CHOICES[job.choice]]
         return {**job._asdict(), **_described(run(CONFIG, [*common, *chosen]), options.reach)}

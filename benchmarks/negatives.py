@@ -1,6 +1,6 @@
 """What does the weight of negative advantages cost, and old data, and what brings both back?
 
-    python benchmarks/negatives.py --json negatives.json --plot negatives.png [--tasks add sort] [--rules today quarter]
+    python benchmarks/negatives.py --json negatives.json --plot negatives.png [--tasks add sort] [--rules plain quarter]
         [--lags 0 16] [--seeds 4 5 6 7 8]
 
 Each run is one process (world.py): the batch of update u is sampled by version u - lag, every token of it. All runs of
@@ -12,12 +12,12 @@ a task and a seed begin with the same model. The learning rate falls linearly to
     split     any two numbers below 50 whose sum is the given one: "37=" asks for "12+25"    up to 50
     graded    ciphers.py with answers of 1 to 16 letters, whose reward grows by letters in place    1, dense
 
-    today     gae, truncation at 2, one step a batch
+    plain     gae, truncation at 2, one step a batch
     steps     the same with four minibatches
     topr      the taper of TOPR, negatives at full weight, four minibatches
     quarter   the taper and negatives at a quarter, four minibatches
     halves    the same with two minibatches
-    steady    `quarter` with advantages that are not whitened and a second moment of 0.999
+    steady    `quarter` with advantages that are not whitened and a second moment of 0.999: configs/math.toml
     grpo      group-relative advantages, one step a batch: what TRL does
     grpo_quarter   those advantages with the rule `quarter`
 
@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import ciphers, plots, world
 from benchmarks.campaign import Campaign, Row
 from benchmarks.pace import Fixed, step
-from benchmarks.runs import Goal, machine, table, told
+from benchmarks.runs import PLAIN, Goal, machine, table, told
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner import policy, tiny
@@ -70,7 +70,7 @@ QUARTER = ("algorithm.correction={kind='topr'}", "algorithm.negative_weight=0.25
 GRPO = ("algorithm.advantage={kind='grpo'}",)
 FOUR = ("learner.minibatches=4",)
 RULES = {
-    "today": (),
+    "plain": (),
     "steps": FOUR,
     "topr": (*FOUR, "algorithm.correction={kind='topr'}"),
     "quarter": (*QUARTER, *FOUR),
@@ -81,7 +81,7 @@ RULES = {
 }
 
 
-TARGETS = {"add": 0.9, "subtract": 0.6, "sort": 0.9, "split": 0.9, "graded": 0.9}
+TARGETS = {"add": 0.9, "subtract": 0.6, "sort": 0.9, "split": 0.9, "graded": 0.5}
 """Held-out accuracy that is to be reached, set by runs of seed 1."""
 GOALS = {
     **{
@@ -91,7 +91,7 @@ GOALS = {
     "worst": Goal("add and sort: accuracy at the end of the worst run at lag 16, steady", least=0.97),
     "pass": Goal("pass@16 at equal mean score: steady at lag 16 less fresh grpo", least=0.0),
     "entropy": Goal("entropy at equal reward: steady at lag 16 over fresh grpo", least=1.0),
-    "today": Goal("updates to the target: today at lag 16 over steady at lag 16", least=1.5),
+    "plain": Goal("updates to the target: plain at lag 16 over steady at lag 16", least=1.5),
 }
 
 
@@ -153,7 +153,7 @@ def _rows(task: str) -> Iterator[tuple[str, str]]:
 
 def overrides(case: Case, updates: int, extra: Sequence[str]) -> list[str]:
     """Return what a case has that configs/math.toml and its task have not."""
-    return [f"seed={case.seed}", f"queue.max_lag={case.lag}", f"updates={updates}", *RULES[case.rule], *extra]
+    return [f"seed={case.seed}", f"queue.max_lag={case.lag}", f"updates={updates}", *PLAIN, *RULES[case.rule], *extra]
 
 
 async def measure(case: Case, config: Config, model: Path, device: str) -> Mapping[str, Any]:
@@ -246,15 +246,15 @@ def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for (task, rule, lag, seed), old in found.items():
         fresh, grpo = found.get((task, rule, 0, seed)), found.get((task, "grpo", 0, seed))
-        today = found.get((task, "today", lag, seed))
+        plain = found.get((task, "plain", lag, seed))
         if (rule, lag) != ("steady", 16):
             continue
         if task in ("add", "sort"):
             measured["worst"].append(old["accuracies"][-1])
         if fresh:
             measured[task].append(_updates_to(old) / _updates_to(fresh))
-        if today:
-            measured["today"].append(_updates_to(today) / _updates_to(old))
+        if plain:
+            measured["plain"].append(_updates_to(plain) / _updates_to(old))
         if grpo:
             score = min(max(old["mean_at_16"]), max(grpo["mean_at_16"]))
             best = [at_level(score, row["mean_at_16"], row["pass_at_16"]) for row in (old, grpo)]

@@ -132,6 +132,16 @@ def _commit() -> str:
         return ""
 
 
+PLAIN = (
+    "algorithm.correction={kind='truncate',level='token',cap=2.0}",
+    "algorithm.negative_weight=1",
+    "algorithm.whiten.over=auto",
+    "learner.betas=[0.9,0.95]",
+    "learner.minibatches=1",
+)
+"""One step an update, weights truncated at 2, negative advantages in full: what studies of one choice begin with."""
+
+
 class Goal(NamedTuple):
     """A number that was set before anything was measured: `measured` must be at least `least`, or at most `most`."""
 

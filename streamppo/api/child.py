@@ -80,7 +80,7 @@ def _resume(request: Request, channel: socket.socket) -> int:
             channel.sendall(line(Told(folder=str(folder))))
             log.info(complete)
             return 0
-    subject.ask(folder)
+    subject.ask(folder, config)
     consent.give(folder, config)
     for text in change.described(configfile.load(folder / configfile.CONFIG), config):
         log.info(text)

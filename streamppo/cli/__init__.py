@@ -83,6 +83,7 @@ def run(
     dry_run: Annotated[bool, Parameter(help="Print the resolved configuration and stop.")] = False,
     resume: Annotated[bool, Parameter(help="Continue from the last checkpoint of runs/NAME.")] = False,
     runs: Annotated[Path, Parameter(help="Where run folders are made (default: runs).")] = Path("runs"),
+    trust: Trust = False,
 ) -> int:
     """Train as CONFIG says, with overrides."""
     loaded = configfile.load(config, overrides)
@@ -92,7 +93,8 @@ def run(
     process.log_to_stdout()
     if resume:
         folder = configfile.existing(runs / loaded.name)
-        return _go_on(inputs.with_clock(loaded, folder), folder, f"{config}", accept_changes=False)
+        loaded = inputs.with_clock(loaded, folder)
+        return _go_on(loaded, folder, f"{config}", accept_changes=False, trust=trust)
     subject.refuse(loaded)
     log.info(f"streamppo {__version__}: {config}, {loaded.updates} updates; starting Ray")
     interrupts = Interrupts()
@@ -132,7 +134,7 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust
         if complete := completion.sentence(config, folder):
             log.info(complete)
             return 0
-        subject.ask(folder, trust=trust)
+        subject.ask(folder, config, trust=trust)
         consent.give(folder, config)
         changes = change.described(configfile.load(folder / configfile.CONFIG), config)
         for line in changes:

@@ -67,7 +67,7 @@ def flush() -> None:
 
 @contextmanager
 def log_to_stderr() -> Generator[None]:
-    """Write the package's log lines to standard error during the block: standard output has the result."""
+    """Write log lines and whatever rewards print to standard error during the block: standard output has the result."""
     ours = logging.getLogger("streamppo")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Shown("%(message)s"))
@@ -76,7 +76,26 @@ def log_to_stderr() -> Generator[None]:
     ours.setLevel(logging.INFO)
     ours.propagate = False
     try:
-        yield
+        with _stdout_to_stderr():
+            yield
     finally:
         ours.removeHandler(handler)
         ours.level, ours.propagate = before
+
+
+@contextmanager
+def _stdout_to_stderr() -> Generator[None]:
+    """Let this process's descriptor of standard output, which its children inherit, be that of standard error."""
+    flush()
+    kept = -1
+    # One of them may be closed.
+    with suppress(OSError):
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        if kept >= 0:
+            flush()
+            os.dup2(kept, 1)
+            os.close(kept)

@@ -1,7 +1,7 @@
 """The words of commands that say what they are about: runs and replays, a model, one more configuration."""
 
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from streamppo.config import consent
@@ -33,15 +33,18 @@ def runs_and_replays(command: str, found: Sequence[Path]) -> list[Path]:
     return [path.resolve() if path.is_file() else configfile.existing(path) for path in found]
 
 
-def ask(run: Path, *, trust: bool = False) -> None:
-    """Refuse the run in `run` if it names, or ever named, code that nobody agreed to. Raises `ConfigError`."""
-    from streamppo.queue import continuation
-    from streamppo.queue.journal import Journal
+def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> None:
+    """Refuse the run in `run` if it names code, or its updates did, that nobody agreed to. Raises `ConfigError`.
 
-    configs = [configfile.load(run / configfile.CONFIG)]
-    # A run that was never begun has no journal; one that cannot be read is told where it is needed.
-    with suppress(JournalError), closing(Journal.of(run)) as journal:
-        configs += continuation.configs(journal).values()
+    It goes on with `present`, by default with its own configuration: files of earlier ones may have moved with the run.
+    """
+    from streamppo.learner import history
+
+    own = configfile.load(run / configfile.CONFIG)
+    configs = [own]
+    # A journal that cannot be read is told where it is needed.
+    with suppress(JournalError):
+        configs += history.of_run(run, present or own).configs.values()
     consent.ask(run, configs, trust=trust)
 
 

@@ -1,4 +1,4 @@
-"""Code that a run's configuration names runs only for who made the run, or agreed to it once.
+"""Code that a run's configuration names runs, and keys go to its addresses, only for who made the run or agreed once.
 
 STATE/streamppo/secret   32 random bytes of this user, in XDG_STATE_HOME or ~/.local/state
 RUN/consent              a line for each name that this user agreed to: its HMAC with the secret
@@ -11,7 +11,8 @@ import hmac
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -34,27 +35,42 @@ BUILT_IN = frozenset(
 )
 """Names that run nothing of a stranger's; others of streamppo (`Local`, `plugins:load`) may."""
 
+MOST_LINES, MOST_CODE = 2**20, 2**26
+"""Bytes of RUN/consent, and of a file of code in the run's folder, that are read."""
+SHOWN, LENGTH = 10, 300
+"""Names that a refusal shows, and characters of each."""
+
 log = logging.getLogger(__name__)
 
 
 def code(config: Config) -> set[str]:
-    """The code that a run of `config` imports, or lets others run, and that is not built in."""
+    """The code that a run of `config` imports or lets others run, and is not built in; the addresses that get a key."""
     return set(_named(cast(Tree, msgspec.to_builtins(config)), "")) - BUILT_IN
 
 
 def _named(tree: Tree, path: str) -> Iterator[str]:
     """The names in `tree`, which stands at `path` of the configuration."""
+    for urls, key_env in (("url", "key_env"), ("urls", "api_key_env")):
+        if tree.get(urls) and tree.get(key_env):
+            yield f"{path}: the key in {tree[key_env]} for {_listed(tree[urls])}"
     for key, value in tree.items():
         at = f"{path}.{key}" if path else key
-        if isinstance(value, dict):
-            yield from _named(cast(Tree, value), at)
-        elif at.startswith("rollout.engine.args.") or (at == "cluster.address" and value not in ("", "local", None)):
+        for table in cast(Sequence[object], value if isinstance(value, list | tuple) else [value]):
+            if isinstance(table, dict):
+                yield from _named(cast(Tree, table), at)
+        if at.startswith("rollout.engine.args.") or (
+            at == "cluster.address" and value not in ("", "local", "auto", None)
+        ):
             yield f"{at} = {value}"
         elif isinstance(value, str) and value:
-            # A scorer's or an environment's argument may name a class too: the sandbox.
-            is_argument = ".arguments." in at and ":" in value
+            # A scorer's or an environment's argument may name a class too, the sandbox, or an environment of verifiers.
+            is_argument = ".arguments." in at and (":" in value or key == "environment")
             if key == "function" or at in ("environment.name", "rollout.limit", "task.environment") or is_argument:
                 yield value
+
+
+def _listed(urls: object) -> str:
+    return ", ".join(cast(Sequence[str], urls)) if isinstance(urls, tuple) else f"{urls}"
 
 
 def give(run: Path, config: Config) -> None:
@@ -86,10 +102,12 @@ def ask(run: Path, configs: Iterable[Config], *, trust: bool = False) -> None:
     except (OSError, RuntimeError):
         unknown = named
     if unknown:
-        names = ", ".join(map(ascii, sorted(unknown)))
+        names = [ascii(name if len(name) <= LENGTH else f"{name[:LENGTH]}...") for name in sorted(unknown)]
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise ConfigError(
-            f"{run}: this run was not made here, and its configuration would run {names}: read that code, then agree "
-            f"once with --trust (a script with {VARIABLE}=1)"
+            f"{run}: this run was not made here, and its configuration would run, or send a key to, "
+            f"{', '.join(names[:SHOWN])}{more}: look at what that does, then agree once with --trust (a script with "
+            f"{VARIABLE}=1)"
         )
 
 
@@ -103,6 +121,7 @@ def _secret(*, make: bool) -> bytes:
         aside = folder / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
             opened.write(secrets.token_bytes(32))
+        durable.flush(aside)
         try:
             # Of two that make one at once, the first stays.
             os.link(aside, file)
@@ -118,14 +137,25 @@ def _secret(*, make: bool) -> bytes:
 
 def _lines(run: Path) -> set[str]:
     file = run / FILE
-    return set(file.read_bytes()[: 1 << 20].decode("ascii", "replace").split()) if file.is_file() else set()
+    if not file.is_file():
+        return set()
+    with durable.reading(file) as opened:
+        return set(opened.read(MOST_LINES).decode("ascii", "replace").split())
 
 
 def _signed(secret: bytes, name: str, run: Path) -> str:
     """The HMAC of `name`. A path into the run or beside it is relative to it; a file in it has its digest in it."""
     file, colon, attribute = name.rpartition(":")
-    path, folder = Path(file).resolve(), run.resolve()
-    if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
-        digest = durable.sha256(path) if path.is_relative_to(folder) and path.is_file() else ""
-        name = f"{os.path.relpath(path, folder)}\0{digest}:{attribute}"
+    # A name with NUL or half a surrogate is that of no file.
+    with suppress(ValueError):
+        path, folder = Path(file).resolve(), run.resolve()
+        if colon and file.endswith(".py") and path.is_relative_to(folder.parent):
+            digest = _digest(path) if path.is_relative_to(folder) and path.is_file() else ""
+            name = f"{os.path.relpath(path, folder)}\0{digest}:{attribute}"
     return hmac.new(secret, name.encode("utf-8", "backslashreplace"), "sha256").hexdigest()
+
+
+def _digest(path: Path) -> str:
+    if path.stat().st_size > MOST_CODE:
+        raise OSError(f"{path}: {path.stat().st_size:,} bytes are no code")
+    return durable.sha256(path)

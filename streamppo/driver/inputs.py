@@ -93,7 +93,7 @@ def _recorded(folder: Path) -> dict[str, Input]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Input])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
 
 

@@ -121,7 +121,7 @@ def accept(folder: Path) -> int | None:
         return None
     try:
         return msgspec.json.decode((folder / ACCEPTED).read_bytes(), type=Scale).rollouts
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise RunError(f"{folder / SCALE}: {error}") from error
 
 

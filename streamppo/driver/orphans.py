@@ -24,6 +24,8 @@ MARK = "STREAMPPO_OWN_RAY"
 """The variable of the environment that all processes of a run's own Ray inherit."""
 ROUND_S, ROUNDS = 0.02, 500
 """Between two looks for what is left, and so many looks: processes may fork while they are killed."""
+LOOK_MS = 500
+"""Between two looks for the driver, where the kernel does not tell of its end."""
 ENDING_S = 15.0
 """How long the block's end waits for the last process to end."""
 
@@ -61,12 +63,18 @@ def marked(value: str) -> Iterator[int]:
 
 
 def _wait(driver: int) -> None:
-    """Wait for the end of standard input, which the driver holds open, or for the end of the driver."""
+    """Wait for the end of standard input, which the driver holds open, or for the end of the driver, our parent."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
-    with suppress(ProcessLookupError):
+    try:
         poll.register(os.pidfd_open(driver), select.POLLIN)
         poll.poll()
+    except ProcessLookupError:
+        return
+    # An old kernel, or a filter around us. A child that the driver forked may hold our standard input open.
+    except OSError:
+        while not poll.poll(LOOK_MS) and os.getppid() == driver:
+            pass
 
 
 def _main(driver: int, value: str) -> None:

@@ -71,7 +71,7 @@ def replay(path: Path) -> View:
             for one in content["updates"]
         ]
         name = f"{path.parent.parent.name} replay {path.stem}: {' '.join(content['set'])}"
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: no file of `streamppo replay`: {error}") from error
     return View(name, lines, is_replay=True)
 

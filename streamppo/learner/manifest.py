@@ -91,7 +91,7 @@ def read(path: Path, past: "History | None" = None) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises `Damaged`, also if it is not of the run's `past`."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST}: cannot be read: {error}") from error
     if manifest.check != _check(manifest.state, manifest.files) or path.name != f"{manifest.state.version:08d}":
         raise Damaged(f"{path / MANIFEST}: damaged: it does not match its own checksum")

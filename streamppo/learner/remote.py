@@ -140,7 +140,7 @@ class Remote(Store):
             return False
         try:
             found = msgspec.json.decode(self.read(f"{version:08d}", MANIFEST), type=Manifest)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return False
         if past is not None and (reason := past.refusal(version, found.state.digest)):
             log.info("%s/%08d: %s", self.address, version, reason)

@@ -238,7 +238,7 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
     try:
         told = msgspec.json.decode(attributes, type=Attributes)
         verify(columns, told)
-    except (ValueError, LookupError) as error:
+    except (ValueError, LookupError, RecursionError) as error:
         raise JournalError(f"{path}: no batch: {error}") from error
     return columns, told
 

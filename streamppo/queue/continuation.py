@@ -20,7 +20,7 @@ def configs(journal: Journal) -> dict[int, Config]:
     """
     try:
         return {version: msgspec.msgpack.decode(one, type=Config) for version, one in journal.configs().items()}
-    except msgspec.ValidationError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise JournalError(
             f"{journal.path}: has a configuration of another version of streamppo: {error}. The version that began the "
             "run can go on with it"

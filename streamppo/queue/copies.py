@@ -9,6 +9,7 @@ of its own, with folders of its own there: an earlier life, which may not be as 
 
 import io
 import logging
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", 
 LIFE = "standby.life"
 """The file in a run's folder that has the name of its life; without it that is the first one."""
 FIRST = "0000"
+OF_LIFE = re.compile(r"\d{4,}(-[0-9a-f]{8})?")
 RETRY_S = 5.0
 """Seconds between two attempts to reach a store that has been away for long."""
 T = TypeVar("T")
@@ -83,6 +85,11 @@ def read(found: Store, folder: str, name: str) -> bytes | None:
 def life(run: Path) -> str:
     """The name of the life of the run in the folder `run`, and of its folders; they sort in their order."""
     return (run / LIFE).read_text() if (run / LIFE).is_file() else FIRST
+
+
+def is_life(name: str) -> bool:
+    """True for the name of a life; a file of somebody else has another."""
+    return OF_LIFE.fullmatch(name) is not None
 
 
 def next_life(before: str) -> str:

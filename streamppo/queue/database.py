@@ -111,7 +111,7 @@ class Database:
         self._check(table, row, checksum)
         try:
             return decode(row, kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise JournalError(f"{self.path}: a row of {table!r} cannot be read: {error}") from error
 
     def _check(self, table: str, row: bytes, checksum: int) -> None:

@@ -46,7 +46,7 @@ def limits_of(config: Config, model_path: str) -> Limits:
         settings = json.loads(_config_file(model_path).read_bytes())
         # Models of more than text keep the settings of their text apart.
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
     return Limits(
         vocabulary=vocabulary,

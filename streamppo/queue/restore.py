@@ -2,7 +2,8 @@
 
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 from zlib import crc32
@@ -27,6 +28,7 @@ from streamppo.queue.standby import (
     Wrote,
     copy_name,
     crc,
+    is_of_journal,
     number_of,
     token_of,
 )
@@ -45,7 +47,12 @@ def restore(address: str, run: Path) -> None:
     if run.exists():
         raise CheckpointError(f"{run}: exists; name a folder that does not")
     found = Store(address)
-    lives = found.names(LIVES)
+    if earlier := set(FILES).intersection(found.names(RUN)):
+        raise CheckpointError(
+            f"{found.address}/{RUN}/{min(earlier)}: a copy by an earlier version of streamppo, which alone can make a "
+            "run's folder of it"
+        )
+    lives = list(filter(copies.is_life, found.names(LIVES)))
     if not lives:
         raise CheckpointError(f"{address}: no copy of a journal is there: only a run with queue.standby makes one")
     aside = durable.aside(run.with_name(f"{run.name}.{uuid4().hex}"))
@@ -114,7 +121,7 @@ def _restored(found: Store, folder: str, run: Path) -> tuple[Journal, str]:
 
     Returns the token of the claim under which they were written too.
     """
-    names, claims = found.names(folder), found.names(owner.OWNERS)
+    names, claims = list(filter(is_of_journal, found.names(folder))), found.names(owner.OWNERS)
     bases = [one for one in names if one.endswith(BASE)]
     # Those of the folder that claimed the address last; of the one before if it has copied nothing yet.
     bases.sort(key=lambda base: token_of(base) == owner.newest(claims))
@@ -132,7 +139,9 @@ def _whole(found: Store, folder: str, names: Sequence[str]) -> Iterator[tuple[st
     for one in names:
         row = copies.read(found, folder, one)
         if row is not None:
-            yield one, msgspec.msgpack.decode(row, type=Entry)
+            with _naming(found, f"{folder}/{one}"):
+                entry = msgspec.msgpack.decode(row, type=Entry)
+            yield one, entry
         elif one != names[-1]:
             raise JournalError(f"{found.address}/{folder}/{one}: damaged, and transactions follow")
 
@@ -188,5 +197,16 @@ def _stored(found: Store, folder: str, token: str) -> Iterator[dict[Identity, by
             # A shard that lives has deleted it meanwhile, because nobody needs it.
             continue
         if row is not None:
-            rows = [bytes(raw) for raw in decode(row, tuple[msgspec.Raw, ...])]
-            yield {decode(row, Trajectory).identity: row for row in rows}
+            with _naming(found, f"{folder}/{one}"):
+                rows = [bytes(raw) for raw in decode(row, tuple[msgspec.Raw, ...])]
+                encoded = {decode(row, Trajectory).identity: row for row in rows}
+            yield encoded
+
+
+@contextmanager
+def _naming(found: Store, name: str) -> Generator[None]:
+    """Raise `JournalError` for a copy that is whole and not as streamppo writes it."""
+    try:
+        yield
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise JournalError(f"{found.address}/{name}: not as this version of streamppo writes it: {error}") from error

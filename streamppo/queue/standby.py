@@ -12,6 +12,7 @@ with one address. The queue copies its journal, and the archive with the parts o
 is given. copies.py says what a copy promises, and restore.py makes a run's folder of it. Pure: no Ray.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -21,6 +22,7 @@ from zlib import crc32
 import msgspec
 
 from streamppo import durable
+from streamppo.config import consent
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue import copies
@@ -34,7 +36,9 @@ from streamppo.weights import owner, store
 
 BASE = ".base"
 DIGITS = 12
-FILES = ("config.toml", "inputs.json", "metrics.jsonl")
+OF_JOURNAL = re.compile(r"\d{12}(-[0-9a-f]{8})?(\.[0-9a-f]+)?(\.base)?")
+"""Names of whole journals, and of transactions."""
+FILES = ("config.toml", "inputs.json", "metrics.jsonl", consent.FILE)
 """Files of a run's folder, beside journal and archive, that `resume` reads if they are there."""
 BASE_EVERY = 1000
 """Transactions after which a whole journal takes the place of those before."""
@@ -135,7 +139,7 @@ class CopiedJournal(Journal):
             self._copies.put_file(self._folder, aside, base)
             aside.unlink()
         self._entries = 0
-        for old in self._copies.names(self._folder):
+        for old in filter(is_of_journal, self._copies.names(self._folder)):
             if old != base and number_of(old) <= self._number:
                 self._copies.delete(self._folder, old)
 
@@ -174,7 +178,8 @@ class CopiedJournal(Journal):
     def _refuse_others(self) -> None:
         """Raise `JournalError` if the run goes on in another folder: one that was restored, or copied, later."""
         owners = self._copies.names(owner.OWNERS)
-        if max(self._copies.names(LIVES), default="") > self._life or not owner.owns(owners, self._run):
+        lives = filter(copies.is_life, self._copies.names(LIVES))
+        if max(lives, default="") > self._life or not owner.owns(owners, self._run):
             raise JournalError(
                 f"{self.path}: the run was restored from {self._copies.address} or its folder was copied, and there it "
                 f"goes on: this one ends here; {owner.forget(self._run)}"
@@ -256,6 +261,11 @@ def entry_name(number: int, token: str) -> str:
 def token_of(copy: str) -> str:
     """The token of the claim under which a copy was written; empty without one."""
     return copy.removesuffix(BASE).partition(".")[2]
+
+
+def is_of_journal(name: str) -> bool:
+    """True for the name of a copy of a transaction, or of a whole journal; a file of somebody else has another."""
+    return OF_JOURNAL.fullmatch(name) is not None
 
 
 def number_of(copy: str) -> int:

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 LEVEL = 1
 """Of zstd: fast, and tokens and versions still become a tenth."""
 ZSTD = get_codec({"id": "zstd", "level": LEVEL})
+MAGIC, BLOCK_BYTES = b"\x28\xb5\x2f\xfd", 2**17
+"""The begin of a frame of zstd, and the bytes of one of its blocks at most."""
 MOST_BYTES, MOST_RATIO = 2**31, 100
 """Columns of a file take so many bytes of memory at most, and so many times those of the file."""
 MOST_COLUMNS = 100
@@ -49,17 +51,42 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def packed(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
-    """The content of a file with `columns`, each as one chunk, and `attributes`."""
+    """The content of a file with `columns`, each as one chunk, and `attributes`. `unpacked` takes it, however large."""
+    assert len(columns) <= MOST_COLUMNS, "more columns than are read"
+    contents = {name: _compressed(column) for name, column in columns.items()}
+    if _is_bomb(sum(one.nbytes for one in columns.values()), sum(map(len, contents.values()))):
+        contents = {name: _stored(column) for name, column in columns.items()}
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, mode="w") as file:
         _entry(file, "zarr.json", {"attributes": attributes, "zarr_format": 3, "node_type": "group"})
         for name, column in columns.items():
-            assert column.dtype.itemsize == 1 or column.dtype.newbyteorder("<") == column.dtype, "a big-endian column"
             _entry(file, f"{name}/zarr.json", _described(column.dtype, column.shape))
-            content = ZSTD.encode(np.ascontiguousarray(column))
-            assert isinstance(content, bytes)
-            file.writestr(_chunk(name, column.shape), content)
+            file.writestr(_chunk(name, column.shape), contents[name])
     return whole.getbuffer()
+
+
+def _compressed(column: NDArray[np.generic]) -> bytes:
+    assert column.dtype.itemsize == 1 or column.dtype.newbyteorder("<") == column.dtype, "a big-endian column"
+    assert column.dtype.name in TYPES and 1 <= column.ndim <= 2, "a column that is not read"
+    content = ZSTD.encode(np.ascontiguousarray(column))
+    assert isinstance(content, bytes)
+    return content
+
+
+def _stored(column: NDArray[np.generic]) -> bytes:
+    """A frame of zstd that is as long as its content: it says the size, and has raw blocks (RFC 8878, 3.1.1)."""
+    content = np.ascontiguousarray(column).tobytes()
+    parts = [MAGIC, b"\xe0", len(content).to_bytes(8, "little")]
+    for begin in range(0, len(content) or 1, BLOCK_BYTES):
+        block = content[begin : begin + BLOCK_BYTES]
+        is_last = begin + BLOCK_BYTES >= len(content)
+        parts += [(is_last | len(block) << 3).to_bytes(3, "little"), block]
+    return b"".join(parts)
+
+
+def _is_bomb(total: int, size: int) -> bool:
+    """True if columns of `total` bytes are more than a file of `size` bytes is taken to have."""
+    return total > MOST_BYTES + MOST_RATIO * size
 
 
 def unpacked(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
@@ -92,7 +119,7 @@ def _unpacked(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.ge
     expected |= {_chunk(name, shape) for name, (_, shape) in described.items()}
     if expected != entries.keys():
         raise Strange(f"entries of no column, or none of one: {sorted(expected ^ entries.keys())[:3]}")
-    if (total := sum(_bytes(*one) for one in described.values())) > MOST_BYTES + MOST_RATIO * size:
+    if _is_bomb(total := sum(_bytes(*one) for one in described.values()), size):
         raise Strange(f"columns of {total:,} bytes in a file of {size:,}")
     return {name: _column(file.read(_chunk(name, one[1])), *one) for name, one in described.items()}, group.attributes
 
@@ -123,7 +150,7 @@ def _bytes(dtype: np.dtype[np.generic], shape: Sequence[int]) -> int:
 
 def _frame_bytes(content: bytes) -> int | None:
     """The bytes that a frame of zstd says to hold (RFC 8878, 3.1.1.1); None if it does not say it."""
-    if content[:4] != b"\x28\xb5\x2f\xfd" or len(content) < 6:
+    if content[:4] != MAGIC or len(content) < 6:
         return None
     is_single = bool(content[4] & 0x20)
     at = 5 + (not is_single) + (0, 1, 2, 4)[content[4] & 3]

@@ -30,8 +30,11 @@ class Files(NamedTuple):
 def find(folder: Path, split: str) -> Files:
     """Find the files of `split`. Raises `TaskError` without any, and for one in a form that is not read."""
     if saved(folder):
-        entries = json.loads((folder / "state.json").read_text())["_data_files"]
-        return Files([folder / entry["filename"] for entry in entries], [])
+        try:
+            entries = json.loads((folder / "state.json").read_text())["_data_files"]
+            return Files([folder / entry["filename"] for entry in entries], [])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise TaskError(f"{folder / 'state.json'}: not as `save_to_disk` writes it: {error}") from error
     seen = list(_seen(folder))
     data = [name for name in seen if ending(name)]
     others = [name for name in seen if not ending(name) and UNREAD.search(name.name)]

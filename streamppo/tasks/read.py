@@ -73,7 +73,7 @@ def parse(text: bytes, where: str) -> Row:
     """Read one row as JSON. Raises `TaskError`, which begins with `where`, for a text that is no JSON object."""
     try:
         row = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TaskError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise TaskError(f"{where}: a row must be an object, this is a {type(row).__name__}")

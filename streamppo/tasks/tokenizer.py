@@ -274,7 +274,7 @@ def _written(file: Path) -> set[int]:
         vocabulary = content["model"]["vocab"]
         listed = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return {*listed, *(token["id"] for token in content["added_tokens"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
 
 

@@ -281,7 +281,8 @@ def is_line(content: object) -> TypeGuard[Line]:
         return False
     try:
         msgspec.convert(content, KINDS[kind])
-    except msgspec.ValidationError:
+    # The second is for names with half a pair of surrogates.
+    except (msgspec.ValidationError, UnicodeError):
         return False
     return True
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.runs import PLAIN
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner import loading, objective, reference, ulysses
@@ -52,7 +53,8 @@ def save_model(folder: Path) -> None:
 
 
 def config_of(*overrides: str) -> Config:
-    return configfile.load(MATH, [f"queue.batch_size={BATCH}", "queue.samples_per_prompt=2", *overrides])
+    """The task and the model of configs/math.toml, one step an update, and corrections of no sign."""
+    return configfile.load(MATH, [*PLAIN, f"queue.batch_size={BATCH}", "queue.samples_per_prompt=2", *overrides])
 
 
 def batch(version: int = 3, min_version: int = 1, seed: int = 0) -> Batch:

@@ -102,7 +102,7 @@ def test_runs_are_judged_beside_those_of_their_task_and_seed() -> None:
         row("steady", 16, rising),
         row("steady", 0, rising),
         row("grpo", 0, rising, pass_at_16=[one - 0.1 for one in rising]),
-        row("today", 16, [0.2, 0.3, 0.4, 0.5, 0.6]),
+        row("plain", 16, [0.2, 0.3, 0.4, 0.5, 0.6]),
         row("steady", 16, [0.2, 0.3, 0.4, 0.5, 0.6], seed=5),
         row("steady", 0, rising, seed=6),
     ]
@@ -110,7 +110,7 @@ def test_runs_are_judged_beside_those_of_their_task_and_seed() -> None:
     found = {name: verdicts[goal.name]["measured"] for name, goal in negatives.GOALS.items()}
     assert found["add"] == 1.0 and found["sort"] is None
     assert found["worst"] == 0.6, "a run that has no other beside it counts too"
-    assert found["today"] == pytest.approx(100 / 60), "a run that does not come so far counts as one that needs more"
+    assert found["plain"] == pytest.approx(100 / 60), "a run that does not come so far counts as one that needs more"
     assert found["pass"] == pytest.approx(0.1)
     assert found["entropy"] == pytest.approx(1.0)
     lines = {(one["rule"], one["lag"]): one for one in negatives.summed(rows)}

@@ -72,7 +72,7 @@ def _equal(value: object, wanted: object) -> bool:
 def _read(path: Path) -> Mapping[str, object]:
     try:
         settings: object = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         # A model need not have one; a damaged one is found where the model is read.
         return {}
     return settings if isinstance(settings, Mapping) else {}

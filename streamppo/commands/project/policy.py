@@ -84,7 +84,7 @@ def _settings(folder: Path) -> Mapping[str, object]:
     """The model's own settings: of one that is more than its language model, that one's."""
     try:
         settings: object = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--model: {folder}/config.json is not the configuration of a model")
@@ -106,7 +106,17 @@ def _in_file(path: Path) -> int:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
         return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, MemoryError):
+    except (
+        OSError,
+        ValueError,
+        struct.error,
+        KeyError,
+        TypeError,
+        AttributeError,
+        MemoryError,
+        OverflowError,
+        RecursionError,
+    ):
         # `check` says what is wrong with it.
         return 0
 
@@ -127,7 +137,7 @@ def _has_template(folder: Path) -> bool:
         return True
     try:
         return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

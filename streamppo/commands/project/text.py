@@ -67,7 +67,7 @@ def _tables(chosen: Chosen) -> Iterator[Table]:
     yield Table("reward", _reward(chosen))
     yield Table("rollout", list(_rollout(chosen)))
     yield Table("queue", _queue(sizes))
-    yield Table("algorithm", _algorithm())
+    yield Table("algorithm", _algorithm(chosen))
     yield Table("learner", list(_learner(chosen)))
     yield from _around(chosen)
 
@@ -128,11 +128,17 @@ def _queue(sizes: Sizes) -> list[Line]:
     ]
 
 
-def _algorithm() -> list[Line]:
-    return [
+def _algorithm(chosen: Chosen) -> list[Line]:
+    lines = [
         Line("advantage", '"grpo"', "a completion against the others of its prompt; no critic is needed"),
         Line("zero_variance", '"mask"', "prompts whose completions all score the same teach nothing"),
-        Line("correction", '"truncate"', "old tokens weigh proximal / behavior, at most 2"),
+    ]
+    if not is_small(chosen.policy):
+        return [*lines, Line("correction", '"truncate"', "old tokens weigh proximal / behavior, at most 2")]
+    return [
+        *lines,
+        Line("correction", '"topr"', "negative advantages weigh less, the less likely their completion is now"),
+        Line("negative_weight", "0.25", "and a quarter: old data mislead most where they say what not to do"),
     ]
 
 
@@ -140,6 +146,9 @@ def _learner(chosen: Chosen) -> Iterator[Line]:
     sizes, places = chosen.sizes, chosen.sizes.places
     small = is_small(chosen.policy)
     yield Line("lr", f"{sizes.lr:g}", "the rate for a model of this size; twice as high may diverge")
+    if small:
+        yield Line("betas", "[0.9, 0.999]", "AdamW's moments")
+        yield Line("minibatches", "4", "steps an update")
     yield Line("warmup_updates", "5" if small else "10", "updates over which it rises from 0")
     yield Line("decay", '"linear"' if small else '"constant"', "its course after that")
     if small:

@@ -120,11 +120,13 @@ def _end(process: subprocess.Popen[bytes], limits: Limits, started: Started) -> 
 
 
 def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    if not hasattr(os, "pidfd_open"):
+    try:
+        watched, poll = os.pidfd_open(process.pid), select.poll()
+    except (AttributeError, OSError):
+        # Another system, an old kernel, or a filter around us.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
         return process.returncode is not None
-    watched, poll = os.pidfd_open(process.pid), select.poll()
     try:
         # `select.select` takes no descriptor above 1,023, and a process with many connections has more.
         poll.register(watched, select.POLLIN)

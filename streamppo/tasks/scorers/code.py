@@ -230,7 +230,7 @@ def usable(tests: object) -> list[Test]:
     if isinstance(tests, str):
         try:
             return usable(json.loads(tests) or None)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TaskError(f"`tests` is a text that is not JSON: {error}") from error
     if not isinstance(tests, list) or not tests:
         raise TaskError(f"`tests` must be a list that is not empty, not {tests!r}")
@@ -255,7 +255,7 @@ def _verdicts(text: str) -> list[Verdict]:
     for line in filter(None, text.split("\n")):
         try:
             said.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
     return said
 

@@ -64,7 +64,7 @@ def kind(folder: Path) -> Mapping[str, object]:
     headers.refuse_pointer(path)
     try:
         content: object = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not the configuration of a model: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: not the configuration of a model: it is no table of names")
@@ -107,7 +107,7 @@ def refuse_names(folder: Path, names: Iterable[str]) -> None:
 def _base_of(adapter: Path) -> str:
     try:
         content: object = json.loads(adapter.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ""
     base = cast("dict[str, object]", content).get("base_model_name_or_path") if isinstance(content, dict) else None
     return f" of {base}" if base else ""

@@ -36,7 +36,7 @@ def of(path: str | Path) -> Generation:
         return Generation(GenerationConfig(), ())
     try:
         content: object = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Generation(GenerationConfig(), (f"{FILE} is left out: {error}",))
     if not isinstance(content, dict):
         return Generation(GenerationConfig(), (f"{FILE} is left out: it is no table of names",))

@@ -87,7 +87,7 @@ def weight_map(index: Path) -> dict[str, str]:
     refuse_pointer(index)
     try:
         content: object = json.loads(index.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{index}: not an index of weights: {error}") from error
     named = cast("Mapping[str, object]", content).get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict) or not named or not all(isinstance(part, str) for part in named.values()):
@@ -128,7 +128,7 @@ def of_file(file: Path) -> dict[str, Header]:
                 raise ValueError(f"its first bytes are no header ({size:,} bytes in all)")
             content: object = json.loads(opened.read(length))
         found = dict(_tensors(file, content, 8 + length))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         text = f"{file}: not a file of safetensors: {error}; copy or download it again"
         raise ModelError(text) from error
     if (end := max((one.end for one in found.values()), default=8 + length)) != size:

@@ -3,16 +3,30 @@
 No exception leaves them, nothing is executed, and whatever is in a file, it is looked at in bounded time.
 """
 
+import asyncio
+import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
+import httpx
+import msgspec
 import pytest
-from report_case import run_folder
+from learner_case import SMALL
+from report_case import ALPHABET, run_folder
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import cli, loop
+from streamppo.commands import replay
+from streamppo.commands.watching import server, watched
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
+from streamppo.errors import RunError
+from streamppo.queue.journal import Journal
+from streamppo.tasks.tokenizer import character_tokenizer
 
 LOOKS = {
     "summary": ["summary", "RUN"],
@@ -21,11 +35,27 @@ LOOKS = {
     "report": ["report", "RUN"],
     "inspect": ["inspect", "RUN"],
     "inspect a batch": ["inspect", "RUN", "--update", "3"],
-    "export": ["export", "RUN", "--version", "3"],
+    "inspect a prompt": ["inspect", "RUN", "--prompt", "0"],
+    "inspect what failed": ["inspect", "RUN", "--dead-letters"],
+    "inspect the time": ["inspect", "RUN", "--time"],
+    "trace": ["trace", "RUN", "--to", "TO"],
+    "export": ["export", "RUN", "--version", "3", "--to", "TO"],
     "replay": ["replay", "RUN"],
     "resume": ["resume", "RUN"],
 }
-FILES = ["config.toml", "metrics.jsonl", "journal.sqlite", "journal.tip", "summary.json", "archive", "model"]
+PAGE = ["/", "/watch.js", "/sections", "/batch", "/batch/3", "/batch/3/0", "/batch/9/9"]
+"""What a page of `watch` asks for."""
+COMPARED = "/sections?with=runs/math"
+BEGUN = "processes would start here"
+ENDS = {
+    "replay": BEGUN,
+    "resume": BEGUN,
+    "export": "no checkpoint of version 3",
+    "inspect the time": "no process has told",
+}
+"""This run was made without processes: it has no checkpoint, and nobody has told of its phases."""
+FILES = ["config.toml", "metrics.jsonl", "journal.sqlite", "journal.tip", "summary.json", "inputs.json", "archive"]
+FILES += ["model"]
 DEEP = 100_000
 PLANTED: dict[str, bytes] = {
     "nothing": b"",
@@ -46,16 +76,42 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> Path:
-    # A resume comes as far as the start of processes.
-    monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
+    # A resume comes as far as the start of processes, and replay too.
+    monkeypatch.setattr(loop, "ray_session", begun)
+    monkeypatch.setattr(replay, "init_ray", begun)
+    monkeypatch.setattr(watched, "JOURNAL_S", 0.0)
     if not made.exists():
         run_folder(made, math_config(), updates=4)
+        vocabulary = len(character_tokenizer(ALPHABET))
+        Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "vocab_size": vocabulary})).save_pretrained(made / "model")
+        # Journals of the tests' runs lack what a driver writes at its begin.
+        with closing(Journal(made / "journal.sqlite")) as journal:
+            journal.configure(0, msgspec.msgpack.encode(configfile.load(made / configfile.CONFIG)))
+        assert cli.main(["resume", str(made)]) == RunError.exit_code
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "math").symlink_to(made)
     return shutil.copytree(made, tmp_path / "runs" / "math")
 
 
+def begun(*_: object, **__: object) -> NoReturn:
+    raise RunError(BEGUN)
+
+
 def look(run: Path, arguments: list[str]) -> int:
-    places = {"RUN": str(run), "RUNS": str(run.parent)}
+    places = {"RUN": str(run), "RUNS": str(run.parent), "TO": str(run.parent.parent / "to")}
     return cli.main([places.get(one, one) for one in arguments])
+
+
+def asked(run: Path) -> dict[str, httpx.Response]:
+    """Every answer of the page about `run`, and of one about another run that is compared with it."""
+
+    async def all_of(page: Path, others: list[Path], paths: list[str]) -> dict[str, httpx.Response]:
+        transport = httpx.ASGITransport(server.application(page, others, None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return {path: await client.get(path) for path in paths}
+
+    whole = run.parent.parent / "whole" / "math"
+    return asyncio.run(all_of(run, [], PAGE)) | asyncio.run(all_of(whole, [run], [COMPARED]))
 
 
 def places(run: Path, name: str) -> list[Path]:
@@ -66,9 +122,14 @@ def places(run: Path, name: str) -> list[Path]:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_the_whole_folder_is_looked_at(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = look(run, LOOKS[name])
-    # This run was made without a checkpoint, the digests of its versions and a model's config.json.
-    assert code == 0 or name in ("export", "replay", "resume"), capsys.readouterr().err
+    code, told = look(run, LOOKS[name]), capsys.readouterr().err
+    assert code == 0 or (name in ENDS and ENDS[name] in told), told
+
+
+def test_the_whole_folder_is_a_page(run: Path) -> None:
+    answers = asked(run)
+    assert [path for path, one in answers.items() if one.status_code != 200] == ["/batch/9/9"]
+    assert answers["/batch/3/0"].json() and answers["/sections?with=runs/math"].json()["sections"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -79,6 +140,58 @@ def test_a_file_with_other_content_is_shown_or_told_in_a_sentence(
     for file in places(run, name)[:2]:
         file.write_bytes(PLANTED[content])
     _look_at_all(run, capsys)
+
+
+NESTED = b'{"a": ' + b"[" * DEEP + b"]" * DEEP + b"}"
+"""JSON of the right kind whose depth is beyond any reader."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"),
+        *("adapter_config.json", "model.safetensors.index.json", "model.safetensors", "special_tokens_map.json"),
+    ],
+)
+def test_a_file_of_the_model_that_is_nested_for_ever_is_told_in_a_sentence(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = len(NESTED).to_bytes(8, "little") if name.endswith(".safetensors") else b""
+    if "index" in name:
+        (run / "model" / "model.safetensors").unlink()
+    (run / "model" / name).write_bytes(header + NESTED)
+    code, told = look(run, LOOKS["resume"]), capsys.readouterr().err
+    assert code and "Traceback" not in told and (BEGUN in told or name in told or "tokenizer" in told), told
+
+
+@pytest.mark.parametrize("name", ["inputs.json", "summary.json"])
+def test_a_file_of_the_run_that_is_nested_for_ever_is_told_in_a_sentence(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / name).write_bytes(NESTED.replace(b'{"a"', b'{"a": {"path": "x", "files": {}, "b"') + b"}")
+    _look_at_all(run, capsys)
+
+
+ROWS = {
+    "rows.jsonl": NESTED,
+    "row.jsonl": b'{"prompt": [{"role": "user", "content": "1"}], "tools": "' + b"[" * DEEP + b'", "answer": "1"}',
+    "saved/state.json": NESTED,
+    "other/state.json": b'{"_data_files": 3}',
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_data_that_are_nested_for_ever_are_told_in_a_sentence(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run.parent.parent / name
+    file.parent.mkdir(exist_ok=True)
+    (file.parent / "dataset_info.json").write_text("{}")
+    file.write_bytes(ROWS[name] + b"\n")
+    data = file.parent if file.name == "state.json" else file
+    assert cli.main(["check", str(run / "config.toml"), f"task={{ data = {json.dumps(str(data))} }}"]) == 1
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err and file.name in told.out + told.err
 
 
 # Each draw changes one file of each name: 7 mutations, 105 by default and 525 in all.
@@ -95,6 +208,8 @@ def test_random_mutations_are_shown_or_told_in_a_sentence(
 
 
 def _look_at_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, answer in asked(run).items():
+        assert answer.status_code in (200, 404), (path, answer.text)
     for arguments in LOOKS.values():
         code = look(run, arguments)
         shown = capsys.readouterr()

@@ -1,17 +1,30 @@
 """Code that the configuration of a stranger's run names runs only with consent; one's own run asks nothing."""
 
+import ast
+import os
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from conftest import MATH, REPOSITORY
+from msgspec import structs
 from report_case import run_folder
 
 from streamppo import cli, loop
+from streamppo.api import child
+from streamppo.api.messages import Request
+from streamppo.commands import subject
 from streamppo.config import consent
 from streamppo.config import file as configfile
-from streamppo.config.sections import Config
+from streamppo.config.reward import FunctionScorer, Reward, Scorer, ServiceScorer
+from streamppo.config.sections import Config, Rollout
 from streamppo.errors import ConfigError
+from streamppo.queue.journal import Journal
 
 EVIL = "from pathlib import Path\nPath({!r}).touch()\ndef score(**_):\n    return 0.0\n"
 
@@ -88,21 +101,174 @@ def test_without_a_place_for_the_secret_a_run_is_made_and_says_so(
     consent.ask(folder, [config], trust=True)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "rollout.limit=limits:of",
-        "reward.function=streamppo.tasks.plugins:load",
-        "reward.function=streamppo.tasks.scorers.sandbox:Local",
+KEY = "the key in OPENAI_API_KEY for"
+PLACES = {
+    "FunctionScorer.function": ("reward.function=rewards:score", "rewards:score"),
+    "FunctionScorer.arguments": (
         'reward={ function = "streamppo.tasks.scorers.code:CodeTests", arguments = { sandbox = "mine:Sandbox" } }',
-        'algorithm.policy_loss={ kind = "function", function = "losses:mine" }',
-        "cluster.address=10.0.0.1:6379",
-        'task={ kind = "verifiers", environment = "evil" }',
-    ],
-)
-def test_every_place_that_names_code_is_asked_for(override: str, math_config: Callable[..., Config]) -> None:
-    assert len(consent.code(math_config(override))) == 1
+        "mine:Sandbox",
+    ),
+    "Environment.name": ('environment={ name = "mine:Game" }', "mine:Game"),
+    "Environment.arguments": (
+        'environment={ name = "streamppo.tasks.library.calculator:Calculator", arguments = { environment = "evil" } }',
+        "evil",
+    ),
+    "Rollout.limit": ("rollout.limit=limits:of", "limits:of"),
+    "OwnAdvantage.function": ('algorithm.advantage={ kind = "function", function = "mine:a" }', "mine:a"),
+    "OwnLoss.function": ('algorithm.policy_loss={ kind = "function", function = "mine:l" }', "mine:l"),
+    "OwnCorrection.function": ('algorithm.correction={ kind = "function", function = "mine:c" }', "mine:c"),
+    "VerifiersTask.environment": ('task={ kind = "verifiers", environment = "evil" }', "evil"),
+    "SGLangEngine.args": (
+        'rollout.engine={ kind = "sglang", args = { tool_server = "evil" } }',
+        "rollout.engine.args.tool_server = evil",
+    ),
+    "Cluster.address": ("cluster.address=10.0.0.1:6379", "cluster.address = 10.0.0.1:6379"),
+    "Remote.key_env": (
+        'reward={ scorers = { x = { kind = "service", url = "http://evil", key_env = "OPENAI_API_KEY" } } }',
+        f"reward.scorers.x: {KEY} http://evil",
+    ),
+    "Teacher.key_env": (
+        'algorithm.teacher={ url = "http://evil", key_env = "OPENAI_API_KEY" }',
+        f"algorithm.teacher: {KEY} http://evil",
+    ),
+    "SGLangEngine.api_key_env": (
+        'rollout={ engine = { kind = "sglang", urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"], '
+        'api_key_env = "OPENAI_API_KEY" }, actors = 2 }',
+        f"rollout.engine: {KEY} http://127.0.0.1:1, http://127.0.0.1:2",
+    ),
+}
+"""By field of the configuration: an override that names code there, or an address for a key, and its name."""
 
 
-def test_what_is_built_in_needs_no_consent(math_config: Callable[..., Config]) -> None:
-    assert not consent.code(math_config())
+@pytest.mark.parametrize("field", PLACES)
+def test_every_place_that_names_code_or_a_key_is_asked_for(field: str, math_config: Callable[..., Config]) -> None:
+    override, name = PLACES[field]
+    assert consent.code(math_config(override)) == {name}
+
+
+def test_no_field_that_names_code_or_a_key_is_forgotten() -> None:
+    fields = set[str]()
+    for file in (REPOSITORY / "streamppo" / "config").glob("*.py"):
+        for made in (one for one in ast.parse(file.read_text()).body if isinstance(one, ast.ClassDef)):
+            fields |= {f"{made.name}.{name}" for name, words in _documented(made) if _is_place(name, words)}
+    assert fields <= PLACES.keys() and len(fields) > 6
+
+
+def _documented(made: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """The fields of a struct, and the words under each."""
+    for field, below in zip(made.body, made.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            yield ast.unparse(field.target), ast.unparse(below)
+
+
+def _is_place(name: str, words: str) -> bool:
+    return "package.module" in words or name == "function" or name.endswith("key_env")
+
+
+@pytest.mark.parametrize("name", ["streamppo.tasks.plugins:load", "streamppo.tasks.scorers.sandbox:Local"])
+def test_names_of_streamppo_that_run_what_they_are_given_are_asked_for(
+    name: str, math_config: Callable[..., Config]
+) -> None:
+    assert consent.code(math_config(f"reward.function={name}")) == {name}
+
+
+def test_a_key_for_another_address_is_asked_for_again(tmp_path: Path, math_config: Callable[..., Config]) -> None:
+    def of(url: str) -> Config:
+        scorers: dict[str, Scorer] = {"x": ServiceScorer(url=url, key_env="OPENAI_API_KEY")}
+        return structs.replace(math_config(), reward=Reward(scorers))
+
+    folder = loop.new_folder(of("http://mine"), tmp_path / "runs")
+    consent.ask(folder, [of("http://mine")])
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY for http://evil"):
+        consent.ask(folder, [of("http://evil")])
+
+
+@pytest.mark.parametrize("address", ["local", "auto"])
+def test_what_is_built_in_needs_no_consent(address: str, math_config: Callable[..., Config]) -> None:
+    assert not consent.code(math_config(f"cluster.address={address}"))
+
+
+def test_a_run_that_was_moved_with_its_own_reward_asks_nothing(foreign: Path, tmp_path: Path) -> None:
+    config = configfile.load(foreign / configfile.CONFIG)
+    with closing(Journal(foreign / "journal.sqlite")) as journal:
+        journal.configure(0, msgspec.msgpack.encode(config))
+    consent.give(foreign, config)
+    moved = foreign.rename(tmp_path / "elsewhere")
+    subject.ask(moved)
+    (moved / "reward.py").write_text("def score(**_):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"reward\.py:score"):
+        subject.ask(moved)
+
+
+def test_code_that_updates_of_the_past_are_made_again_with_is_asked_for(
+    tmp_path: Path, math_config: Callable[..., Config]
+) -> None:
+    folder = run_folder(tmp_path / "math", math_config(), updates=2)
+    loss = 'algorithm.policy_loss={ kind = "function", function = "evil:loss" }'
+    with closing(Journal(folder / "journal.sqlite")) as journal:
+        journal.configure(0, msgspec.msgpack.encode(math_config(loss)))
+    with pytest.raises(ConfigError, match="evil:loss"):
+        subject.ask(folder)
+
+
+def test_a_script_that_goes_on_with_a_strangers_run_is_refused_too(foreign: Path, tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(ConfigError, match="--trust"):
+        child._resume(Request(folder=str(foreign)), theirs)  # pyright: ignore[reportPrivateUsage]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_run_with_resume_names_an_option_that_it_takes(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = list[Any]()
+    monkeypatch.setattr(loop, "run", lambda config, *_, **__: begun.append(config) or 0)
+    monkeypatch.setattr(subject, "refuse", lambda _: None)
+    arguments = ["run", str(MATH), "--resume", "--runs", str(foreign.parent)]
+    assert cli.main(arguments) == 2
+    assert "--trust" in capsys.readouterr().err and not begun
+    assert cli.main([*arguments, "--trust"]) == 0
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize("command", ["summary", "inspect", "report", "trace", "export"])
+def test_commands_that_run_nothing_of_a_run_need_no_consent(
+    foreign: Path, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = ["--to", str(tmp_path / "to")] if command in ("export", "trace") else []
+    cli.main([command, str(foreign), *to])
+    assert "--trust" not in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists() and not (foreign / consent.FILE).exists()
+
+
+@pytest.mark.parametrize("name", ["a\0b.py:score", "\ud800.py:score", f"{'x' * 5000}.py:score", "RUN/large.py:score"])
+def test_a_name_that_cannot_be_a_file_is_asked_for(
+    name: str, tmp_path: Path, math_config: Callable[..., Config]
+) -> None:
+    with (tmp_path / "large.py").open("wb") as file:
+        file.truncate(2**40)
+    named = name.replace("RUN", str(tmp_path))
+    config = structs.replace(math_config(), rollout=Rollout(limit=named))
+    consent.give(tmp_path, config)
+    with pytest.raises(ConfigError) as told:
+        consent.ask(tmp_path, [config]) if "large" in name else consent.ask(tmp_path / "other", [config])
+    assert len(str(told.value)) < 1000
+
+
+def test_the_lines_of_a_consent_are_read_to_a_bound(tmp_path: Path, math_config: Callable[..., Config]) -> None:
+    with (tmp_path / consent.FILE).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ConfigError, match="--trust"):
+        consent.ask(tmp_path, [math_config("reward.function=rewards:score")])
+    (tmp_path / consent.FILE).unlink()
+    os.mkfifo(tmp_path / consent.FILE)
+    with pytest.raises(ConfigError, match="--trust"):
+        consent.ask(tmp_path, [math_config("reward.function=rewards:score")])
+
+
+def test_many_names_are_told_in_a_sentence(tmp_path: Path, math_config: Callable[..., Config]) -> None:
+    scorers: dict[str, Scorer] = {f"{number}": FunctionScorer(function=f"evil{number}:score") for number in range(50)}
+    config = structs.replace(math_config(), reward=Reward(scorers))
+    with pytest.raises(ConfigError, match=r"'evil0:score'.* and 40 more: look") as told:
+        consent.ask(tmp_path, [config])
+    assert len(str(told.value)) < 1000

@@ -1,5 +1,6 @@
 """Processes that inherited the mark end with the block or its process, wherever they stand; others do not."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -92,6 +93,48 @@ def test_the_death_of_the_driver_ends_marked_processes(tmp_path: Path, kind: str
             assert living(mark)
             driver.kill()
             until(lambda: not living(mark))
+
+
+REFUSED = """
+import os, runpy
+def refused(*_):
+    raise OSError({number}, os.strerror({number}))
+os.pidfd_open = refused
+runpy.run_path({file!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_without_a_descriptor_of_the_driver_the_end_of_the_block_is_seen(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "watcher.py").write_text(REFUSED.format(number=number, file=orphans.__file__))
+    monkeypatch.setattr(orphans, "__file__", str(tmp_path / "watcher.py"))
+    with ExitStack() as after:
+        with orphans.ends() as mark:
+            after.enter_context(sleeper(tmp_path, "sleeps", mark))
+            assert living(mark)
+        assert not living(mark)
+
+
+def test_without_a_descriptor_of_the_driver_its_death_is_seen_though_a_fork_of_it_lives(tmp_path: Path) -> None:
+    (tmp_path / "watcher.py").write_text(REFUSED.format(number=errno.ENOSYS, file=orphans.__file__))
+    script = (
+        "import os, sys, time\nfrom streamppo.driver import orphans\n"
+        f"orphans.__file__ = {str(tmp_path / 'watcher.py')!r}\n"
+        "with orphans.ends() as mark:\n    fork = os.fork()\n    if fork:\n        print(mark, fork, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout
+        mark, fork = driver.stdout.readline().split()
+        try:
+            with sleeper(tmp_path, "sleeps", mark):
+                assert living(mark)
+                driver.kill()
+                until(lambda: not living(mark))
+        finally:
+            os.kill(int(fork), signal.SIGKILL)
 
 
 def until(happened: Callable[[], bool]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import shard_case
 from test_queue_actor import COPIED, SMALL, as_it_is, deliver, push, sample
 
+from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, ConfigError, JournalError
@@ -26,7 +27,7 @@ from streamppo.queue.journal import Journal
 from streamppo.queue.restore import restore
 from streamppo.types import Batch, Failure, Trajectory, decode, encode
 from streamppo.weights import owner
-from streamppo.weights.store import Store
+from streamppo.weights.store import Store, summed
 
 OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
 """Tokens that nobody else samples."""
@@ -475,6 +476,57 @@ def test_an_address_without_a_copy_and_a_folder_that_is_there_are_refused(addres
         restore(address, tmp_path / "new")
     with pytest.raises(CheckpointError, match="exists; name a folder that does not"):
         restore(address, tmp_path)
+
+
+def test_a_run_that_is_restored_by_the_user_who_made_it_needs_no_consent(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = queue_in(tmp_path / "run")
+    config = configfile.change(actor.config, ["cluster.address=10.0.0.1:6379"])
+    consent.give(tmp_path / "run", config)
+    asyncio.run(_two_versions(actor))
+    restore(address, tmp_path / "new")
+    consent.ask(tmp_path / "new", [config])
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    with pytest.raises(ConfigError, match="--trust"):
+        consent.ask(tmp_path / "new", [config])
+
+
+def test_a_copy_by_an_earlier_version_is_refused_in_a_sentence(
+    queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    asyncio.run(_two_versions(queue_in(tmp_path / "run")))
+    files = fsspec.filesystem("memory")
+    for name in Store(address).names("run/0000"):
+        files.mv(f"{address}/run/0000/{name}", f"{address}/run/{name.rpartition('.')[0]}")
+    with pytest.raises(CheckpointError, match=r"run/config\.toml: a copy by an earlier version of streamppo"):
+        restore(address, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "0000", "notes.txt", "000000000001x"])
+def test_files_of_somebody_else_at_the_address_harm_nobody(
+    name: str, queue_in: Callable[..., QueueActor], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "BASE_EVERY", 2)
+    files = fsspec.filesystem("memory")
+    if name[:4] != "0000":
+        files.pipe(f"{address}/lives/{name}", b"x")
+    files.pipe(f"{address}/journal/0000/{name}", b"x")
+    asyncio.run(_two_versions(queue_in(tmp_path / "run")))
+    restore(address, tmp_path / "new")
+    assert rows(tmp_path / "new") == rows(tmp_path / "run")
+
+
+@pytest.mark.parametrize("row", [b"\x93", b"\xc1", b"\x91" * 100_000, b"\x80"])
+def test_a_copy_that_is_whole_and_strange_is_named(
+    row: bytes, queue_in: Callable[..., QueueActor], address: str, tmp_path: Path
+) -> None:
+    asyncio.run(_two_versions(queue_in(tmp_path / "run")))
+    name = Store(address).names("journal/0000")[-1]
+    fsspec.filesystem("memory").pipe(f"{address}/journal/0000/{name}", summed(row))
+    with pytest.raises(JournalError, match=f"{name}: not as this version of streamppo writes it"):
+        restore(address, tmp_path / "new")
 
 
 def test_a_copy_wants_disks_of_their_own(math_config: Callable[..., Config]) -> None:

@@ -120,6 +120,30 @@ def test_compressed_entries_and_bombs_are_strange_before_memory_is_taken(monkeyp
         zarr_zip.unpacked(io.BytesIO(zeros))
 
 
+BOUND_RATIO = 2
+LARGE = {"none": np.zeros(0, np.int32), "ends": np.arange(7), "versions": np.zeros(2**19, np.int32)}
+"""As zstd has it they take less than a thousandth; a block of a frame takes a sixteenth of the last one."""
+
+
+@pytest.mark.parametrize("above", [-1, 0, 1, 10**6])
+def test_what_is_written_is_read_also_at_the_bound(above: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = entries(zarr_zip.packed(LARGE, ATTRIBUTES))
+    size = sum(len(written[f"{name}/c/0"]) for name in LARGE)
+    bound = sum(column.nbytes for column in LARGE.values()) - above
+    monkeypatch.setattr(zarr_zip, "MOST_RATIO", BOUND_RATIO)
+    monkeypatch.setattr(zarr_zip, "MOST_BYTES", bound - BOUND_RATIO * size)
+    file = tmp_path / "a.zip"
+    file.write_bytes(zarr_zip.packed(LARGE, ATTRIBUTES))
+    assert (file.stat().st_size > 2**21) == (above > 0)
+    with file.open("rb") as opened:
+        columns, _ = zarr_zip.unpacked(opened)
+    with ZipStore(file, mode="r") as store:
+        group = zarr.open_group(store, mode="r")
+        for name, column in LARGE.items():
+            np.testing.assert_array_equal(columns[name], column)
+            np.testing.assert_array_equal(np.asarray(group[name][:]), column)  # pyright: ignore[reportIndexIssue, reportArgumentType]
+
+
 def test_500_random_mutations_are_strange_or_columns() -> None:
     whole, generator = bytes(zarr_zip.packed(COLUMNS, ATTRIBUTES)), random.Random(5)
     strange = 0

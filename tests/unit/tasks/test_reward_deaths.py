@@ -121,3 +121,33 @@ def test_what_a_reward_has_started_does_not_outlive_its_process(mark: str, doing
     actor.terminate()
     actor.wait()
     assert until(lambda: not alive(mark))
+
+
+REFUSED = """
+import errno, os, sys, time
+def refused(*_):
+    raise OSError(errno.{name}, "refused")
+os.pidfd_open = refused
+from streamppo.tasks.rewards.processes import reaper
+if os.fork() == 0:
+    reaper.stand()
+    print(os.getpid(), os.getppid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "EPERM", "EMFILE"])
+@pytest.mark.parametrize("first", ["actor", "template"])
+def test_where_the_kernel_gives_no_descriptor_of_a_process_its_end_is_seen_too(
+    mark: str, name: str, first: str
+) -> None:
+    command = [sys.executable, "-c", REFUSED.format(name=name)]
+    environment = {**os.environ, MARK: mark, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as actor:
+        assert actor.stdout
+        template, reaper = (psutil.Process(int(one)) for one in actor.stdout.readline().split())
+        time.sleep(1.0)
+        assert {template, reaper} <= set(alive(mark)), "the reaper has taken nobody for dead"
+        psutil.Process({"actor": actor.pid, "template": template.pid}[first]).kill()
+        assert until(lambda: not {template, reaper}.intersection(alive(mark)))
+        actor.kill()

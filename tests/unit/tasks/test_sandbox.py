@@ -8,6 +8,7 @@ Every attack here is on files, sockets and processes that the test has made itse
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -16,7 +17,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import psutil
 import pytest
@@ -244,6 +245,18 @@ def test_output_is_bounded() -> None:
 
 
 @walled
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_a_program_runs_where_the_kernel_gives_no_descriptor_of_it(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert ran_in(Bubblewrap(), "print(1)").stdout == "1\n"
+    assert ran_in(Bubblewrap(), "while True: pass", Limits(0.5)).exit_code is None
+
+
 def test_a_program_runs_beside_more_open_files_than_select_can_number() -> None:
     """A reward worker with many connections has such descriptors, and all that come after them."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from io import FileIO
 
 from streamppo.terminal import harmless
 
@@ -15,13 +16,18 @@ log = logging.getLogger(__name__)
 
 
 def forward(source: int, function: str) -> None:
-    """Pass `source` on to this process's standard output until every writer is gone, in a thread; closes `source`."""
-    threading.Thread(target=_forward, args=(source, function), name="reward-output", daemon=True).start()
+    """Pass `source` on to what is standard output at present until every writer is gone, in a thread that closes it."""
+    try:
+        target = os.dup(1)
+    except OSError:
+        # There is none; the writers do not wait for their reader all the same.
+        target = os.open(os.devnull, os.O_WRONLY)
+    threading.Thread(target=_forward, args=(source, target, function), name="reward-output", daemon=True).start()
 
 
-def _forward(source: int, function: str) -> None:
+def _forward(source: int, target: int, function: str) -> None:
     begin, passed = time.monotonic(), 0
-    with os.fdopen(source, "rb", buffering=0) as read:
+    with os.fdopen(source, "rb", buffering=0) as read, os.fdopen(target, "wb", buffering=0) as write:
         while chunk := read.read(2**16):
             if time.monotonic() - begin > WINDOW_S:
                 begin, passed = time.monotonic(), 0
@@ -29,7 +35,7 @@ def _forward(source: int, function: str) -> None:
             if passed <= WINDOW_BYTES < passed + len(chunk):
                 log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
             passed += len(chunk)
-            _write(_shown(kept))
+            _write(write, _shown(kept))
 
 
 def _shown(chunk: bytes) -> bytes:
@@ -38,10 +44,10 @@ def _shown(chunk: bytes) -> bytes:
     return "\n".join(map(harmless, text.split("\n"))).encode()
 
 
-def _write(chunk: bytes) -> None:
+def _write(target: FileIO, chunk: bytes) -> None:
     """Write all of it, or nothing more when standard output is gone."""
     try:
         while chunk:
-            chunk = chunk[os.write(1, chunk) :]
+            chunk = chunk[target.write(chunk) :]
     except OSError:
         return

@@ -19,6 +19,8 @@ from pathlib import Path
 from streamppo.process import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
+LOOK_MS = 500
+"""Between two looks for actor and template, where the kernel does not tell of their end."""
 ROUND_S, ROUNDS = 0.01, 500
 """Between two looks for what is left below, and so many looks: processes may fork while they are killed."""
 
@@ -50,7 +52,10 @@ def _wait(actor: int, template: int) -> None:
         # With SIGCHLD ignored, orphans that have ended are collected by the kernel.
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    watched = [os.pidfd_open(pid) for pid in (actor, template)]
+    # An old kernel, or a filter around us, gives none.
+    watched = list[int]()
+    with suppress(OSError):
+        watched += [os.pidfd_open(pid) for pid in (actor, template)]
     # Sockets and output are the template's alone: their ends say that it has ended.
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in watched:
@@ -59,8 +64,17 @@ def _wait(actor: int, template: int) -> None:
     poll = select.poll()
     for one in watched:
         poll.register(one, select.POLLIN)
-    if os.getppid() == actor:
-        poll.poll()
+    while os.getppid() == actor and _lives(template) and not poll.poll(None if watched else LOOK_MS):
+        pass
+
+
+def _lives(pid: int) -> bool:
+    """True for a process that has not ended, or is not collected yet."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _end_all() -> None:
