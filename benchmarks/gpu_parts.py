@@ -188,7 +188,7 @@ def update() -> Result:
 
 def layers() -> Result:
     """Forward and backward of a transformer by attention and checkpointing."""
-    return _transformers(["off", "selective", "full"], compiled=False)
+    return _transformers(["off", "full"], compiled=False)
 
 
 def compiled() -> Result:

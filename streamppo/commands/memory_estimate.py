@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from streamppo.algorithms.chunked_head import PIECE
 from streamppo.config.sections import Config, Model
 from streamppo.errors import ModelError
 from streamppo.learner import adapters, parallel
-from streamppo.learner.layers import Selection
 from streamppo.learner.loading import SHARD_LAYERS_ABOVE, is_whole
 from streamppo.learner.policy import HEAD_CHUNK
 
@@ -40,9 +38,8 @@ class Sizes(NamedTuple):
     compute type.
 
     `layer` is one transformer layer, of which `by_tensor` and `by_expert` are what tensor and expert parallelism cut;
-    `rest` is everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation. Of its
-    `activations_per_layer` selective checkpointing keeps `selected_per_layer`, and the layer's input. `routes` are the
-    experts of a token, of all layers.
+    `rest` is everything outside of the layers: embeddings, norm, head. `widest` is a layer's largest activation.
+    `routes` are the experts of a token, of all layers.
     """
 
     parameters: int
@@ -58,7 +55,6 @@ class Sizes(NamedTuple):
     cache_per_token: int
     activations_per_layer: int
     widest: int
-    selected_per_layer: int
     routes: int
 
     @property
@@ -148,7 +144,6 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
         cache_per_token=len(layers) * pair * dtype.itemsize,
         activations_per_layer=activations,
         widest=widest,
-        selected_per_layer=_selected(lm) + hf_config.num_attention_heads * head_width * dtype.itemsize,
         routes=len(layers) * getattr(hf_config, "num_experts_per_tok", 0) if by_expert else 0,
     )
 
@@ -214,33 +209,6 @@ class _Kept(torch.autograd.Function):
         return attended
 
 
-class Selected(TorchDispatchMode):
-    """Counts the bytes of all products that selective checkpointing keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self._selection = 0, Selection()
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        """Run `func`, and count its result if it is kept."""
-        made = func(*args, **(kwargs or {}))
-        if self._selection.keeps(func) and isinstance(made, torch.Tensor):
-            self.bytes += made.nbytes
-        return made
-
-
-def _selected(lm: Any) -> int:
-    """Bytes of one token that selective checkpointing keeps of one layer's products; attention's are not counted."""
-    body = lm.base_model
-    all_layers, body.layers, body.config.num_hidden_layers = body.layers, body.layers[:1], 1
-    with Selected() as seen, torch.no_grad():
-        _pass(body)
-    body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
-    return seen.bytes // PROBED
-
-
 def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     """One learner rank, where `longest` is the longest row in tokens.
 
@@ -251,8 +219,8 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     gathered     weights in the compute type of two layers, as far as they are not cut between ranks, and of all that
                  is in no layer (a small model: all of it); their gradients, and those in float32 on their way to the
                  ranks. Of a rank alone a copy of what is trained in the compute type; in float32 nothing
-    activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each (and
-                 what is selected); with tensor parallelism the slices that a rank gathers twice
+    activations  of the rank's slice of the micro-batch in every layer, or with checkpointing its input to each;
+                 with tensor parallelism the slices that a rank gathers twice
     head         logits, their gradient and the head's own; on a CPU the head's float32 copy as well
     layer        later in the backward pass: with checkpointing one layer's activations and the gradients of two; of a
                  rank alone the gradient of what is in no layer, to which the embedding adds at the end
@@ -275,7 +243,6 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     tokens = -(-max(learner.micro_batch_tokens, longest) // mesh.slices)
     per_layer = model.activations_per_layer + 2 * (mesh.tensor - 1) * model.hidden * model.element
     kind, kept = config.model.gradient_checkpointing, model.hidden * model.element
-    kept += model.selected_per_layer * (kind == "selective")
     layers = tokens * model.layers * (per_layer if kind == "off" else kept * (kind != "offloaded"))
     reference, teacher, shards = config.algorithm.kl, config.algorithm.teacher, mesh.shards(learner.ranks)
     is_second = reference.on and not reference.offload and config.model.lora is None

@@ -66,8 +66,8 @@ class Model(Section, frozen=True):
     """With sdpa, the learner computes a prompt once for its samples in a micro-batch, where that is less work."""
     float32_router: bool = False
     """Scores of experts are a float32 product even in bfloat16, in the learner."""
-    gradient_checkpointing: Literal["off", "selective", "full", "offloaded"] = "off"
-    """Compute activations again in the backward pass, some or all but a layer's input, which may be on the CPU."""
+    gradient_checkpointing: Literal["off", "full", "offloaded"] = "off"
+    """Compute activations again in the backward pass, all but a layer's input, which may be on the CPU."""
     compile: bool = False
     """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
     lora: Lora | None = None
@@ -78,18 +78,13 @@ class Model(Section, frozen=True):
     """The model behind "builtin:tiny"."""
 
     def contradictions(self) -> Iterator[str]:
-        """Flash-attn computes in 16 bits; a compiler makes its own selection; a clock shows a time."""
+        """Flash-attn computes in 16 bits; a compiler leaves no single operation; a clock shows a time."""
         if self.clock and not _is_time(self.clock):
             yield f"clock ({self.clock!r}) is a date, or a date and a time: 2026-01-31 or 2026-01-31T12:00"
         if self.attention in FLASH and self.dtype != "bfloat16":
             yield f'attention = "{self.attention}" computes in 16 bits: it needs dtype = "bfloat16"'
         if self.compile and self.float32_router:
             yield "float32_router = true looks at single operations, and compile = true leaves none"
-        if self.compile and self.gradient_checkpointing == "selective":
-            yield (
-                "gradient_checkpointing = 'selective' looks at single operations, and compile = true leaves none: "
-                "choose 'off', where the compiler selects by itself, or 'full'"
-            )
 
     def refuses(self, what: str) -> Iterator[str]:
         """A sentence for every choice with which `what` is not possible, that changes what attention looks at."""

@@ -78,7 +78,7 @@ UPDATES = [
     ["algorithm.kl.loss_beta=0.1"],
     ["algorithm.kl.loss_beta=0.1", "algorithm.kl.offload=true"],
     ["learner.offload=true", "model.gradient_checkpointing=offloaded"],
-    ["algorithm.critic.model=policy", "model.gradient_checkpointing=selective", "learner.minibatches=2"],
+    ["algorithm.critic.model=policy", "model.gradient_checkpointing=full", "learner.minibatches=2"],
     ["algorithm.proximal=loglinear", "algorithm.advantage.kind=rloo", "learner.minibatches=2", "learner.norm=max-norm"],
 ]
 

@@ -128,7 +128,7 @@ def test_gradients_are_those_by_hand_with_keys_and_values_detached(
     assert (attached[name] - expected[name]).abs().max() > 0.05 * expected[name].abs().max()
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["offloaded", "full"])
 def test_layers_that_are_computed_again_find_the_same_keys_and_values(
     folder: Path, checkpointing: Checkpointing
 ) -> None:

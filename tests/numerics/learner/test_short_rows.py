@@ -64,7 +64,7 @@ def test_states_and_gradients_are_those_of_transformers(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["offloaded", "full"])
 def test_a_layer_that_is_computed_again_has_the_same_gradients(kind: Checkpointing) -> None:
     model: Any = transformer(Qwen2Config(**SHAPE, num_key_value_heads=2))
     short_rows.prepare(model)

@@ -28,7 +28,7 @@ OF_TWO = (
     (IN_TWO, "algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "algorithm.advantage.kind=grpo"),
     (IN_TWO, "algorithm.teacher.model=FOLDER"),
     (IN_TWO, "model.gradient_checkpointing=full"),
-    (IN_TWO, "model.gradient_checkpointing=selective"),
+    (IN_TWO, "model.gradient_checkpointing=full"),
 )
 OF_FOUR = (
     (IN_TWO, "algorithm.policy_loss.kind=gspo", "learner.norm=max-norm"),

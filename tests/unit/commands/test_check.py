@@ -428,15 +428,11 @@ def test_what_is_sharded_is_divided_by_the_ranks_and_a_critic_of_its_own_doubles
     whole = memory.rank(configfile.change(config, ["learner.ranks=1"]), model, longest=10)
     assert whole.layer == 4 * model.rest, "the embedding's gradient waits for that of its use as the head"
     assert light.total == sum(light) - min(light.head, light.layer), "the head's logits are gone by then"
-    # Selected are attention's result, o, up and k: 32, 32, 48 and 16 numbers of a token in each layer.
-    assert model.selected_per_layer == (32 + 32 + 48 + 16) * 4
     away = memory.rank(configfile.change(config, ["model.gradient_checkpointing=offloaded"]), model, longest=10)
     assert away.activations == 0 and away.layer == light.layer
     waits = configfile.change(two, ["learner.offload=true"])
     assert memory.rank(waits, model, longest=10) == twice._replace(state=0)
     assert memory.state(waits, model) == twice.state, "it is in the memory of the machine"
-    some = memory.rank(configfile.change(config, ["model.gradient_checkpointing=selective"]), model, longest=10)
-    assert some.activations == light.activations + 10 * 2 * model.selected_per_layer
 
 
 def test_layers_are_gathered_one_after_another_where_the_learner_shards_them_so(
