@@ -5,7 +5,6 @@ Each measure is a number and the places that it is made of; `BOUNDS` are held by
 
 import argparse
 import ast
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -25,7 +24,6 @@ BOUNDS = {
     "broad excepts": 22,
     "print": 1,
     "print outside commands": 0,
-    "sentences of them that begin with a wh-word": 0,
     "largest file": 400,
     "longest function": 60,
     "most parameters before *": 6,
@@ -33,8 +31,6 @@ BOUNDS = {
     "undocumented public things": 0,
 }
 """The most that each measure may be."""
-WH_WORDS = ("whoever", "whatever", "what", "those", "one that", "who", "which", "whether", "where", "whom", "whose")
-"""Words that no sentence of a docstring begins with: it begins with a verb or names its subject."""
 BROAD = ("Exception", "BaseException")
 NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 PATH_TO_BACKWARD = (
@@ -186,21 +182,6 @@ def _text(node: ast.stmt) -> str | None:
     return None
 
 
-def begins_wrong(text: str) -> list[str]:
-    """The sentences of a docstring that begin with a wh-word or one of its kin, each by its first words.
-
-    A sentence begins with the text, after a blank line, or with a capital letter after a full stop.
-    """
-    sentences = re.split(r"\n\s*\n|(?<=[.!?])[)\"'`\]]*\s+(?=[A-Z])", text)
-    words = re.compile(rf"\s*(?:{'|'.join(WH_WORDS)})\b", re.IGNORECASE)
-    return [" ".join(sentence.split()[:6]) for sentence in sentences if words.match(sentence)]
-
-
-def wh_sentences(found: Sequence[Source]) -> list[str]:
-    """Sentences of docstrings that begin with a wh-word, each with its place."""
-    return [f"{place}: {words}" for place, text in docstrings(found) for words in begins_wrong(text)]
-
-
 def uses_of_any(found: Sequence[Source]) -> list[str]:
     """Uses of `Any`, those in quoted types too, as module:line; its imports are left out."""
     return [
@@ -327,7 +308,6 @@ def measures(found: Sequence[Source], path: Sequence[tuple[str, str]] = PATH_TO_
         "deepest nesting": largest({place: nesting(function) for place, function in inside}),
         "undocumented public things": count(undocumented(found)),
         "docstrings": Measure(len(list(docstrings(found)))),
-        "sentences of them that begin with a wh-word": count(wh_sentences(found)),
     }
 
 

@@ -85,7 +85,6 @@ def test_a_clean_package_has_no_fault(tmp_path: Path) -> None:
     clean = package(tmp_path)
     faults = ("modules in an import cycle", "units in an import cycle", "Any per 1,000 lines", "broad excepts", "print")
     assert [name for name in faults if clean[name].value] == []
-    assert clean["sentences of them that begin with a wh-word"].value == 0
     assert clean["undocumented public things"].value == 0
     assert clean["steps of the declared path not in the code"].value == 0
     assert (clean["units"].value, clean["files at the top of streamppo/"].value) == (3, 1)
@@ -126,25 +125,6 @@ def test_every_way_to_write_any_is_counted_and_a_sentence_with_the_word_is_not(t
     text = f'"""Any number goes. Any."""\nimport typing\nfrom typing import Any\n\n{use}\ny = "Any"\n'
     found = package(tmp_path, yard_wall=text.replace('y = "Any"', 'y = "Any word"'))
     assert list(found["Any per 1,000 lines"].places) == ["streamppo.yard.wall:5"]
-
-
-@pytest.mark.parametrize(
-    "docstring",
-    [
-        "What it does.",
-        "one that walks",
-        "Walks. Those that stand do not.",
-        "Walks (far.) Whether it rains or not.",
-        "Walks.\n\n    where it can",
-    ],
-)
-def test_a_sentence_that_begins_with_a_wh_word_is_found_wherever_it_stands(tmp_path: Path, docstring: str) -> None:
-    found = package(tmp_path, yard_wall=f'"""{docstring}"""\n')
-    assert found["sentences of them that begin with a wh-word"].value == 1
-
-
-def test_a_wh_word_within_a_sentence_and_a_longer_word_are_in_order() -> None:
-    assert house.begins_wrong("Walks where it can, e.g. where it rains. Whole days. Whichever way.") == []
 
 
 def test_prints_and_broad_excepts_are_found_with_their_places(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from streamppo.commands import memory_estimate as estimate
 from streamppo.commands.checks import machine
 from streamppo.commands.checks.finding import Finding, Findings, first_line
 from streamppo.config.sections import LOCAL, Config, longest_completion, longest_row, shares_gpus
+from streamppo.config.task import DataTask
 from streamppo.driver import placement
 from streamppo.errors import ModelError
 from streamppo.rollout import positions
@@ -44,7 +45,8 @@ def memory(config: Config, hf_config: PretrainedConfig, gpu: Gpu) -> Findings:
     yield Finding("parameters", "ok", f"{model.parameters:,} in {model.layers} layers, {config.model.dtype}")
     allowed = longest_row(config)
     context = positions.longest(hf_config, allowed)
-    if allowed > context:
+    # Prompts of other tasks have no bound of the configuration to compare.
+    if allowed > context and isinstance(config.task, DataTask):
         text = f"prompt and completion may have {allowed} tokens; the model takes {context}: completions end there"
         yield Finding("context", "note", text)
     longest = min(allowed, context)

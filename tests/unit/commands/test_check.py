@@ -291,6 +291,13 @@ def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
     assert code == 0 and f"critic ok learns from the 1 batches of {tmp_path / 'run'}" in output
 
 
+def test_the_context_of_a_task_without_a_bound_on_prompts_is_not_noted(
+    checked: Callable[..., tuple[int, str]],
+) -> None:
+    code, output = checked(MATH)
+    assert code == 0 and "context note" not in output and "0 errors" in output
+
+
 def test_completions_that_the_model_cuts_short_are_noted_and_are_no_error(
     checked: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
