@@ -1,10 +1,12 @@
 """The words of commands that say what they are about: runs and replays, a model, one more configuration."""
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
-from streamppo.config import consent
+import msgspec
+
+from streamppo.config import change, consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, JournalError
@@ -38,13 +40,14 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
 
     It goes on with `present`, by default with its own configuration: files of earlier ones may have moved with the run.
     """
-    from streamppo.learner import history
+    from streamppo.queue.journal import Journal
 
     own = configfile.load(run / configfile.CONFIG)
     configs = [own]
-    # A journal that cannot be read is told where it is needed.
-    with suppress(JournalError):
-        configs += history.of_run(run, present or own).configs.values()
+    # A run that was never begun has no journal; one that cannot be read is told where it is needed.
+    with suppress(JournalError, msgspec.MsgspecError, RecursionError), closing(Journal.of(run)) as journal:
+        recorded = [msgspec.msgpack.decode(one, type=Config) for one in journal.configs().values()]
+        configs += [change.as_present(one, present or own) for one in recorded]
     consent.ask(run, configs, trust=trust)
 
 

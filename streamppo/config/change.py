@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+from msgspec import structs
 
+from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.config.teacher import OF_SERVER
 
@@ -82,6 +84,24 @@ def moved(before: Config, after: Config) -> dict[str, str]:
         for name, value in becomes.items()
         if isinstance(value, str) and was.get(name) != value and _name(was.get(name)) == _name(value)
     }
+
+
+def as_present(recorded: Config, present: Config) -> Config:
+    """A recorded configuration with what no weights depend on as it is at `present`: places, addresses, transport.
+
+    It is `present` where they learn in the same way.
+    """
+    if learning(recorded) == learning(present):
+        return present
+    places = [f"{name}={msgspec.json.encode(place).decode()}" for name, place in moved(recorded, present).items()]
+    config = configfile.change(recorded, places)
+    learner = structs.replace(
+        config.learner,
+        bucket_bytes=present.learner.bucket_bytes,
+        deltas=present.learner.deltas,
+        transport=present.learner.transport,
+    )
+    return structs.replace(config, learner=learner, checkpoint=present.checkpoint, cluster=present.cluster)
 
 
 def _shown(values: dict[str, object], name: str) -> str:

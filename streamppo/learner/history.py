@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import structs
 
-from streamppo.config import file as configfile
-from streamppo.config.change import learning, moved
+from streamppo.config.change import as_present
 from streamppo.config.sections import Config
 from streamppo.queue import continuation
 from streamppo.queue.journal import Journal
@@ -66,24 +64,6 @@ def of_run(run: Path, present: Config) -> History:
 def digests(recorded: Mapping[int, Config], made: Mapping[int, Made]) -> dict[int, str]:
     """The digest of each version, as far as it has the same weights whenever it is made."""
     return {version: one.digest if continuation.is_exact(recorded, version) else ANY for version, one in made.items()}
-
-
-def as_present(recorded: Config, present: Config) -> Config:
-    """A recorded configuration with what no weights depend on as it is at `present`: places, addresses, transport.
-
-    It is `present` where they learn in the same way.
-    """
-    if learning(recorded) == learning(present):
-        return present
-    places = [f"{name}={msgspec.json.encode(place).decode()}" for name, place in moved(recorded, present).items()]
-    config = configfile.change(recorded, places)
-    learner = structs.replace(
-        config.learner,
-        bucket_bytes=present.learner.bucket_bytes,
-        deltas=present.learner.deltas,
-        transport=present.learner.transport,
-    )
-    return structs.replace(config, learner=learner, checkpoint=present.checkpoint, cluster=present.cluster)
 
 
 def encode(history: History) -> bytes:

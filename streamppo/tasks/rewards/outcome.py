@@ -71,7 +71,7 @@ def check_verl(value: object, text: ScoredText) -> Outcome:
         return check(value, text)
     if "score" not in value:
         return _refused(value, "a dict without `score`")
-    extras = {str(name): _number_or_none(extra) for name, extra in value.items() if name != "score"}
+    extras = {utf8_safe(name): _number_or_none(extra) for name, extra in value.items() if name != "score"}
     components = {name: extra for name, extra in extras.items() if extra is not None}
     try:
         return Outcome(reward=Reward(score=number(value["score"]), components=components))

@@ -1,6 +1,7 @@
 """Rewards are other people's code: the run goes on beside any fault of theirs, and failed is failed, never 0."""
 
 import asyncio
+import json
 import math
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.rewards.signature import recognise
-from streamppo.types import Prompt, ScoredText
+from streamppo.types import Prompt, ScoredText, decode, encode
 from streamppo.types import Reward as Given
 
 # --- the fault table -----------------------------------------------------------------------------------------
@@ -389,6 +390,12 @@ def test_verls_dict_has_a_score_and_components() -> None:
     assert outcome.reward == Given(score=0.5, components={"acc": 1.0})
     assert "without `score`" in check_verl({"acc": 1}, text("3")).reason
     assert "not a finite number" in check_verl({"score": None}, text("3")).reason
+
+
+def test_a_name_with_half_a_pair_of_surrogates_crosses_a_process() -> None:
+    """A service's JSON may have it, which no msgspec message holds."""
+    outcome = check_verl(json.loads('{"score": 1, "\\ud83d": 2}'), text("3"))
+    assert decode(encode(outcome), Outcome).reward == Given(score=1.0, components={"?": 2.0})
 
 
 # --- several -------------------------------------------------------------------------------------------------
