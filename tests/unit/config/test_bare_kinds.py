@@ -38,6 +38,7 @@ def choices(node: inspect.Type, at: str = "") -> Iterator[tuple[str, str, bool]]
 
 CHOICES = list(choices(inspect.type_info(Config)))
 BESIDE = {
+    "sequence_clip": ["algorithm.correction.kind=truncate", "algorithm.negative_weight=1"],
     "data": ["task.data=rows.jsonl"],
     "sequence": ["algorithm.critic.model=head"],
     "kl_cov": ["learner.minibatches=2"],

@@ -108,4 +108,4 @@ def test_of_two_names_on_a_hub_every_part_counts() -> None:
 
 def test_every_value_has_a_dotted_name() -> None:
     names = fields(configfile.load(MATH))
-    assert names["algorithm.advantage.kind"] == "gae" and names["learner.betas"] == (0.9, 0.95)
+    assert names["algorithm.advantage.kind"] == "gae" and names["learner.betas"] == (0.9, 0.999)

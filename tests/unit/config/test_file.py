@@ -13,10 +13,11 @@ import msgspec
 import pytest
 from conftest import MATH, REPOSITORY
 
+from benchmarks.runs import PLAIN
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Algorithm, Clip
-from streamppo.config.correction import FilterOffPolicyNegative, FilterTruncated, NoCorrection, RejectK3, Truncate
+from streamppo.config.correction import FilterOffPolicyNegative, FilterTruncated, NoCorrection, RejectK3, Topr, Truncate
 from streamppo.config.engine import EmbeddedEngine, SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
@@ -48,7 +49,7 @@ def edited(tmp_path: Path, old: str, new: str) -> Path:
 def test_the_shipped_configuration_loads() -> None:
     config = configfile.load(MATH)
     assert config.name == "math"
-    assert isinstance(config.algorithm.correction, Truncate)
+    assert isinstance(config.algorithm.correction, Topr)
 
 
 def test_overrides_reach_nested_fields_and_keep_their_types() -> None:
@@ -107,7 +108,7 @@ def test_an_unknown_field_is_answered_with_file_line_and_nearest_name(tmp_path: 
 
 def test_an_unknown_field_inside_a_chosen_kind_knows_the_fields_of_that_kind() -> None:
     with pytest.raises(ConfigError, match=r"override algorithm.correction.capp: .*did you mean 'cap'"):
-        configfile.load(MATH, ["algorithm.correction.capp=3"])
+        configfile.load(MATH, ["algorithm.correction.kind=truncate", "algorithm.correction.capp=3"])
 
 
 def test_an_error_in_a_table_of_tables_names_the_table() -> None:
@@ -277,7 +278,7 @@ def test_a_bad_value_is_refused_by_name(override: str, message: str) -> None:
 )
 def test_choices_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        configfile.load(MATH, overrides)
+        configfile.load(MATH, [*PLAIN, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,7 @@ def test_choices_that_agree_are_taken(overrides: list[str]) -> None:
 def test_the_benchmark_of_the_algorithms_leaves_no_kind_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY)
     choices = importlib.import_module("benchmarks.algorithms").CHOICES
-    runs = [configfile.load(MATH, overrides).algorithm for overrides in choices.values()]
+    runs = [configfile.load(MATH, [*PLAIN, *overrides]).algorithm for overrides in choices.values()]
     kinds = get_type_hints(Algorithm)
     for field in ("policy_loss", "correction", "advantage", "exploration"):
         assert {type(getattr(run, field)) for run in runs} == set(get_args(kinds[field])), field
@@ -329,7 +330,9 @@ def test_every_snippet_of_the_documentation_is_taken() -> None:
         without = ["algorithm.correction.kind=off"] * (value == "behavior") + ["learner.exact=false"] * (
             "compile" in row[2]
         )
-        configfile.load(MATH, overrides + without + several_steps * ("loglinear" in line or '"kl_cov"' in row[2]))
+        configfile.load(
+            MATH, [*PLAIN, *overrides] + without + several_steps * ("loglinear" in line or '"kl_cov"' in row[2])
+        )
         taken += 1
     assert taken > 40
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from conftest import MATH, REPOSITORY
 
+from benchmarks.runs import PLAIN
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Algorithm
 from streamppo.config.reward import Scorer
@@ -57,7 +58,7 @@ def test_every_kind_is_read_back(place: str, kind: str, tmp_path: Path) -> None:
     rest = f", {REQUIRED[kind]}" if kind in REQUIRED else ""
     override = f"{place}={{kind='{kind}'{rest}}}"
     rewards = ["reward={}"] if place.startswith("reward") else []
-    config = configfile.load(MATH, [*rewards, override])
+    config = configfile.load(MATH, [*PLAIN, *rewards, override])
     assert read_back(config, tmp_path) == config
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
 
