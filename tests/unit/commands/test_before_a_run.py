@@ -12,6 +12,7 @@ import pytest
 from conftest import MATH, REPOSITORY
 from transformers import Qwen2Config
 
+from benchmarks.runs import PLAIN
 from streamppo import loop
 from streamppo.cli import main
 from streamppo.commands.checks import machine
@@ -197,7 +198,7 @@ def test_the_same_settings_where_they_mean_something_are_not_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], choices: list[str]
 ) -> None:
     monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
-    assert main(["run", str(MATH), *choices]) == 0
+    assert main(["run", str(MATH), *PLAIN, *choices]) == 0
     assert "note: algorithm" not in capsys.readouterr().out
 
 
@@ -206,7 +207,7 @@ def test_settings_that_are_probably_not_meant_are_noted_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], note: str
 ) -> None:
     monkeypatch.setattr(loop, "run", lambda *_, **__: 0)
-    assert main(["run", str(MATH), *NOTES[note]]) == 0
+    assert main(["run", str(MATH), *PLAIN, *NOTES[note]]) == 0
     assert capsys.readouterr().out.count(f"note: {note}") == 1
     assert main(["run", str(MATH)]) == 0
     assert "note: " not in capsys.readouterr().out.replace("this machine 1 cores", "")

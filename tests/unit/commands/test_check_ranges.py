@@ -54,7 +54,8 @@ NOTES = {
     "algorithm.advantage.lam=0": "algorithm.advantage.lam (0) is far below what learns as a rule: from 0.9 to 1",
     "algorithm.advantage.gamma=0.1": "algorithm.advantage.gamma (0.1) is far below what learns as a rule: from 0.99",
     "algorithm.policy_loss.range=[0.2,50]": "algorithm.policy_loss.range (50) is far above what learns as a rule",
-    "algorithm.correction.cap=1000": "algorithm.correction.cap (1000) is far above what learns as a rule: from 1 to 10",
+    "algorithm.correction={kind='truncate', cap=1000}": "algorithm.correction.cap (1000) is far above what learns as a "
+    "rule: from 1 to 10",
     "queue.batch_size=100000": "a batch has 25000 prompts (batch_size / samples_per_prompt), and the data have 3840: "
     "each is 6.51 times in every batch",
 }
