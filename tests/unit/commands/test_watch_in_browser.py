@@ -129,8 +129,8 @@ def test_the_page_goes_on_with_new_lines_and_what_was_unfolded_stays_so(
     monkeypatch.setattr(Trajectories, "batch", then_the_rest)
     dom, errors = opened(serve(UNFOLD), 1400, tmp_path / "browser", SECONDS)
     assert errors == []
-    assert noted(dom, "before") == "update 19 of 1,100"
-    assert "update 24 of 1,100" in dom and "finished" in dom.partition("</header>")[0]
+    assert noted(dom, "before") == "update 19 of 400"
+    assert "update 24 of 400" in dom and "finished" in dom.partition("</header>")[0]
     curves = dom.partition('id="curves"')[2].partition('id="more"')[0]
     assert curves.count("<details open") == 1
 
