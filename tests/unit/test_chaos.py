@@ -15,13 +15,14 @@ from streamppo.config import file as configfile
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import chaos, draw
+from benchmarks.runs import PLAIN
 
 KINDS = [one for name in ("correction", "advantage", "policy_loss", "exploration") for one in draw.choices()[name]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_the_mathematics_can_be_drawn(kind: str) -> None:
-    configfile.load(MATH, ["queue.samples_per_prompt=4", "learner.minibatches=2", kind])
+    configfile.load(MATH, [*PLAIN, "queue.samples_per_prompt=4", "learner.minibatches=2", kind])
 
 
 def test_every_task_is_drawn_or_left_out_by_name() -> None:
