@@ -1,8 +1,8 @@
-"""Tokens go to the ranks that have their experts, and what these found comes back: expert parallelism.
+"""Expert parallelism: tokens go to the ranks of their experts, and the results come back.
 
-    pairs    a token and one of its k experts, in the order of the ranks that have them
-    there    the experts of a rank compute the pairs that all ranks sent, each as a token with one expert
-    back     a token's k results are summed where it came from
+    pairs    a token and one of its k experts, ordered by the rank of the expert
+    there    a rank's experts compute the pairs of all ranks, each as a token with one expert
+    back     a token's k results are summed on the token's own rank
 
 The ranks of a group may pass different rows, of different widths. As in GShard, https://arxiv.org/abs/2006.16668, but
 without a capacity: no token is left out.

@@ -1,4 +1,4 @@
-"""The layers of a transformer: computed again in the backward pass, wholly or in part, and compiled."""
+"""The layers of a transformer: activation checkpointing, full or selective, and compilation."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,28 +15,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Checkpointing: TypeAlias = Literal["off", "selective", "full", "offloaded"]
-"""Layers keep their activations, a part of them, or their input alone, which may be in the CPU's memory."""
+"""A layer keeps all its activations, a part of them, its input, or its input in CPU memory."""
 PLACES = ("layers", "h", "language_model.layers", "blocks")
-"""The names of the layers: of most models, of GPT-2 and its like, of the text part of those that see, of MPT."""
+"""Attribute paths of the layers: in most models, in GPT-2 and its kin, in the text part of vision models, in MPT."""
 MATRIX = ("aten::mm", "aten::addmm")
-"""Names of the products of activations and weights."""
+"""Operation names of products of activations and weights."""
 ATTENTION = ("attention", "flash_attn")
-"""Parts of the names of operations that compute attention: torch's own, and those of flash-attn."""
+"""Substrings in the names of attention operations: torch's, and flash-attn's."""
 
 
 class Selection:
-    """Decides which results of a layer's forward pass are kept: attention's, and those of every second product.
+    """Selects the results of a layer's forward pass to keep: attention's, and every second product's.
 
-    In llama's layer, whose products are q, k, v, o, gate, up and down, these are k, o and up. Memory and time lie
-    between keeping everything and nothing: for a model of 7B a quarter of the activations is kept, and a third of the
-    forward pass is computed again. As torchtitan's choice by operation has it.
+    Example: of llama's products q, k, v, o, gate, up and down it keeps k, o and up. A model of 7B keeps a quarter of
+    its activations and recomputes a third of its forward pass. As torchtitan's selection by operation.
     """
 
     def __init__(self) -> None:
         self._products = 0
 
     def keeps(self, operation: object) -> bool:
-        """True if the result of the next `operation` is kept. Operations are asked about in their order."""
+        """True if the result of `operation` is kept. Call it once for each operation, in order."""
         name = str(getattr(operation, "name", lambda: operation)())
         if name in MATRIX:
             self._products += 1
@@ -45,7 +44,7 @@ class Selection:
 
 
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
-    """The layers of `transformer`. Raises `ModelError` for a model that keeps them elsewhere than under `PLACES`."""
+    """The layers of `transformer`. Raises `ModelError` if they are under none of `PLACES`."""
     for place in PLACES:
         with suppress(AttributeError):
             return transformer.get_submodule(place)
@@ -54,9 +53,10 @@ def layers_of(transformer: Any) -> Iterable[nn.Module]:
 
 
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:
-    """Let layers compute what they do not keep again in the backward pass.
+    """Let layers recompute in the backward pass the activations that they do not keep.
 
-    A layer checkpoints only in training mode; what is inside it stays in evaluation mode, without dropout.
+    Only the layer itself is set to training mode, which turns checkpointing on; its submodules stay in evaluation mode,
+    without dropout.
     """
     if kind == "off":
         return
@@ -69,14 +69,14 @@ def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) 
 
 
 def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextManager[object]:
-    """Let a transformer keep what it keeps for its backward pass in the CPU's memory, if that is the `kind`."""
+    """A context in which tensors saved for the backward pass are in CPU memory, if `kind` is "offloaded"."""
     if kind != "offloaded":
         return nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
 
 
 def contexts() -> tuple[Any, Any]:
-    """Make the contexts of one layer's forward pass and of its second one, which selects as the first did."""
+    """Make the contexts of one layer's forward pass and of its recomputation, which selects the same results."""
     return create_selective_checkpoint_contexts(partial(_select, (Selection(), Selection())))
 
 
@@ -86,6 +86,6 @@ def _select(passes: tuple[Selection, Selection], context: Any, operation: object
 
 
 def compile_layers(transformer: "PreTrainedModel") -> None:
-    """Compile each layer's own computation, for rows of every width; hooks and checkpointing stay around it."""
+    """Compile each layer's forward, for any width of rows; hooks and checkpointing stay outside of it."""
     for layer in layers_of(transformer):
         layer.forward = torch.compile(layer.forward, dynamic=True)

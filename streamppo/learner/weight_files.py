@@ -111,7 +111,7 @@ def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
 
 
 def _digest(files: Files) -> str:
-    """A hash of all tensor names and of the first rows of about `SAMPLED` tensors: equal for equal models."""
+    """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors: equal for equal models."""
     digest = hashlib.blake2b("\n".join(sorted(files.names)).encode())
     names = [name for name in sorted(files.names) if files.tensor(name).get_shape()]
     for name in names[:: -(-len(names) // SAMPLED)]:
