@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Checkpointing: TypeAlias = Literal["off", "selective", "full", "offloaded"]
 """A layer keeps all its activations, a part of them, its input, or its input in CPU memory."""
 PLACES = ("layers", "h", "language_model.layers", "blocks")
-"""Attribute paths of the layers: in most models, in GPT-2 and its kin, in the text part of vision models, in MPT."""
+"""Attribute paths of the layers: in most models, in GPT-2's family, in the text part of vision models, in MPT."""
 MATRIX = ("aten::mm", "aten::addmm")
 """Operation names of products of activations and weights."""
 ATTENTION = ("attention", "flash_attn")

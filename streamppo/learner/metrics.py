@@ -238,7 +238,7 @@ def _of_completions(batch: PaddedBatch) -> dict[str, float]:
 
 
 def _candidates(batch: PaddedBatch) -> dict[str, float]:
-    """The mean number of candidates of sampled tokens under top-p or top-k, and the share with only one."""
+    """Candidates per sampled token that top-p or top-k cut, and the share of sampled tokens with a single candidate."""
     if batch.candidates is None:
         return {}
     count_BT = batch.candidates.counts
