@@ -118,7 +118,7 @@ class Router:
         self._pass = Pass(routes_Nk, real_N)
 
     def take(self) -> Tensor:
-        """[X + 2] counts since the last call: each expert's tokens; replayed choices that the router shares, and all."""
+        """[X + 2] counts since the last call: each expert's tokens; replayed choices equal to the router's; all."""
         counts, self._counts = self._counts, None
         return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
 

@@ -1,4 +1,4 @@
-"""The samples of a prompt as one row: the prompt is computed once, forward and backward.
+"""The samples of a prompt as one row: the prompt and its positions are computed once, forward and backward.
 
 B trajectories, L prompt + completion tokens (padded), G different prompts, W tokens of a prompt and all its completions
 (padded).
@@ -101,7 +101,7 @@ def number(rows_BL: Tensor) -> Tensor:
 
 
 def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan, device: torch.device = CPU) -> Reading:
-    """Lay out one row for each prompt by the plan `made`. Padding sees padding and the prompt; no token sees padding."""
+    """Lay out one row for each prompt by the plan `made`. Only padding sees padding; it sees the prompt too."""
     G, W = len(made.width_G), int(made.width_G.max())
     position_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     is_prompt_BL = position_BL < start_B[:, None]
