@@ -151,7 +151,7 @@ class Rank:
 
     @ray.method
     def save(self, folder: str) -> None:
-        """Start a checkpoint of the present version under `folder`; it is written beside training. A collective."""
+        """Start a checkpoint of the present version under `folder`; it is written during training. A collective."""
         self._learner().save(Path(folder))
 
     @ray.method
@@ -163,9 +163,9 @@ class Rank:
         return digest
 
     def _load(self, model_path: str, mesh: "DeviceMesh", resume_from: str | None) -> "Learner":
-        """Build the learner as it was configured at the version that it loads, which may be before the one asked for.
+        """Build the learner with the configuration of its version, which may be older than the one in `resume_from`.
 
-        A damaged checkpoint leads to the one before it, or to the first model, whose critic learns anew.
+        After a damaged checkpoint the one before it is loaded, or the first model, whose critic is pretrained again.
         """
         while True:
             asked = _version(resume_from)

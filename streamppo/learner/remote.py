@@ -82,7 +82,7 @@ def told(config: Config, folder: Path) -> Config:
 
 
 def at_rest(config: Config, folder: Path) -> Config:
-    """The configuration for ranks that publish nothing, as in a replay: the address is not claimed and may be empty."""
+    """The configuration for ranks that publish nothing, as in a replay: no address is claimed, no folder needed."""
     return ways.at_rest(_placed(config, folder, known(folder) if config.checkpoint.remote else ""))
 
 

@@ -41,7 +41,7 @@ def attend(
     past_key_values: object = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the attention of llama, qwen2 and qwen3, or call the original, `otherwise`, where rows do not fit."""
+    """The attention of llama, qwen2 and qwen3; `otherwise`, the original, for long rows, caches and other dtypes."""
     rows, width = hidden_states.shape[:2]
     if width > LONGEST or past_key_values is not None or hidden_states.dtype is not torch.float32:
         return otherwise(hidden_states, position_embeddings, attention_mask, past_key_values, **others)
