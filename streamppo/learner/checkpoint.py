@@ -150,7 +150,7 @@ class Saver:
                     self._copy(*self._left)
 
     def _copy(self, final: Path, own: Sequence[str]) -> None:
-        """Start a copy of this rank's files. They are opened here, because `manifest.drop` may delete them meanwhile."""
+        """Start a copy of this rank's files; they are opened first, since `manifest.drop` may delete them meanwhile."""
         is_first, self._left = dist.get_rank() == 0, None
         names = [*own, METADATA, manifest.MANIFEST] if is_first else own
         self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)

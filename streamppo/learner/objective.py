@@ -50,7 +50,7 @@ Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Epoch(NamedTuple):
-    """One pass of an update over its batch: the trained part and its number of steps. `number` counts from 0 per part."""
+    """One pass of an update over its batch: the trained part and its steps. `number` counts from 0 per part."""
 
     part: Part
     number: int

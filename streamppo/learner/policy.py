@@ -173,7 +173,7 @@ class Policy(nn.Module):
             context.prepare(self.transformers)
 
     def set_routes(self, *, replayed: bool) -> None:
-        """Use the engine's experts or the routers' own. Raises `ModelError` if a model without experts is `replayed`."""
+        """Use the engine's experts or the routers' own. Raises `ModelError` for replay in a model without experts."""
         if replayed and not self.routers:
             raise ModelError("rollout.engine.routes is for a mixture of experts, and the model is none")
         self.replays_routes = replayed

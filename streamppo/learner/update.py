@@ -224,7 +224,7 @@ class Updater:
         return counts._replace(right=float(in_right_answers(batch, self.config)[rows].sum()))
 
     def _pieces(self, batch: PaddedBatch, rows: Tensor, chosen: idle_rows.Rows) -> list[Tensor]:
-        """This rank's micro-batches of a minibatch; one empty micro-batch if all rows are idle but a step is due."""
+        """This rank's micro-batches of a minibatch; one empty micro-batch if no row is left but a step is due."""
         pieces = self._micro_batches(batch, chosen.of(rows))
         return pieces or [rows[:0]] * bool(chosen.idle_B[rows].any())
 
