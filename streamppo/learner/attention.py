@@ -186,7 +186,7 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
 
 
 def looks_at_all(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
-    """True for a model of `families` without sliding window: its state is keys and values alone, limited only by a mask.
+    """True for a model of `families` without a sliding window: its state is keys and values, and only masks hide them.
 
     A sliding window would count tokens of other rows.
     """

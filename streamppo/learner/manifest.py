@@ -200,7 +200,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def seconds_to_write(folder: Path, model: Path) -> float:
-    """The time limit of a checkpoint: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
+    """The seconds that a checkpoint may take: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
 
     Without a checkpoint its size is taken as six times the files of `model`: float32 weights and two moments.
     """
