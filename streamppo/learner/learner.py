@@ -84,7 +84,7 @@ class Learner:
 
     @property
     def own_rows(self) -> OwnRows | None:
-        """The function from a batch to the rows whose tokens this rank reads; None for a single rank, which reads all."""
+        """The function from a batch to the rows whose tokens this rank reads; None for a single rank: it reads all."""
         return self.updater.own_rows if self.updater.ranks > 1 else None
 
     def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> float:

@@ -29,7 +29,7 @@ class Copies:
 
     @phase("snapshot")
     def write(self, into: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Write this rank's shards to `into`, as `snapshot`. Returns a function that waits until the copy is complete."""
+        """Write this rank's shards to `into`, as `snapshot`. Returns a function that waits for the end of the copy."""
         if self._stream is None:
             snapshot(self._policy, into)
             return lambda: None

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def make(config: Config, folder: Path) -> None:
-    """Create, warm up and save the model. Raises `TaskError` for a task without usable problems."""
+    """Create, warm up and save the model. Raises `TaskError` for a task outside the limits of `lesson.of`."""
     from transformers import Qwen2ForCausalLM
 
     learned = lesson.prepare(config)
@@ -104,7 +104,7 @@ def _warm_up(
     config: Tiny,
     seed: int,
 ) -> None:
-    """Train with cross-entropy on answers until greedy answers reach the target accuracy, or for `max_steps`."""
+    """Train on answers until a check of greedy ones reaches the target, or for `max_steps`; no clock decides."""
     generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, learned)
     # Fewer problems if they are long: memory and time do not grow with the length.
     part = min(1.0, LONG / learned.longest)
@@ -137,7 +137,7 @@ def _warm_up(
 
 
 def _may_pass(before: float, target: float) -> bool:
-    """True if a check is worth its cost, as much as a step: the last step's accuracy was at least half of the target."""
+    """True if a check, which costs as much as a step, may pass: the last step had half of the target accuracy."""
     return before >= target / 2
 
 
