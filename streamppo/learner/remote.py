@@ -1,7 +1,7 @@
 """Copies of a run's checkpoints at an fsspec address: an object store or a folder. Needs no torch.
 
 checkpoint.remote/NAME-ID/00000050/     the files of a checkpoint, as on disk
-runs/NAME/remote.address                NAME-ID is unique to the run, so that runs never mix up their copies; a copied
+runs/NAME/remote.address                NAME-ID is unique to the run: copies of two runs are never confused; a copied
                                         folder gets another one (weights/owner.py)
 
 Every rank copies its own files in its own thread and does not wait for other ranks. A copy is whole when the manifest

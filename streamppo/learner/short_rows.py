@@ -4,7 +4,7 @@ G rows of W tokens, H heads of width D for queries and K for keys and values, C 
 
 torch's attention for CPUs is tuned for long rows, and transformers' rotary positions read and write each head several
 times. This one keeps all scores as one tensor. With 8 heads of width 8, rows of 22 tokens take 0.59 of the time, rows
-of 48 tokens the same time; with wider heads those still take less (benchmarks/short_rows.py).
+of 48 tokens the same time; with wider heads they still take less (benchmarks/short_rows.py).
 """
 
 from collections.abc import Callable

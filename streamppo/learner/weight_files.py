@@ -81,9 +81,9 @@ class Plan(NamedTuple):
 def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
     """The plan by which all ranks read the model at `path`; `critic` is the configuration's. A collective.
 
-    None if rank 0 must read for all ranks: the model is small or `adapted`, the critic is in other files, a rank lacks
-    the files or has different ones, or the model fails the comparison of its first layers. Raises `ModelError`; on
-    rank 0 also for files of another model.
+    None if rank 0 must read for all ranks: the model is small or `adapted`, the critic is not made from its files, a
+    rank lacks the files or has different ones, or our reading differs from transformers'. Raises `ModelError`; on rank
+    0 also for files of another model.
     """
     found = None if adapted or critic not in ("head", "policy") else _files(path)
     mine = "" if found is None else _digest(found)
