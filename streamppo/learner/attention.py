@@ -66,7 +66,7 @@ CPU = torch.device("cpu")
 
 
 def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
-    """Row after row, each as wide as the longest."""
+    """One row per trajectory, padded to the longest."""
     place_BL = torch.arange(inputs_BL.numel()).view(inputs_BL.shape)
     return Reading({"input_ids": to_device(inputs_BL, device)}, place_BL)
 

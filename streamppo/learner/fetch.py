@@ -21,7 +21,7 @@ from streamppo.queue.source import BatchSource
 from streamppo.types import Batch, Outline, Tokens, decode
 
 RETRY_S = 0.5
-"""Seconds between two attempts to get a batch whose owner has died."""
+"""Seconds between retries to fetch a batch whose owner has died."""
 
 OwnRows: TypeAlias = Callable[[PaddedBatch], list[int]]
 """A batch without tokens -> the rows whose tokens this rank reads."""

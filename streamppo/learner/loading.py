@@ -96,7 +96,7 @@ def load(
     _send_buffers(policy, whole, device)
     policy.unknown_V = head.unknown(path, len(policy.lm.get_output_embeddings().weight), device)
     if not isinstance(policy, FSDPModule) and config.dtype != "float32":
-        # Values are computed in float32, as they are where FSDP shards.
+        # No copy of the value head: values are computed in float32, as with FSDP.
         policy.working_copy = WorkingCopy([policy.lm, *filter(None, [policy.critic])], getattr(torch, config.dtype))
     return policy
 
@@ -155,7 +155,7 @@ def is_whole(ranks: int, *, offload: bool) -> bool:
 
 
 def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offload: bool) -> None:
-    """Let FSDP shard `policy`, which is computed in `dtype`."""
+    """Shard `policy` by FSDP; it computes in `dtype`."""
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
@@ -234,7 +234,7 @@ def _place(parameter: Tensor) -> list[slice]:
 
 
 def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:
-    """Give every rank the buffers of `whole`, which only rank 0 has, on `device`.
+    """Broadcast the buffers of `whole`, which only rank 0 has, to every rank's `device`.
 
     A model computes them when it is made and does not save them: frequencies of rotary embeddings, for example.
     """

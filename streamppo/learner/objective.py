@@ -43,7 +43,7 @@ Trained: TypeAlias = Callable[[PaddedBatch], Tensor]
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """(logprobs_BT, proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
 RatioLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
-"""The same without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
+"""A policy loss without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
 
 Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, constants."""

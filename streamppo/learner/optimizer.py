@@ -1,4 +1,4 @@
-"""AdamW over the policy and its critic, each with its own learning rate; and the bound on a sharded gradient."""
+"""AdamW over the policy and its critic, each with its own learning rate; clipping of sharded gradients."""
 
 import math
 from collections.abc import Iterable

@@ -144,7 +144,7 @@ class Rank:
 
     @ray.method
     def settle(self) -> None:
-        """Wait until the last push is published and the last checkpoint has its name."""
+        """Wait until the last push is published and the last checkpoint is complete and copied."""
         learner = self._learner()
         learner.pusher.last.result()
         learner.saver.settle()
