@@ -1,7 +1,7 @@
-"""Low-rank adapters of the policy, by peft: small trained matrices beside weights that stand still.
+"""Low-rank adapters of the policy, by peft: small trained matrices on frozen weights.
 
-In a version a weight has the name that it has without adapters, and its adapter is `NAME.lora_A.weight` and
-`NAME.lora_B.weight`, as in peft's own files.
+In a version a weight keeps its name without adapters; its adapter is `NAME.lora_A.weight` and `NAME.lora_B.weight`, as
+in peft's own files.
 """
 
 import shutil
@@ -23,9 +23,9 @@ NAME = "default"
 
 
 def add(lm: Any, lora: Lora, dtype: str) -> None:
-    """Give `lm` adapters in float32, and freeze its weights in `dtype`. Raises `ModelError` if none of them fits.
+    """Add float32 adapters to `lm`, and freeze its weights in `dtype`. Raises `ModelError` if no target is found.
 
-    B is 0: the policy begins as the model that it was.
+    B starts at 0, so the policy starts equal to the model.
     """
     from peft import inject_adapter_in_model
 
@@ -40,22 +40,22 @@ def add(lm: Any, lora: Lora, dtype: str) -> None:
 
 
 def published(name: str) -> str:
-    """The name in a version of what peft calls `name`."""
+    """The name in a version of peft's parameter `name`."""
     return name.replace(".base_layer.", ".").replace(f".{NAME}.", ".")
 
 
 def trained(lm: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by the names that a version has for them."""
+    """The trained parameters, by their names in a version."""
     return {published(name): one for name, one in lm.named_parameters() if one.requires_grad}
 
 
 def frozen(lm: nn.Module) -> dict[str, nn.Parameter]:
-    """All other parameters, by the names that a version has for them."""
+    """The frozen parameters, by their names in a version."""
     return {published(name): one for name, one in lm.named_parameters() if not one.requires_grad}
 
 
 def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) -> None:
-    """Write `adapters` of the model `start` at `folder`, as peft loads them.
+    """Write `adapters` of the model `start` to `folder`, in peft's format.
 
     Raises `ModelError` if the disk refuses.
     """
@@ -79,5 +79,5 @@ def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) 
 def _settings(lora: Lora, targets: Any) -> Any:
     from peft import LoraConfig
 
-    # A dropout would give a token another log-prob in every pass.
+    # With dropout a token's log-prob would differ in every pass.
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)

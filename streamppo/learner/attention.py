@@ -1,12 +1,12 @@
-"""The learner's attention: the choice of one, and the layout of rows that it needs.
+"""The learner's attention: the choice of an implementation, and its layout of rows.
 
 B trajectories, L prompt + completion tokens (padded), N tokens of all rows without padding.
 
 padded    [B, L], for sdpa and eager: causal attention keeps padding on the right from every real token
-joined    [1, N], for flash-attn: rows end to end, told apart by where they begin; nothing is computed for padding
-shared    [G, W], for sdpa where it is less work than `padded`: the samples of a prompt as one row (learner/shared.py)
+joined    [1, N], for flash-attn: rows end to end, separated by their bounds; no padding is computed
+shared    [G, W], for sdpa if it is less work than `padded`: the samples of a prompt as one row (learner/shared.py)
 
-A context without gradient is read first, and the completions behind it (learner/context.py).
+A context without gradient has a pass of its own before the completions (learner/context.py).
 """
 
 import logging
@@ -32,27 +32,27 @@ log = logging.getLogger(__name__)
 RUNS_ON = {"flash_attention_4": (9, 10, 11), "flash_attention_3": (9,), "flash_attention_2": (8, 9, 10, 11, 12)}
 """Newest first; the major compute capabilities on which each has a deterministic backward pass."""
 PROBED = (5, 7)
-"""Tokens of the two rows that a model reads together and alone: more than a convolution looks back on."""
+"""Lengths of the two rows that `leak` passes together and alone: longer than a convolution's window."""
 LEAK = 1e-3
-"""The largest difference between the two readings that is rounding, as a share of the largest entry, in float32."""
+"""The largest difference of the two passes that counts as rounding, as a share of the largest entry, in float32."""
 CAP = "attn_logit_softcapping"
-"""transformers' name of the bound on scores of attention: flash-attn and eager attention keep to it, SDPA does not."""
+"""transformers' field for a bound on attention scores: flash-attn and eager attention apply it, SDPA does not."""
 
 
 class Context(NamedTuple):
-    """Contexts as a transformer reads them, and `join`: (their keys, those of the completions) -> the keys of a row."""
+    """A transformer's arguments for contexts, and `join`: (context keys, completion keys) -> the keys of a row."""
 
     arguments: dict[str, Tensor | int]
     join: Callable[[Tensor, Tensor], Tensor]
 
 
 class Reading(NamedTuple):
-    """Rows as a transformer reads them: its arguments, and the place of each token of a row in its flattened output.
+    """The layout of rows for a transformer: its arguments, and each token's index in its flattened output.
 
-    Arguments are where the transformer is, places in the host's memory.
+    `arguments` are on the transformer's device, `place_BL` in the host's memory.
 
-    Places beyond the end of a row mean nothing; -1 is a token that another rank computes (learner/ulysses.py). With a
-    `context`, which is read first and without gradient, only the tokens behind it have a place.
+    Indices beyond the end of a row are undefined; -1 is a token of another rank (learner/ulysses.py). With a `context`,
+    whose pass comes first and without gradient, only the tokens after it have an index.
     """
 
     arguments: dict[str, Any]
@@ -61,21 +61,21 @@ class Reading(NamedTuple):
 
 
 Layout = Callable[[Tensor, Tensor, torch.device], Reading]
-"""(inputs_BL, tokens of each row [B], both in the host's memory, the transformer's device) -> the reading."""
+"""(inputs_BL, tokens of each row [B], the transformer's device) -> `Reading`; both tensors are in the host's memory."""
 CPU = torch.device("cpu")
 
 
 def padded(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
-    """Row after row, each as wide as the longest."""
+    """One row per trajectory, padded to the longest."""
     place_BL = torch.arange(inputs_BL.numel()).view(inputs_BL.shape)
     return Reading({"input_ids": to_device(inputs_BL, device)}, place_BL)
 
 
 def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
-    """One sequence without padding, in which positions begin again with every row.
+    """One sequence without padding; positions restart at every row.
 
-    flash-attn gets the bounds as such. Every other implementation finds them in the positions and makes a mask of
-    N * N entries: right, and wasteful.
+    flash-attn gets the rows' bounds. Every other implementation finds them in the positions and makes a mask of N * N
+    entries: correct but wasteful.
     """
     place_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     inside_BL = place_BL < width_B[:, None]
@@ -92,13 +92,13 @@ def joined(inputs_BL: Tensor, width_B: Tensor, device: torch.device = CPU) -> Re
 
 
 def bounds(width_B: Tensor) -> Tensor:
-    """[B + 1] in int32: where each of the rows begins that lie end to end, and where the last one ends."""
+    """[B + 1] in int32: the begin of each row, laid end to end, and the end of the last one."""
     return torch.nn.functional.pad(width_B.cumsum(0), (1, 0)).int()
 
 
 @contextmanager
 def told_apart() -> Iterator[None]:
-    """Rows are told apart already: transformers does not look for several in one, for which it asks the device."""
+    """A context without transformers' search for packed rows, which would synchronise with the device."""
     from transformers import masking_utils
 
     looks = masking_utils.find_packed_sequence_indices
@@ -117,7 +117,7 @@ def layout(implementation: str) -> Layout:
 def choose(config: Model, device: str) -> str:
     """Return transformers' name of the attention: the configured one, or the newest flash-attn that runs here.
 
-    Without one, SDPA: in float32 and on the CPU as a matter of course, else with a warning.
+    SDPA in float32 and on the CPU, and, with a warning, where no flash-attn runs.
     """
     if config.attention != "auto":
         return config.attention
@@ -132,10 +132,10 @@ def choose(config: Model, device: str) -> str:
 
 
 def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "Sequence[PreTrainedModel]") -> str:
-    """`chosen`, or SDPA if that reads rows end to end and one of `transformers` lets them see each other. A collective.
+    """`chosen`, or SDPA if `chosen` joins rows and one of `transformers` leaks state between them. A collective.
 
-    `transformers` are whole, on the CPU, with an attention that is plain torch; rank 0 has them, the others none.
-    Raises `ModelError` where the configuration insists on `chosen`.
+    `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks. Raises
+    `ModelError` in place of SDPA if the configuration names its attention.
     """
     if layout(chosen) is padded:
         return chosen
@@ -154,9 +154,9 @@ def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "S
 
 
 def with_caps(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
-    """`chosen`, or eager attention if that is SDPA and a model of `configs` caps its scores, as Gemma 2 does.
+    """`chosen`, or eager attention if `chosen` is SDPA and a model of `configs` caps its scores, as Gemma 2 does.
 
-    Raises `ModelError` where the configuration insists on SDPA, which leaves the cap out without a word.
+    Raises `ModelError` if the configuration names SDPA, which ignores the cap without a warning.
     """
     if chosen != "sdpa" or not any(getattr(one.get_text_config(), CAP, None) for one in configs):
         return chosen
@@ -169,10 +169,10 @@ def with_caps(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]")
 
 @torch.no_grad()
 def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
-    """Read two rows `together` and alone; return the largest difference, as a share of the largest hidden state.
+    """Pass two rows `together` and alone; return the largest difference, as a share of the largest hidden state.
 
-    The rows begin with the same token. Attention is told which tokens are of a row. Convolutions and recurrent states,
-    as hybrid models have, may not be: what they keep of one row reaches the next.
+    The rows begin with the same token. Attention respects the bounds of rows. Convolutions and recurrent states of
+    hybrid models may not: their state can carry over from one row to the next.
     """
     width_B = torch.tensor(PROBED)
     inputs_BL = torch.arange(len(PROBED) * max(PROBED)).view(len(PROBED), -1) % transformer.config.vocab_size
@@ -186,23 +186,23 @@ def leak(transformer: "PreTrainedModel", together: Layout = joined) -> float:
 
 
 def looks_at_all(config: "PretrainedConfig", families: Sequence[str] = FAMILIES) -> bool:
-    """True for a model of `families` whose attention looks at all that a mask shows, with no state but keys and values.
+    """True for a model of `families` without a sliding window: its state is keys and values, and only masks hide them.
 
-    A sliding window would count tokens that are not of the row.
+    A sliding window would count tokens of other rows.
     """
     return config.model_type in families and not getattr(config, "use_sliding_window", False)
 
 
 def installed(name: str) -> bool:
-    """True if the flash-attn called `name` can be imported, and a GPU is there for it."""
+    """True if the flash-attn `name` can be imported and a GPU is available."""
     from transformers import utils
 
-    # The newest of them is younger than the oldest transformers that we support.
+    # The oldest supported transformers has no check for the newest flash-attn.
     return getattr(utils, f"is_flash_attn_{name[-1]}_available", lambda: False)()
 
 
 @cache
 def _warn(text: str) -> None:
-    """Warn once, on rank 0: policy, critic and reference of every rank choose alike."""
+    """Warn once, on rank 0: policy, critic and reference make the same choice on every rank."""
     if dist.get_rank() == 0:
         log.warning("%s", text)

@@ -23,17 +23,17 @@ from streamppo.process import phase
 from streamppo.types import Batch, Trajectory, flags, floats, ints, routes
 
 MUCH = 1 / 16
-"""Padding of a micro-batch, as a share of its budget, from which on it has rows of similar lengths alone."""
+"""Padding of a micro-batch, as a share of its budget, above which it takes no row of at most half of its width."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The columns by which passes are laid out, in the host's memory: nothing there waits for a GPU.
+    """The columns that lay out passes, in the host's memory: reading them does not wait for a GPU.
 
-    No tuple: FSDP moves the tensors that it finds in a pass's arguments.
+    Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
 
-    `expert` is the largest number of an expert in the routes of a whole batch, -1 without any. `widths` are the tokens
-    of the longest completion of a selection, and of its longest row.
+    `expert` is the largest expert number in the routes of the whole batch, -1 without routes. `widths` are the lengths
+    in tokens of a selection's longest completion and of its longest row.
     """
 
     inputs_BL: Tensor
@@ -43,7 +43,7 @@ class Host:
     widths: tuple[int, int] = (0, 0)
 
     def select(self, rows: Tensor) -> "Host":
-        """The trajectories at `rows`, cut to the longest of them."""
+        """The trajectories at `rows`, cut to the longest one."""
         start_B, length_B = self.start_B[rows], self.length_B[rows]
         widths = int(length_B.max()), int((start_B + length_B).max())
         return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, self.expert, widths)
@@ -52,14 +52,14 @@ class Host:
 class PaddedBatch(NamedTuple):
     """One batch as tensors, each row padded on the right to the longest.
 
-    `mask_BT` are the tokens that the policy sampled, `fresh_BT` those of them that max_lag still allows to train.
-    `lag_BT` is version - the token's version. `rewards_BT` sums to `reward_B`; `components_B` are its components by
-    name, float64, NaN for a trajectory that lacks one. `start_B` is P, the length of the prompt; `length_B` is the
-    completion's; `truncated_B` says that the completion was cut off. `cut_B` are segments that others follow, and
-    `prefix_B` are the tokens of the segments before, which count as the prompt's. `candidates` [B, T] are there if some
-    tokens were sampled with top-p or top-k. `teacher_logprobs_BT` are there if a teacher's server gave some, NaN for a
-    trajectory that has none. `routes_BLE` are the experts that the engine chose for a token, layer by layer, -1 where
-    it says none. `host` has the columns by which passes are laid out, of a batch on a GPU.
+    `mask_BT` are the tokens that the policy sampled, `fresh_BT` those within max_lag. `lag_BT` is the batch's version
+    minus the token's. `rewards_BT` sums to `reward_B`; `components_B` are its components by name, float64, NaN for a
+    trajectory without the component. `start_B` and `length_B` are the lengths of prompt and completion in tokens.
+    `truncated_B`: the completion was truncated. `cut_B`: another segment follows. `prefix_B` is the number of tokens in
+    earlier segments, which count as the prompt's. `candidates` [B, T] is None unless tokens were sampled with top-p or
+    top-k. `teacher_logprobs_BT` is None unless a teacher's server gave some, and NaN for a trajectory without them.
+    `routes_BLE` are the engine's experts for each token, layer by layer, -1 where unknown. `host` has the columns that
+    lay out passes, for a batch on a GPU.
     """
 
     version: int
@@ -84,12 +84,12 @@ class PaddedBatch(NamedTuple):
 
     @property
     def on_host(self) -> Host:
-        """The columns by which passes are laid out."""
+        """The columns that lay out passes."""
         return self.host or Host(self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu())
 
     @property
     def largest_expert(self) -> int:
-        """At least the largest number of an expert in the routes; -1 without any."""
+        """An upper bound of the expert numbers in the routes; -1 without routes."""
         if self.host is not None:
             return self.host.expert
         return -1 if self.routes_BLE is None else int(self.routes_BLE.max())
@@ -103,7 +103,7 @@ class PaddedBatch(NamedTuple):
         return self._replace(**moved, components_B=components_B, candidates=candidates, host=host)
 
     def select(self, rows: Tensor) -> "PaddedBatch":
-        """The trajectories at `rows`, which are the host's, cut to the longest of them."""
+        """The trajectories at `rows` (a CPU tensor), cut to the longest one."""
         host = self.on_host.select(rows)
         (width_T, width_L), here = host.widths, to_device(rows, self.start_B.device)
         picked = {name: tensor[here] for name, tensor in self._tensors().items()}
@@ -119,7 +119,7 @@ class PaddedBatch(NamedTuple):
 
 @phase("pack")
 def pad(batch: Batch) -> PaddedBatch:
-    """Right-padded CPU tensors of a whole batch."""
+    """A whole batch as right-padded CPU tensors."""
     trajectories = batch.trajectories
     start_B = torch.tensor([len(one.prompt_tokens) // 4 for one in trajectories])
     length_B = torch.tensor([one.num_tokens for one in trajectories])
@@ -150,7 +150,7 @@ def pad(batch: Batch) -> PaddedBatch:
 
 
 def _routes(trajectories: Sequence[Trajectory], width_B: Tensor) -> Tensor | None:
-    """The experts of every token of each row but the last, and -1 for those that the engine does not tell."""
+    """The experts of every token but each row's last; -1 where the engine reports none."""
     if not any(one.routes for one in trajectories):
         return None
     widths = width_B.tolist()
@@ -162,7 +162,7 @@ def _routes(trajectories: Sequence[Trajectory], width_B: Tensor) -> Tensor | Non
 
 
 def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> Tensor | None:
-    """The log-probs that a teacher's server gave; NaN for a trajectory that has none."""
+    """The log-probs of a teacher's server; NaN for a trajectory without them."""
     if not any(one.teacher_logprobs for one in trajectories):
         return None
     given = [one.teacher_logprobs or np.full(one.num_tokens, np.nan, "<f4").tobytes() for one in trajectories]
@@ -170,11 +170,11 @@ def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> T
 
 
 def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candidates | None:
-    """The candidates of all tokens; those of a trajectory without any are the whole vocabulary."""
+    """The candidates of all tokens; a trajectory without any has the whole vocabulary."""
     if not any(one.candidate_counts for one in trajectories):
         return None
     joined = b"".join(one.candidate_counts or bytes(4 * one.num_tokens) for one in trajectories)
-    # Of a row that another rank reads, the counts alone are here.
+    # Rows of other ranks have candidate counts but no candidate ids.
     here = np.repeat([bool(one.candidates) for one in trajectories], length_B.numpy())
     counts = ints(joined).astype(np.int64)
     held = counts * here
@@ -201,7 +201,7 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def _padded(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
-    """A flat column of all rows, one after another, as rows that are padded on the right with `value`."""
+    """Split a flat column of all rows end to end into rows, padded on the right with `value`."""
     lengths = length_B.numpy()
     padded = np.full((len(lengths), lengths.max()), value, dtype=joined.dtype)
     padded[np.arange(lengths.max()) < lengths[:, None]] = joined
@@ -209,13 +209,13 @@ def _padded(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
 
 
 def unpadded(column_BT: Tensor, length_B: Tensor) -> bytes:
-    """The float32 entries of all completions, one after another, as a bytes column."""
+    """The entries of all completions end to end, as a bytes column of float32."""
     valid_BT = torch.arange(column_BT.shape[1], device=column_BT.device) < length_B[:, None]
     return column_BT[valid_BT].cpu().numpy().astype("<f4").tobytes()
 
 
 def row_order(num_rows: int, seed: int, version: int, epoch: int) -> Tensor:
-    """The order in which an epoch goes over its rows: it depends on these numbers alone, in every Python and process.
+    """The order of rows in an epoch: a function of these numbers alone, equal in every process and Python version.
 
     The generator's seed is the BLAKE2b hash of "seed version epoch", 8 bytes, big-endian.
     """
@@ -234,13 +234,13 @@ def micro_batches(
 ) -> list[list[Tensor]]:
     """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
-    Each row counts as many tokens as the longest of its micro-batch if rows are `padded`. `work` is the cost of a row
-    of so many tokens, by default their number.
+    If rows are `padded`, each counts the tokens of its micro-batch's longest row. `work` is the cost of a row by its
+    number of tokens, by default that number.
 
-    Every rank gets the same number of micro-batches, because each of them is a collective: where rows run out, a
-    micro-batch is empty. Longest first, each row goes to the rank with the least work so far, so that padding is
-    short and loads are equal to within one row. A row that is longer than the budget gets a micro-batch of its own.
-    With a heavy tail of lengths padding would be most of the work: short rows have other micro-batches than long ones.
+    Every micro-batch is a collective, so every rank gets the same number of them: some are empty where rows run out.
+    Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
+    one row. A row longer than the budget gets a micro-batch of its own. Under a heavy tail of lengths, padding would be
+    most of the work, so short rows get micro-batches apart from long ones.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
     split = _split_padded if padded else _split_joined
@@ -251,7 +251,7 @@ def micro_batches(
 
 
 def _dealt(by_length: Tensor, tokens_B: Tensor, ranks: int, work: Callable[[int], float]) -> list[Tensor]:
-    """The rows of each rank: one after another goes to the one with the least work so far."""
+    """The rows of each rank: each row, in order, goes to the rank with the least work so far."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for row, tokens in zip(by_length.tolist(), tokens_B[by_length].tolist(), strict=True):
@@ -262,9 +262,9 @@ def _dealt(by_length: Tensor, tokens_B: Tensor, ranks: int, work: Callable[[int]
 
 
 def _split_padded(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
-    """Longest first: the first row of a micro-batch is its width. Short rows begin another one where padding is much.
+    """Rows are longest first, so the first row of a micro-batch is its width.
 
-    Much is more than `MUCH` of the budget; a row is short if it is not above half of the width.
+    A row begins another micro-batch if it is at most half of the width, and padding would exceed `MUCH` of the budget.
     """
     pieces: list[Tensor] = []
     start = 0

@@ -1,11 +1,11 @@
 """Checkpoints by torch.distributed.checkpoint: written aside, flushed, renamed; complete only with their manifest.
 
-start        a copy on the CPU; the learner waits for no more than that, and goes on
-a thread     writes this rank's files, waits until the version is published, adds the manifest, gives the name
-another      copies this rank's files to `checkpoint.remote`, if there is one; a checkpoint that comes meanwhile is not
-             copied, unless it is the last one
+start             copies all tensors to the CPU; the learner waits only for this copy
+first thread      writes this rank's files, waits until the version is published, adds the manifest, renames the folder
+second thread     copies this rank's files to `checkpoint.remote`, if set; a checkpoint that is completed during a copy
+                  is not copied, unless it is the last one
 
-A disk may be a node's own: one rank leads in each folder, and gives it the manifest and the name.
+Nodes may have their own disks: in each folder one leading rank writes the manifest and renames it.
 """
 
 import logging
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Trained(NamedTuple):
-    """All tensors that a checkpoint can hold; `reference` only where `State.reference_moved` says so."""
+    """All tensors of a checkpoint; it has `reference` only with `State.reference_moved`."""
 
     policy: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -48,9 +48,9 @@ class Trained(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints beside training, one after another: memory holds one copy at most.
+    """Writes checkpoints concurrently with training, one at a time: memory holds at most one copy.
 
-    `group` is of CPU tensors and used by nothing else, for its collectives run beside those of the updates.
+    `group` is for CPU tensors and not shared: its collectives run concurrently with those of the updates.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: Checkpoint) -> None:
@@ -62,17 +62,17 @@ class Saver:
         self._left: tuple[Path, list[str]] | None = None
 
     def start(self, folder: Path, state: State, trained: Trained, pushed: "Future[Pushed]") -> None:
-        """Start a checkpoint under `folder`, after the one before; what is `trained` may change when this returns.
+        """Start a checkpoint under `folder` once the last one is complete; on return `trained` may change.
 
-        `pushed` is the push of its version, whose digest `state` gets. A collective. Raises `CheckpointError` if the
-        one before could not be written.
+        `pushed` is the push of its version, which gives `state` its digest. A collective. Raises `CheckpointError` if
+        the last one could not be written.
         """
         self.wait()
         final = folder / f"{state.version:08d}"
         if self._is_there(final):
             return
         leads = _leads(folder, self._group)
-        # All ranks copy it, or none.
+        # All ranks copy the checkpoint, or none.
         copies = self._copier.remote is not None and not any(_gather(self._copier.is_busy, self._group))
         if leads:
             shutil.rmtree(durable.aside(final), ignore_errors=True)
@@ -81,19 +81,19 @@ class Saver:
             tensors,
             checkpoint_id=durable.aside(final),
             process_group=self._group,
-            # Of several copies of the model the first one writes.
+            # With several replicas of the model the first one writes.
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         )
         assert isinstance(written, Future), "async_save gives a future unless it is asked for more"
         self._under_way = self._thread.submit(self._complete, final, state, written, pushed, leads=leads, copies=copies)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint has its name. Raises `CheckpointError` if the disk refused it."""
+        """Wait until the last checkpoint is complete. Raises `CheckpointError` if the disk refused it."""
         if self._under_way is not None:
             self._under_way.result()
 
     def settle(self) -> None:
-        """Wait until the last checkpoint has its name, and is at the address too. Raises as `wait` does."""
+        """Wait until the last checkpoint is complete and copied to the address. Raises as `wait` does."""
         self.wait()
         self._copier.wait()
         if self._left is not None and self._copier.remote is not None:
@@ -106,7 +106,7 @@ class Saver:
             self._under_way.result()
 
     def _is_there(self, final: Path) -> bool:
-        """The answer of rank 0 on every rank: the others do not know when it gives a name."""
+        """Rank 0's answer on every rank: the ranks may see the rename at different times."""
         return _told(final.exists(), self._group)
 
     def _complete(
@@ -129,45 +129,45 @@ class Saver:
             own = manifest.seal(aside, f"__{dist.get_rank()}_*")
             ranks = _gather(own, self._group)
             if dist.get_rank() == 0:
-                # A run must never go on from a version that the queue does not know.
+                # Wait for the push: a run must never resume from a version that was not published.
                 state = msgspec.structs.replace(state, digest=pushed.result().digest)
                 metadata = (aside / METADATA).read_bytes()
             else:
                 metadata = b""
             state, metadata = _told((state, metadata), self._group)
             if leads:
-                # torch.distributed.checkpoint writes it where rank 0 is, and every rank reads it.
+                # torch.distributed.checkpoint writes it only on rank 0's disk, but every rank reads it.
                 (aside / METADATA).write_bytes(metadata)
                 files = Files(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
                 manifest.write(aside, state, files)
                 durable.settle(final)
                 manifest.drop(final.parent, self._config.keep, self._config.keep_every)
             if self._copier.remote is not None:
-                # Whoever leads has given the name by then, on every disk.
+                # After this the leading ranks have renamed the folder on every disk.
                 dist.barrier(self._group)
                 self._left = final, list(own)
                 if copies:
                     self._copy(*self._left)
 
     def _copy(self, final: Path, own: Sequence[str]) -> None:
-        """Begin to copy this rank's files. They are open from here on: a disk may forget them meanwhile."""
+        """Start a copy of this rank's files; they are opened first, since `manifest.drop` may delete them meanwhile."""
         is_first, self._left = dist.get_rank() == 0, None
         names = [*own, METADATA, manifest.MANIFEST] if is_first else own
         self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)
 
 
 def own_group() -> dist.ProcessGroup:
-    """A new group of all ranks' CPU tensors, as a `Saver` needs it. A collective."""
+    """A new group of all ranks for CPU tensors, for a `Saver`. A collective."""
     made = dist.new_group(backend="gloo")
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
 def load_newest(path: Path, trained: Trained, address: str = "", past: History | None = None) -> State | None:
-    """Load the checkpoint at `path` in place; where a file is damaged, the newest one before it. A collective.
+    """Load the checkpoint at `path` in place, or the newest intact one before it. A collective.
 
-    So where it is not of the run's `past`. Ranks fetch files that they lack from `address`, if there is one. None if
-    all of them are damaged. Raises the other errors of `load`.
+    A checkpoint is passed over if a file is damaged or if it is not of the run's `past`; None if all are. Ranks fetch
+    missing files from `address`, if set. Raises the other errors of `load`.
     """
     copies = Remote(address) if address else None
     here = [found.name for found in manifest.complete(path.parent)]
@@ -184,7 +184,7 @@ def load_newest(path: Path, trained: Trained, address: str = "", past: History |
 
 
 def _listed(copies: Remote) -> list[str]:
-    """The names of the copies; none if the address does not answer: a rank that lacks a file will say so."""
+    """The names of the whole copies; none if the address does not answer: a missing file then raises in `load`."""
     try:
         return [f"{version:08d}" for version in copies.versions()]
     except CheckpointError as error:
@@ -193,9 +193,9 @@ def _listed(copies: Remote) -> list[str]:
 
 
 def reference_has_moved(path: Path) -> bool:
-    """True if the checkpoint at `path`, or one before it that may take its place, has a reference. A collective.
+    """True if the checkpoint at `path` has a reference, or its manifest is damaged or not here. A collective.
 
-    It has one, for all that is known, if its manifest is not here.
+    In the second case an older checkpoint with a reference may be loaded in its place.
     """
     try:
         found = manifest.read(path).state.reference_moved
@@ -207,8 +207,8 @@ def reference_has_moved(path: Path) -> bool:
 def load(path: Path, trained: Trained, copies: Remote | None = None, past: History | None = None) -> State:
     """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
 
-    A rank fetches what it lacks from `copies`. Raises `CheckpointError` on all ranks if another number of ranks wrote
-    it, or if a rank lacks a file; `Damaged` if a file is not as it was written, or not of the run's `past`.
+    A rank fetches missing files from `copies`. Raises `CheckpointError` on all ranks if another number of ranks wrote
+    the checkpoint, or if a rank lacks a file; `Damaged` if a file is damaged, or not of the run's `past`.
     """
     parameter = next(trained.policy.parameters())
     writer = rank_in_copy(parameter.device_mesh) if isinstance(parameter, DTensor) else dist.get_rank()
@@ -221,7 +221,7 @@ def load(path: Path, trained: Trained, copies: Remote | None = None, past: Histo
     moments = {name: {**shards, **own["state"][name]} for name, shards in tensors["optimizer"].items()}
     optimizer_state = {"state": moments, "param_groups": own["param_groups"]}
     policy, optimizer, _ = trained
-    # That nothing is missing is sure by now: what stands still is not in a checkpoint.
+    # Not strict, because frozen weights are not in a checkpoint; the load above raised for any missing tensor.
     lenient = StateDictOptions(strict=False)
     set_state_dict(
         policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=optimizer_state, options=lenient
@@ -233,9 +233,9 @@ def load(path: Path, trained: Trained, copies: Remote | None = None, past: Histo
 
 
 def _verify(path: Path, shards_of: int, copies: Remote | None, past: History | None) -> State:
-    """Let every rank verify the files that it reads, of which the rank `shards_of` wrote the shards.
+    """Verify on every rank the files that it reads; `shards_of` is the rank that wrote its shards.
 
-    The first error of any rank is raised by all, a missing file before damage.
+    All ranks raise the same error, the first of any rank; a missing file comes before damage.
     """
     found: State | CheckpointError
     try:
@@ -282,16 +282,17 @@ def _told(value: T, group: dist.ProcessGroup | None) -> T:
 
 
 def _tensors(trained: Trained, state: State) -> dict[str, Any]:
-    """The shards, and under a name of this rank all that is not sharded: one rank would write that for all.
+    """The tensors of a checkpoint: the shards, and under this rank's name all that is not sharded.
 
-    Frozen weights, beside which adapters are trained, are not among them: the run's first model has them.
+    Under a common name one rank would write the unsharded values for all. Frozen weights under adapters are left out:
+    they are in the run's first model.
     """
     policy, optimizer, reference = trained
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     sharded: dict[str, dict[str, Any]] = {}
     alike: dict[str, dict[str, Any]] = {}
     moments_of = cast("dict[str, dict[str, object]]", optimizer_state["state"])
-    # Beside a working copy moments lie where they do if FSDP shards them: either policy reads the other's files.
+    # With a working copy moments are stored as FSDP's shards are: either kind of policy reads the other's files.
     is_whole = getattr(policy, "working_copy", None) is not None
     for name, moments in moments_of.items():
         apart = {key for key, value in moments.items() if isinstance(value, DTensor) or (is_whole and key != "step")}

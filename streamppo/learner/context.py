@@ -1,17 +1,17 @@
-"""The context of completions without gradient: its keys and values are computed first, the completions against them.
+"""The context of completions without gradient: its keys and values are computed first, then the completions.
 
 B trajectories, L prompt + completion tokens (padded), C tokens of a context (padded), G different contexts, S tokens
-with gradient (padded), N the same of all rows end to end.
+with gradient (padded), N tokens of all rows end to end.
 
-The context of a row is all tokens before its completion but the last one. That one predicts the completion's first
-token, and is computed with the completion, with gradient. For the log-prob or value f of a completion's token, with
-k_c and v_c the keys and values of context token c in a layer,
+A row's context is all tokens before its completion except the last one. That one predicts the completion's first token
+and is computed with the completion, with gradient. For the log-prob or value f of a completion's token, with k_c and
+v_c the keys and values of context token c in a layer,
 
     attached    df/dw along all paths: the true gradient
     detached    df/dw with all k_c and v_c constant: without the paths through the hidden states of the context
 
-Values of f are the same. A context token costs a forward pass in place of a forward and a backward pass, about a third,
-and keeps nothing for the backward pass but its keys and values.
+Both give the same f. A detached context token costs only a forward pass, about a third of forward and backward, and
+keeps only its keys and values for the backward pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,39 +30,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "context"
-"""The argument of a transformer, and so of its attention modules, that brings the keys and values."""
+"""The argument of a transformer, and so of its attention modules, with the keys and values."""
 
 
 class Kept:
-    """Keeps keys and values of every layer, in the place of a transformer's cache."""
+    """Keeps every layer's keys and values; takes the place of a transformer's cache."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Keep `keys` and `values`, and return them: the context sees itself alone."""
+        """Keep `keys` and `values`, and return them: the context attends only to itself."""
         self.layers[layer] = keys, values
         return keys, values
 
 
 class Joining:
-    """Puts the kept keys and values beside those of the tokens that are computed against them."""
+    """Joins a context's kept keys and values with those of its completions."""
 
     def __init__(self, kept: Kept, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._kept = kept
         self._join = join
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that a layer's attention looks at. A backward pass may ask again."""
+        """Return the keys and values for a layer's attention. A recomputation may call it again."""
         kept_keys, kept_values = self._kept.layers[layer]
         return self._join(kept_keys, keys), self._join(kept_values, values)
 
 
 def prepare(transformers: "Iterable[PreTrainedModel]") -> None:
-    """Let `transformers` take keys and values of a context; to do so again changes nothing.
+    """Let `transformers` accept the keys and values of a context. Idempotent.
 
-    Attention modules get them as their cache, in each layer's own computation: a layer that is checkpointed refuses
-    caches at its door. Raises `ModelError` for a model that may keep more of a context than keys and values.
+    Attention modules get them as their cache by a hook inside each layer, because a checkpointed layer does not accept
+    a cache as its argument. Raises `ModelError` for a model with more context state than keys and values.
     """
     for transformer in transformers:
         if not attention.looks_at_all(transformer.config):
@@ -83,7 +83,7 @@ def _hand_over(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any
 
 
 def keys_and_values(transformer: Any, context: Context) -> dict[str, Joining]:
-    """The argument that brings a context's keys and values, without gradient, to the completions behind it."""
+    """Compute a context without gradient; return the argument with its keys and values for the completions' pass."""
     kept = Kept()
     with torch.no_grad():
         transformer(**context.arguments, use_cache=False, **{NAME: kept})
@@ -93,8 +93,8 @@ def keys_and_values(transformer: Any, context: Context) -> dict[str, Joining]:
 def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, share: bool) -> Reading:
     """Rows of [C] and [S] tokens, with a mask of S * (C + S) entries; with `share`, equal contexts are one row.
 
-    Padding on the right of a context is hidden by the mask. There is always a context token to compute, seen or not:
-    on every rank the pass is a collective.
+    The mask hides a context's padding. At least one context token is computed, even if hidden: the pass is a collective
+    of all ranks.
     """
     first_B = start_B - 1
     B, L = inputs_BL.shape
@@ -123,8 +123,8 @@ def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.de
 def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
     """Contexts end to end, then completions end to end; flash-attn gets the bounds of queries and of keys.
 
-    Its causal mask is aligned at the end: the last query of a row sees all keys of the row. A context without tokens
-    is one token that nobody sees, so that no row of flash-attn is empty.
+    Its causal mask is aligned at the end: a row's last query sees all of the row's keys. An empty context is one hidden
+    token, because flash-attn takes no empty rows.
     """
     first_B = start_B - 1
     contexts = attention.joined(inputs_BL, first_B.clamp(min=1), device)

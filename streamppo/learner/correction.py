@@ -17,25 +17,25 @@ from streamppo.learner import own
 Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Correction]
 """(proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, lag_BT, mask_BT, trained_BT) -> `Correction`."""
 Filter: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(truncated_B, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> [B, T] tokens that leave the loss."""
+"""(truncated_B, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> [B, T] tokens left out of the loss."""
 
 
 def rejected(name: str) -> str:
-    """The metric of a rule of the correction."""
+    """The metric's name of a correction's rule."""
     return f"rejected_{name}"
 
 
 def filtered(name: str) -> str:
-    """The metric of a filter."""
+    """The metric's name of a filter."""
     return f"filtered_{name}"
 
 
 TRUNCATED = filtered(str(drops.FilterTruncated.__struct_config__.tag))
-"""The metric of the rule that is known without a pass."""
+"""The metric's name of the filter of truncated completions, the only rule that needs no pass."""
 
 
 def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[str]:
-    """The metrics of all that leaves tokens out of the policy's loss."""
+    """The metrics' names of all rules that leave tokens out of the policy's loss."""
     beside = choice.reject if isinstance(choice, drops.Reject | drops.Weighted) else ()
     itself = isinstance(choice, drops.Mask | drops.SecondMoment | drops.OwnCorrection)
     dropping = [rejected(str(one.__struct_config__.tag)) for one in (choice,) * itself + beside]
@@ -43,7 +43,7 @@ def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[st
 
 
 def build(choice: drops.Correction) -> Correct:
-    """The function that `choice` stands for."""
+    """The function of `choice`."""
     weights = corrections.importance_weights
     match choice:
         case drops.NoCorrection():
@@ -59,7 +59,7 @@ def build(choice: drops.Correction) -> Correct:
                 proximal_BT, behavior_BT, advantages_BT, mask_BT
             )
         case drops.SecondMoment(threshold=threshold):
-            # A bound on the tokens of the loss: any others, of small log-ratios, would loosen it.
+            # Only tokens in the loss: others with small log-ratios would loosen the bound.
             mask = corrections.second_moment_mask
             return lambda proximal_BT, behavior_BT, _advantages, _lag, _mask, trained_BT: mask(
                 proximal_BT, behavior_BT, trained_BT, threshold=threshold
@@ -73,7 +73,7 @@ def build(choice: drops.Correction) -> Correct:
 def _of_responses(
     weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[drops.Rejection] = ()
 ) -> Correct:
-    """A correction whose ratio of a response is over all of its tokens, too old ones as well; and rules beside it."""
+    """A correction with rejection `rules`; a response's ratio is over all its tokens, including those too old."""
     rules_N = [_rule(rule) for rule in rules]
 
     def correct(
@@ -101,7 +101,7 @@ def _rule(choice: drops.Rejection) -> rejections.Rule:
 
 
 def filters_of(choices: Sequence[drops.Filter]) -> dict[str, Filter]:
-    """The filters by their kinds."""
+    """The filters by kind."""
     return {str(choice.__struct_config__.tag): _filter(choice) for choice in choices}
 
 

@@ -1,4 +1,4 @@
-"""A rank's device, the GPU that Ray gave it or the CPU, and its process group."""
+"""A rank's device (its GPU from Ray, or the CPU) and its process group."""
 
 import os
 import socket
@@ -15,22 +15,22 @@ from streamppo.config.mesh import Mesh
 from streamppo.errors import RunError
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
-"""Told to cuBLAS and flash-attn (by transformers) by the environment, before they are used for the first time."""
+"""Environment variables for cuBLAS and (through transformers) flash-attn, set before their first use."""
 
 LOAD = timedelta(hours=2)
-"""Limit of a collective while models are read: rank 0 may read for all, and 70B longer than NCCL's 10 minutes."""
+"""Timeout of a collective at load: rank 0 may read for all ranks, and 70B takes longer than NCCL's 10 minutes."""
 LOOPBACK = ("127.0.0.1", "::1")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Tell gloo and NCCL on which interface ranks talk; one that the user has set wins."""
+"""Environment variables for the network interface of gloo and of NCCL; a value of the user wins."""
 UPDATE = timedelta(minutes=10)
-"""Limit of a collective in an update: a rank that is so late hangs, and the others end with an error."""
+"""Timeout of a collective in an update: a rank this late counts as hanging, and the others raise an error."""
 
 
 def acquire(gpus: float, *, exact: bool = True) -> torch.device:
-    """This process's device: the only GPU that it sees, made deterministic; the CPU, if it asked for none.
+    """This process's device: its only visible GPU, or the CPU if `gpus` is 0.
 
-    Redone updates that are `exact` must make the same bits: every operation on a GPU is the deterministic one,
-    and one that has none is an error. Raises `RunError` if there is no GPU that torch can use.
+    With `exact`, a redone update must give the same bits: every GPU operation is deterministic, and an operation
+    without a deterministic form raises an error. Raises `RunError` if torch has no usable GPU.
     """
     if not gpus:
         return torch.device("cpu")
@@ -42,7 +42,7 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
             "it needs a driver and a build of torch for CUDA"
         )
     torch.use_deterministic_algorithms(exact)
-    # Nothing of ours reads what it has not written, and FSDP makes large buffers all the time.
+    # The fill costs time for FSDP's many large buffers, and our code reads no uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -50,19 +50,18 @@ def acquire(gpus: float, *, exact: bool = True) -> torch.device:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's memory on `device`. The host does not wait for a GPU, nor the GPU's work before for it."""
+    """Copy a tensor from the host's memory to `device`. On a GPU the copy is asynchronous, from pinned memory."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, *, offload: bool = False) -> None:
     """Make the process group of all ranks: NCCL between GPUs, gloo between CPUs. A collective.
 
-    With `offload` both: shards of ranks on GPUs are in the memory of CPUs.
+    With `offload`, ranks on GPUs have both, because their shards are in CPU memory.
 
-    Its collectives may take as long as models are read, until `expect_updates`. Gloo talks on the interface from which
-    a rank reaches rank 0: left to itself, it takes the address of the machine's name, which many machines have on
-    loopback, where no other node reaches it. NCCL looks at the interfaces itself, and takes loopback where ranks meet
-    there, so that they listen there alone.
+    The timeout of its collectives is `LOAD` until `expect_updates`. Gloo uses the interface from which a rank reaches
+    rank 0. By default it would use the address of the host name, often loopback, which other nodes cannot reach. NCCL
+    finds its interface itself; it is set to loopback only if the rendezvous is there, so that ranks listen only there.
     """
     host, port = address
     if interface := interface_to(host, port):
@@ -81,10 +80,10 @@ def join(device: torch.device, address: tuple[str, int], rank: int, ranks: int, 
 
 
 def interface_to(host: str, port: int) -> str:
-    """The interface from which this machine reaches an address of another or its own; "" where it has no name."""
+    """The interface from which this machine reaches `host`, which may be itself; "" if none is found."""
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as asked, suppress(OSError):
-        # To connect UDP sends nothing: it chooses the way.
+        # Connecting a UDP socket sends nothing; it only selects the route.
         asked.connect(where)
         own = asked.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
@@ -94,9 +93,9 @@ def interface_to(host: str, port: int) -> str:
 
 
 def mesh_of(device: str, config: Mesh) -> DeviceMesh:
-    """All ranks: [ranks], or [copies, ranks of a copy] where the model has several. FSDP2 shards over the last.
+    """The mesh of all ranks: [ranks], or [replicas, ranks of a replica] if there are several replicas.
 
-    A collective.
+    FSDP2 shards over the last dimension. A collective.
     """
     ranks = dist.get_world_size()
     if config.replicate == 1:
@@ -113,21 +112,21 @@ def everybody() -> dist.ProcessGroup:
 def add_up(
     tensor: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    """Put the sum over all ranks in the place of `tensor`, or what `op` says. A collective of several ranks.
+    """Replace `tensor` by its sum over all ranks of `group`, or by its reduction with `op`. A collective.
 
-    A rank that is alone has it: gloo would wake a thread of its own for each, half a millisecond on a busy machine.
+    A single rank skips it: gloo would wake a thread for each call, half a millisecond on a busy machine.
     """
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op, group)
 
 
 def expect_updates(mesh: DeviceMesh, *groups: dist.ProcessGroup) -> None:
-    """Shorten the limit of collectives, those of `groups` too: everything is loaded."""
+    """Shorten the timeout of collectives to `UPDATE`, also in `groups`; called when everything is loaded."""
     for group in (everybody(), *mesh.get_all_groups(), *groups):
         group.set_timeout(UPDATE)
 
 
 def _store(host: str, port: int, rank: int, ranks: int) -> dist.Store:
-    """Meet at `host`, which listens there alone: left to itself, torch listens at every address of the machine."""
+    """The rendezvous store at `host`; rank 0 listens only there, while torch by default listens on every address."""
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
     return dist.TCPStore(host, port, ranks, rank == 0, master_listen_fd=listening)

@@ -1,8 +1,8 @@
-"""Tokens go to the ranks that have their experts, and what these found comes back: expert parallelism.
+"""Expert parallelism: tokens go to the ranks of their experts, and the results come back.
 
-    pairs    a token and one of its k experts, in the order of the ranks that have them
-    there    the experts of a rank compute the pairs that all ranks sent, each as a token with one expert
-    back     a token's k results are summed where it came from
+    pairs    a token and one of its k experts, ordered by the rank of the expert
+    there    a rank's experts compute the pairs of all ranks, each as a token with one expert
+    back     a token's k results are summed on the token's own rank
 
 The ranks of a group may pass different rows, of different widths. As in GShard, https://arxiv.org/abs/2006.16668, but
 without a capacity: no token is left out.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens, the experts of each, the weights of these) -> the weighted sum of what the experts make of a token."""
+"""(tokens, each token's experts, the experts' weights) -> the weighted sum of the experts' outputs for each token."""
 
 
 def to_experts(
@@ -29,9 +29,9 @@ def to_experts(
     index_Nk: Tensor,
     weights_Nk: Tensor,
 ) -> Tensor:
-    """Let each token be computed by its experts, of which every rank of `group` has `experts` in a row. A collective.
+    """Compute each token by its experts; every rank of `group` has `experts` consecutive ones. A collective.
 
-    Ranks pass as often as each other, as FSDP2 needs it too.
+    All ranks make the same number of passes, as FSDP2 also needs.
     """
     top_k, index_M = index_Nk.shape[1], index_Nk.flatten()
     rank_M = index_M // experts
@@ -47,7 +47,7 @@ def to_experts(
     hidden_PD = exchanged(hidden_ND[order_M // top_k])
     index_P, weights_P = exchanged((index_M % experts)[order_M]), exchanged(weights_Nk.flatten()[order_M])
     if not len(hidden_PD):
-        # Weights that no token needs have a gradient all the same: ranks reduce the same tensors.
+        # One zero row, so that unused weights have a gradient too: all ranks reduce the same tensors.
         hidden_PD, index_P, weights_P = (_with_nothing(one) for one in (hidden_PD, index_P, weights_P))
     found_PD = compute(hidden_PD, index_P[:, None], weights_P[:, None])[: sum(there)]
     found_MD: Tensor = _Exchange.apply(found_PD, group, back, there)  # pyright: ignore[reportAssignmentType]

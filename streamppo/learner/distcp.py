@@ -1,7 +1,7 @@
-"""Reads files of torch.distributed.checkpoint, whoever wrote them: nothing in them names code that runs.
+"""Reads untrusted files of torch.distributed.checkpoint: no code from a file runs.
 
-torch itself unpickles `.metadata`, and every value that is no tensor. Here `.metadata` may name torch's classes of
-metadata and nothing else, its files lie in the checkpoint's folder, and values are plain, as `weights_only` has it.
+torch itself unpickles `.metadata` and every value that is no tensor. Here `.metadata` may name only torch's metadata
+classes, its files must lie in the checkpoint's folder, and other values are loaded with `weights_only`.
 """
 
 # torch leaves parts of its signatures untyped.
@@ -36,13 +36,13 @@ NAMED = {
     "torch.serialization._get_layout",
     "pathlib.PosixPath",
 }
-"""All that `.metadata` names, beside types of tensors."""
+"""All names that `.metadata` may contain, besides tensor dtypes."""
 
 
 def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
-    """Load the checkpoint at `path` in place: a collective, unless `alone`.
+    """Load the checkpoint at `path` in place; a collective, unless `alone`.
 
-    Raises `CheckpointError` for files that do not hold these tensors, or that name anything else.
+    Raises `CheckpointError` for files that lack a tensor or contain a name that is not allowed.
     """
     try:
         dcp.load(  # pyright: ignore[reportPrivateImportUsage]
@@ -54,10 +54,10 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
 
 
 class Reader(FileSystemReader):
-    """torch's reader, which unpickles classes of metadata alone."""
+    """torch's reader, limited to unpickling metadata classes."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata. Raises `CheckpointError` for another pickle, and for files elsewhere."""
+        """Read the metadata. Raises `CheckpointError` for any other pickle, and for files outside the folder."""
         path = Path(self.path) / METADATA
         try:
             with durable.reading(path) as file:
@@ -71,17 +71,17 @@ class Reader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's planner, which unpickles plain values and tensors alone."""
+    """torch's planner, limited to unpickling plain values and tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take a value that is no tensor."""
+        """Load a value that is no tensor."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> object:
-        """A class of metadata, or a type of tensors."""
+        """A metadata class or a tensor dtype."""
         if f"{module}.{name}" in NAMED:
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

@@ -1,4 +1,4 @@
-"""From the configuration's exploration to the tokens of a batch that are treated otherwise, and to their loss.
+"""From the configuration's exploration to the tokens of a batch that it selects, and to their loss.
 
 B trajectories of a batch, T completion tokens (padded).
 """
@@ -21,14 +21,14 @@ Treat: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Exploration(NamedTuple):
-    """Tokens that are treated otherwise: their choice, once a batch, and what becomes of their policy loss."""
+    """`choose` selects tokens, once a batch; `treat` changes their policy loss."""
 
     choose: Choose
     treat: Treat
 
 
 def build(choice: choices.Exploration, seed: int) -> Exploration | None:
-    """The functions that `choice` names; None if all tokens are treated alike. `seed` is the run's."""
+    """The functions of `choice`; None if no token is selected. `seed` is the run's."""
     match choice:
         case choices.NoExploration():
             return None
@@ -55,7 +55,7 @@ def _clip_cov(
     trained_BT: Tensor,
 ) -> Tensor:
     covariance_BT = exploration.covariance(proximal.logprobs_BT, advantages_BT, trained_BT)
-    # No epoch has this number: the draw is another one than that of any epoch's rows.
+    # No epoch has the number -1, so the draw is independent of every epoch's row order.
     order = partial(row_order, seed=seed, version=batch.version, epoch=-1)
     return exploration.clip_cov(covariance_BT, trained_BT, share=choice.share, band=choice.band, order=order)
 

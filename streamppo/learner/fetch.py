@@ -1,6 +1,6 @@
-"""Batches on their way to a rank: fetched and padded in a thread, while the update before them runs.
+"""Prefetch of batches: fetched and padded in a thread, during the update before them.
 
-Of several ranks, each fetches the outline of a batch, finds the rows that it reads, and fetches their tokens alone.
+With several ranks, each fetches the outline of a batch, finds its own rows, and fetches only their tokens.
 """
 
 import time
@@ -21,14 +21,14 @@ from streamppo.queue.source import BatchSource
 from streamppo.types import Batch, Outline, Tokens, decode
 
 RETRY_S = 0.5
-"""Seconds between two attempts to get a batch whose owner has died."""
+"""Seconds between retries to fetch a batch whose owner has died."""
 
 OwnRows: TypeAlias = Callable[[PaddedBatch], list[int]]
-"""A batch without its tokens -> the rows whose tokens this rank reads."""
+"""A batch without tokens -> the rows whose tokens this rank reads."""
 
 
 class Fetched(NamedTuple):
-    """A batch, how many of its tokens have each lag, and how long it took to come."""
+    """A batch, its number of tokens by lag, and the seconds of its fetch."""
 
     batch: PaddedBatch
     lags: dict[int, int]
@@ -36,7 +36,7 @@ class Fetched(NamedTuple):
 
 
 class Fetcher:
-    """At most one batch ahead: `start` asks for it, `result` waits for it."""
+    """Fetches at most one batch ahead: `start` begins the fetch, `result` waits for it."""
 
     def __init__(self, source: ActorProxy[BatchSource]) -> None:
         self._source = source
@@ -44,17 +44,17 @@ class Fetcher:
         self._under_way: Future[Fetched | None] = Future()
 
     def start(self, version: int, own_rows: OwnRows | None) -> None:
-        """Ask for the batch of the update that starts at `version`; without `own_rows`, for the tokens of all."""
+        """Start to fetch the batch of the update that starts at `version`; without `own_rows`, with all tokens."""
         self._under_way = self._thread.submit(self._fetch, version, own_rows)
 
     def result(self) -> Fetched | None:
-        """The batch that was last asked for; None if the run was stopped."""
+        """Wait for the batch of the last `start`; None if the run was stopped."""
         return self._under_way.result()
 
     def archived(self, run: str) -> Iterator[PaddedBatch]:
-        """The batches of another run, in the order in which it was trained on them.
+        """The batches of another run, in the order of its updates.
 
-        Raises `JournalError` if there is none, or if the run is damaged.
+        Raises `JournalError` if it has no archived batch, or if it is damaged.
         """
         versions = ray.get(self._source.archived_versions.remote(run))
         if not versions:
@@ -76,7 +76,7 @@ class Fetcher:
             try:
                 return self._whole(version) if own_rows is None else self._own(version, own_rows)
             except ObjectLostError:
-                # The queue died with it; its next life has the same batch.
+                # The queue died with the object; the restarted queue has the same batch.
                 time.sleep(RETRY_S)
 
     def _whole(self, version: int) -> Batch | None:
@@ -96,6 +96,6 @@ class Fetcher:
 
 
 def lag_histogram(batch: PaddedBatch) -> dict[int, int]:
-    """How many tokens of a batch that the policy sampled have each lag, in versions."""
+    """The number of sampled tokens of a batch by lag, in versions."""
     lags, counts = batch.lag_BT[batch.mask_BT].unique(return_counts=True)
     return dict(zip(lags.tolist(), counts.tolist(), strict=True))

@@ -2,7 +2,7 @@
 
     products of hidden states and weights  + bias  * scale  -> soft cap  -> logits
 
-A model says by its settings what it does; one that does yet more is refused when it is loaded.
+Scale and soft cap come from the model's config. `check` rejects a model with any other logit processing at load.
 """
 
 from pathlib import Path
@@ -17,13 +17,13 @@ from streamppo.errors import ModelError
 from streamppo.tasks import tokenizer
 
 UNSAMPLED = -1e9
-"""A bias with which a token has no probability; no product of it with 0 is NaN."""
+"""A bias that gives a token no probability; it is finite, so its product with 0 is not NaN."""
 GAP, PROBED = 1e-3, 4
-"""Nats between a model's log-probs and the learner's in float32, and the tokens on which they are compared."""
+"""The largest difference between the model's and the learner's log-probs, in nats, and the tokens compared."""
 
 
 def shape_of(lm: Any) -> Shape:
-    """The way to its logits by a model's settings, whose names its family has chosen.
+    """The logit scale and soft cap from the model's config; each family has its own field names.
 
     Gemma: `final_logit_softcapping`; Granite: divided by `logits_scaling`; Cohere: times `logit_scale`; Falcon-H1:
     times `lm_head_multiplier`.
@@ -35,7 +35,7 @@ def shape_of(lm: Any) -> Shape:
 
 
 def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
-    """The bias of a model's head, [V], with that of tokens which are never sampled."""
+    """The bias [V] of a model's head plus `unknown_V`, the bias of tokens that are never sampled; None without both."""
     bias_V = getattr(lm.get_output_embeddings(), "bias", None)
     if bias_V is None or unknown_V is None:
         return unknown_V if bias_V is None else bias_V
@@ -43,10 +43,10 @@ def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:
 
 
 def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
-    """A bias [V] that takes the rows of a head out of its distribution that are no tokens of the tokenizer at `path`.
+    """A bias [V] against head rows that are no tokens of the tokenizer at `path`: they get no probability.
 
-    Rank 0 reads the tokenizer. A collective. None if it has them all, or if there is none. With a soft cap the bias
-    takes them down to the cap.
+    Rank 0 reads the tokenizer. A collective. None if all rows are tokens, or if there is no tokenizer. With a soft cap
+    the bias lowers their logits only to the cap.
     """
     bias_V = torch.zeros(rows, device=device)
     if dist.get_rank() == 0:
@@ -57,14 +57,14 @@ def unknown(path: str | Path, rows: int, device: str) -> Tensor | None:
 
 @torch.no_grad()
 def check(lm: Any, path: str | Path) -> None:
-    """Compare log-probs of a few tokens with the model's own. Raises `ModelError` where they are others."""
+    """Compare log-probs of a few tokens with the model's own. Raises `ModelError` if they differ by more than `GAP`."""
     head_VD = lm.get_output_embeddings().weight
     tokens_1L = torch.arange(PROBED)[None] % len(head_VD)
     theirs_1LV = lm(tokens_1L).logits.float().log_softmax(-1)
     hidden_LD = lm.base_model(tokens_1L).last_hidden_state[0]
     ours_LV = chunk_logits(hidden_LD, head_VD, bias_of(lm), Extent(PROBED, None, shape=shape_of(lm)))
     gap = (ours_LV.log_softmax(-1) - theirs_1LV[0]).abs().max().item()
-    # A NaN is above no bound.
+    # `gap > GAP` would be False for a NaN.
     if not gap <= GAP:
         raise ModelError(
             f"the model {str(path)!r} does more to its logits than the learner knows (products with its head's "

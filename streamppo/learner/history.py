@@ -1,7 +1,7 @@
-"""The versions of a run as its journal has them, for those that load one of them or make it again. Needs no torch.
+"""The versions in a run's journal, for loading a version or redoing an update. Needs no torch.
 
-configs    the configuration of every update: an update that is made again is made as it was
-digests    the weights of every version: a checkpoint with others is one of another run, whatever its name says
+configs    the configuration of every update: a redone update uses its original configuration
+digests    hashes of every version's weights: a checkpoint with another hash is of another run, whatever its name
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made
 
 ANY = ""
-"""In the place of a digest: the version may have been made again with weights near the first ones."""
+"""In place of a digest: a redo of this version may give slightly different weights."""
 
 
 class History(msgspec.Struct, frozen=True):
-    """`configs` by the version from which each holds, `digests` of versions; without any, nothing is compared."""
+    """`configs` by the first version of each, `digests` by version; without digests nothing is compared."""
 
     configs: dict[int, Config]
     digests: dict[int, str] = {}
@@ -28,12 +28,12 @@ class History(msgspec.Struct, frozen=True):
     def at(self, version: int) -> Config:
         """The configuration of the update that starts at `version`.
 
-        Example: with configurations of versions 0 and 50, that of 0 for 49 and that of 50 for 50 and 51.
+        Example: with configurations from versions 0 and 50, version 49 has the first, 50 and 51 the second.
         """
         return self.configs[max((one for one in self.configs if one <= version), default=min(self.configs))]
 
     def refusal(self, version: int, digest: str) -> str:
-        """Say why weights with this digest are not those of `version`; empty if they are."""
+        """The reason why weights with this digest are not those of `version`; "" if they are."""
         if not self.digests:
             return ""
         if (known := self.digests.get(version)) is None:
@@ -46,7 +46,7 @@ class History(msgspec.Struct, frozen=True):
 
 
 def of_run(run: Path, present: Config) -> History:
-    """The history of the run in the folder `run`, which goes on with `present`; of a new run that alone.
+    """The history of the run in the folder `run`, or only the configuration `present` for a new run.
 
     Raises `JournalError` for a journal that cannot be read.
     """
@@ -62,12 +62,12 @@ def of_run(run: Path, present: Config) -> History:
 
 
 def digests(recorded: Mapping[int, Config], made: Mapping[int, Made]) -> dict[int, str]:
-    """The digest of each version, as far as it has the same weights whenever it is made."""
+    """The digest of each version; `ANY` where a redo may not give the same weights."""
     return {version: one.digest if continuation.is_exact(recorded, version) else ANY for version, one in made.items()}
 
 
 def encode(history: History) -> bytes:
-    """The bytes that a rank gets."""
+    """The history as bytes, for `decode` on a rank."""
     return msgspec.msgpack.encode(history)
 
 

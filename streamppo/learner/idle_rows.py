@@ -1,11 +1,11 @@
-"""Rows that teach nothing: no token of theirs has a gradient, so that they leave the passes of an update.
+"""Rows without a gradient: the passes of an update leave them out.
 
-    trained      no token is for the loss: all are too old, the group scored the same (zero_variance = "mask"), the
-                 completion is filtered
-    advantages   zero_variance = "keep": the group scored the same, and nothing but the advantage would move the policy
+    trained      no token is in the loss: all are too old, all rewards of the group are equal (zero_variance = "mask"),
+                 or the completion is filtered
+    advantages   zero_variance = "keep": all rewards of the group are equal, and only advantages give a gradient
 
-Denominators, baselines and whitening are those of the whole batch. The choice depends on the configuration and on what
-a batch has beside its tokens: every rank makes it alike, before it has the tokens.
+Denominators, baselines and whitening are over the whole batch. The choice depends on the configuration and on the
+batch without its tokens, so every rank makes the same choice before it has the tokens.
 
 B trajectories of the batch.
 """
@@ -29,13 +29,13 @@ from streamppo.learner.objective import trained_tokens
 from streamppo.learner.steering import is_lowered_by_ess
 
 COMPARES = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
-"""Estimators by which a trajectory whose whole group scored the same has an advantage of 0."""
+"""Estimators whose advantage is 0 for a group of equal rewards."""
 
 
 class Rows(NamedTuple):
-    """The rows of a batch [B] that its steps pass over, and those that are scored before them; on the CPU.
+    """The rows [B] of a batch that its steps pass over, and the rows scored before the first step; on the CPU.
 
-    `idle_B` are rows that have tokens for the loss, all without a gradient: a minibatch of them alone makes a step.
+    `idle_B` are rows with tokens in the loss, all without a gradient: a minibatch of idle rows still makes a step.
     """
 
     taught_B: Tensor
@@ -43,13 +43,13 @@ class Rows(NamedTuple):
     idle_B: Tensor
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the part of `rows` that is passed over."""
+        """Return the `rows` that the steps pass over."""
         return rows[self.taught_B[rows]]
 
 
 def find(config: Config, batch: PaddedBatch) -> Rows:
-    """Find the rows of `batch` that teach, and those that are scored. All pass if none teaches: they are described."""
-    # The shares of rules that need a pass are over truncated completions too.
+    """Find the trained and the scored rows of `batch`. If no row has a gradient, all rows pass, for the metrics."""
+    # Other rules need a pass of the truncated completions too: their shares are over all.
     known = _has_no_other_rule(config.algorithm)
     algorithm = config.algorithm if known else structs.replace(config.algorithm, filters=())
     trained_B = trained_tokens(algorithm, batch).any(-1).cpu()
@@ -66,18 +66,18 @@ def find(config: Config, batch: PaddedBatch) -> Rows:
 
 
 def _is_steered(config: Config) -> bool:
-    """True where the lag or the learning rate goes by the effective sample size of the whole batch."""
+    """True if the lag or the learning rate follows the effective sample size of the whole batch."""
     return is_lowered_by_ess(config) or isinstance(config.queue.max_lag, AdaptiveLag)
 
 
 def _scores_all(config: choices.Algorithm) -> bool:
-    """True where targets of a row may depend on scores of others, or on those of the whole batch."""
+    """True if a row's targets may depend on the scores of other rows."""
     in_reward = config.kl.reward_beta > 0 or (config.teacher.on and config.teacher.signal == "reward")
     return config.has_critic or in_reward or isinstance(config.correction, correction.drops.OwnCorrection)
 
 
 def _moves_by_advantage_alone(config: Config) -> bool:
-    """True where a token whose advantage is 0 has no gradient, and no number that decides about a step counts it."""
+    """True if a token with advantage 0 has no gradient and does not influence whether a step is made."""
     algorithm = config.algorithm
     return (
         isinstance(algorithm.advantage, COMPARES)
@@ -92,5 +92,5 @@ def _moves_by_advantage_alone(config: Config) -> bool:
 
 
 def _has_no_other_rule(config: choices.Algorithm) -> bool:
-    """True where nothing but the truncation of a completion leaves its tokens out of the loss."""
+    """True if only the filter of truncated completions leaves tokens out of the loss."""
     return all(rule == TRUNCATED for rule in correction.metrics(config.correction, config.filters))

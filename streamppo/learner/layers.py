@@ -19,7 +19,7 @@ PLACES = ("layers", "h", "language_model.layers", "blocks")
 
 
 def layers_of(transformer: Any) -> Iterable[nn.Module]:
-    """The layers of `transformer`. Raises `ModelError` for a model that keeps them elsewhere than under `PLACES`."""
+    """The layers of `transformer`. Raises `ModelError` if they are under none of `PLACES`."""
     for place in PLACES:
         with suppress(AttributeError):
             return transformer.get_submodule(place)
@@ -28,9 +28,10 @@ def layers_of(transformer: Any) -> Iterable[nn.Module]:
 
 
 def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) -> None:
-    """Let layers compute what they do not keep again in the backward pass.
+    """Let layers recompute in the backward pass the activations that they do not keep.
 
-    A layer checkpoints only in training mode; what is inside it stays in evaluation mode, without dropout.
+    Only the layer itself is set to training mode, which turns checkpointing on; its submodules stay in evaluation mode,
+    without dropout.
     """
     if kind == "off":
         return
@@ -40,13 +41,13 @@ def checkpoint_activations(transformer: "PreTrainedModel", kind: Checkpointing) 
 
 
 def offloading(kind: Checkpointing, device: torch.device) -> AbstractContextManager[object]:
-    """Let a transformer keep what it keeps for its backward pass in the CPU's memory, if that is the `kind`."""
+    """A context in which tensors saved for the backward pass are in CPU memory, if `kind` is "offloaded"."""
     if kind != "offloaded":
         return nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
 
 
 def compile_layers(transformer: "PreTrainedModel") -> None:
-    """Compile each layer's own computation, for rows of every width; hooks and checkpointing stay around it."""
+    """Compile each layer's forward, for any width of rows; hooks and checkpointing stay outside of it."""
     for layer in layers_of(transformer):
         layer.forward = torch.compile(layer.forward, dynamic=True)

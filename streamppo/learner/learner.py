@@ -1,4 +1,4 @@
-"""Everything of one rank that learns: made complete by `build`, and without Ray but for its pusher."""
+"""All training state of one rank, made by `build`; only its pusher uses Ray."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Learner:
-    """A policy, and all that trains, publishes and saves it. Every method is a collective of the ranks of `mesh`.
+    """A policy with its training, publishing and checkpoints. Every method is a collective of the ranks of `mesh`.
 
-    `version` is that of the weights in `policy`; `config` holds from there on. `lag` is there where it is steered.
+    `version`: of the weights in `policy`. `config`: in effect from this version on. `lag`: None unless it is adaptive.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Learner:
     copies: Copies
 
     def configure(self, config: Config) -> None:
-        """Replace the configuration, and rebuild or set everything that depends on it."""
+        """Replace the configuration, and rebuild or update everything that depends on it."""
         torch.set_num_threads(config.learner.threads)
         optimizer.configure(self.optimizer, config)
         self.policy.temperature = config.rollout.temperature
@@ -84,11 +84,11 @@ class Learner:
 
     @property
     def own_rows(self) -> OwnRows | None:
-        """The function that finds the rows whose tokens this rank reads; None for a rank alone, which reads all."""
+        """The function from a batch to the rows whose tokens this rank reads; None for a single rank: it reads all."""
         return self.updater.own_rows if self.updater.ranks > 1 else None
 
     def follow_schedule(self, tokens_by_lag: Mapping[int, int]) -> float:
-        """Set the learning rate of the update on a batch with these tokens; returns the policy's by the schedule."""
+        """Set the learning rates of the update on a batch with `tokens_by_lag`; returns the policy's scheduled rate."""
         optimizer.follow_schedule(self.optimizer, self.config, self.version)
         scheduled = self.optimizer.param_groups[0]["lr"]
         if self.lag is not None:
@@ -98,9 +98,9 @@ class Learner:
     def steer(
         self, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int], scheduled: float
     ) -> dict[str, float]:
-        """Steer the lag by an update that has been described in `metrics`.
+        """Update the admitted lag from the `metrics` of the last update.
 
-        Returns what is admitted from here on, and what was left of the rate that was `scheduled`.
+        Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
         """
         made: dict[str, float] = {}
         if self.lag is not None or steering.is_lowered_by_ess(self.config):
@@ -111,11 +111,11 @@ class Learner:
         return made
 
     def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
-        """How fast an update was that has been described in `metrics`."""
+        """The speed of an update with these `metrics`."""
         return speed(self.size, updated, metrics, dist.get_world_size())
 
     def pretrain(self, batches: Iterable[PaddedBatch]) -> None:
-        """Teach the critic alone the returns of `batches`, at the full learning rate."""
+        """Train only the critic on the returns of `batches`, at the full learning rate."""
         optimizer.set_rate(self.optimizer, 1.0)
         explained = [self.updater.pretrain(batch.to(self.updater.device)) for batch in batches]
         if dist.get_rank() == 0:
@@ -124,7 +124,7 @@ class Learner:
             log.info("the critic has learned from %d batches of %s: %s", len(explained), run, shares)
 
     def push(self, learned: bytes = b"") -> Pushed:
-        """Publish the present version beside training: every rank copies its own shards, and carries them itself.
+        """Publish the present version concurrently with training: every rank copies and pushes its own shards.
 
         `learned` is the encoded `Learned` of its batch. Returns the push before.
         """
@@ -133,7 +133,7 @@ class Learner:
         return self.pusher.push(self.version, buckets, learned, admitted, written)
 
     def save(self, folder: Path) -> None:
-        """Start a checkpoint of the present version under `folder`; it is written beside training."""
+        """Start a checkpoint of the present version under `folder`; it is written during training."""
         state = State(
             version=self.version,
             digest="",
@@ -166,8 +166,8 @@ def build(
 ) -> Learner:
     """Load the model at `model_path`, or the checkpoint at `resume_from`, onto the ranks of `mesh`. A collective.
 
-    `publish` is called for every version that is pushed. A checkpoint that is not of the run's `past` counts as
-    damaged. Raises `ModelError` or `CheckpointError`.
+    `publish` is called for every pushed version. A checkpoint that is not of the run's `past` counts as damaged. Raises
+    `ModelError` or `CheckpointError`.
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
@@ -214,7 +214,7 @@ def _updater(
     adamw: torch.optim.Optimizer,
     frozen: tuple[Policy | Without | None, Policy | None],
 ) -> Updater:
-    """The updater of `trained` beside the `frozen` reference and teacher."""
+    """The updater of the policy `trained`, with the reference and teacher of `frozen`."""
     chosen, (followed, taught_by) = objective.build(config), frozen
     group = trained.slices.apart()
     return Updater(trained, adamw, chosen, config, group=group, reference=followed, teacher=taught_by)

@@ -18,10 +18,11 @@ from streamppo.learner.metrics import Minibatch
 def left_out_shares(
     names_N: Sequence[str], minibatches: Sequence[Minibatch], batch: PaddedBatch, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """By rule, the share of sampled tokens, and with `_responses` behind its name of responses that lost a token.
+    """The share of sampled tokens that each rule leaves out, and as `NAME_responses` of responses that lose a token.
 
-    Over all passes of the policy's loss; of truncated completions over rows that left them, too. 0 where there was
-    none. Each rule is counted by itself: a token may be left out by several. A collective, unless there is no rule.
+    Shares are over all passes of the policy's loss; for truncated completions also over the idle rows, which have no
+    pass. A share of nothing is 0. A token that several rules leave out counts for each. A collective, unless there is
+    no rule.
     """
     if not names_N:
         return {}
@@ -40,12 +41,12 @@ def left_out_shares(
 
 
 def _counts(mask_bT: Tensor) -> Tensor:
-    """Tokens, and responses that have any."""
+    """The number of tokens, and of responses with at least one."""
     return torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
 
 
 def _of_idle(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-    """Of rows that left the policy's passes, the counts of those that were cut off, and of all."""
+    """The counts of the idle rows that were truncated, and of all idle rows."""
     some = [one.idle for one in minibatches if one.part != "critic" and one.idle is not None]
     rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *some]), batch.mask_BT.device)
     mask_bT = batch.mask_BT[rows]

@@ -1,4 +1,4 @@
-"""Makes the policy of a model's files: sharded first, without memory, then filled rank by rank."""
+"""Loads the policy from a model's files: sharded on the meta device first, then filled rank by rank."""
 
 from copy import deepcopy
 from functools import partial
@@ -40,7 +40,7 @@ from streamppo.weights.models.loading import fetch, not_finite
 from streamppo.weights.models.settings import as_written, is_tied, settings
 
 SHARD_LAYERS_ABOVE = 16_000_000
-"""Parameters above which every layer is gathered on its own; a smaller model is gathered at once."""
+"""Parameters above which FSDP gathers layer by layer; a smaller model is gathered at once."""
 
 
 def load(
@@ -57,18 +57,17 @@ def load(
 ) -> Policy:
     """Load a Hugging Face causal LM with fp32 master weights and shard it over `mesh`. A collective.
 
-    Without `master` its weights are in the type that they compute in, which changes nothing but their memory while
-    they stand still.
+    Without `master` its weights are in the type of computation; for a frozen model this changes only their memory.
 
-    Of a large model whose files all ranks see each reads its own rows (weight_files.py). Otherwise rank 0 alone reads
-    weights, and sends them tensor by tensor: of the others, none ever holds more than its shards and one tensor, and
-    config.json is all that they need at `path`. No random number generator moves on.
-    `critic` is that of the configuration; a path to a sequence classification model of one label (a reward model)
-    gives the value head its weights as well. `offload` keeps the shards in CPU memory.
-    With `lora` the policy's weights are frozen, in the type that they compute in, and its adapters are trained.
-    Rows are cut into `slices`.
-    Raises `ModelError` if one of them cannot be loaded, or computes log-probs that `Policy` would not, or lets rows see
-    each other in the layout that the configuration asks for.
+    If all ranks have the files of a large model, each reads its own rows (weight_files.py). Otherwise rank 0 reads the
+    weights and sends them tensor by tensor: another rank never holds more than its shards and one tensor, and needs
+    only config.json at `path`. The state of random number generators is unchanged.
+    `critic` is the configuration's; a path to a sequence classification model of one label (a reward model) also gives
+    the value head its weights. `offload` keeps the shards in CPU memory.
+    With `lora` the policy's weights are frozen, in the type of computation, and its adapters are trained.
+    Rows are split into `slices`.
+    Raises `ModelError` if a model cannot be loaded, if its own log-probs differ from those of `Policy`, or if it leaks
+    state between rows in the configured layout.
     """
     device = mesh.device_type
     with torch.random.fork_rng(devices=[]):
@@ -87,7 +86,7 @@ def load(
     policy.temperature, policy.share_prompts = temperature, share_prompts
     policy.to_empty(device="cpu" if offload else device)
     if not isinstance(policy, FSDPModule):
-        # Memory of its own has taken tied weights apart.
+        # `to_empty` gave tied weights separate memory.
         policy.lm.tie_weights()
     if plan is None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -97,7 +96,7 @@ def load(
     _send_buffers(policy, whole, device)
     policy.unknown_V = head.unknown(path, len(policy.lm.get_output_embeddings().weight), device)
     if not isinstance(policy, FSDPModule) and config.dtype != "float32":
-        # Values are computed in float32, as they are where FSDP shards.
+        # No copy of the value head: values are computed in float32, as with FSDP.
         policy.working_copy = WorkingCopy([policy.lm, *filter(None, [policy.critic])], getattr(torch, config.dtype))
     return policy
 
@@ -117,9 +116,9 @@ def sharded(
 ) -> Policy:
     """Make the policy of config.json at `path` on the meta device, sharded over `mesh`: its layout without memory.
 
-    A rank alone leaves it whole: FSDP would move nothing, and its hooks, copies and DTensors cost a tenth of a small
-    model's update. `attends` is transformers' name of the attention; `untied` is that of `settings`. Raises
-    `ModelError` for a model whose rows cannot be cut into `slices`.
+    A single rank does not shard: FSDP would move nothing, and its hooks, copies and DTensors cost a tenth of a small
+    model's update. `attends` is transformers' name of the attention; `untied` is as in `settings`. Raises `ModelError`
+    for a model whose rows cannot be split into `slices`.
     """
     with torch.device("meta"):
         lm, own = _read(path, critic, ulysses.name_of(attends, slices), weights=False, untied=untied)
@@ -151,23 +150,23 @@ def sharded(
 
 
 def is_whole(ranks: int, *, offload: bool) -> bool:
-    """True for a policy of so many ranks that FSDP is not needed for."""
+    """True if a policy on so many ranks needs no FSDP: on a single rank without offload."""
     return ranks == 1 and not offload
 
 
 def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offload: bool) -> None:
-    """Let FSDP shard `policy`, which is computed in `dtype`."""
+    """Shard `policy` by FSDP; it computes in `dtype`."""
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
-    # FSDP moves layer by layer what it shards: no GPU ever holds the whole model in float32.
+    # FSDP moves its shards layer by layer: no GPU ever holds the whole model in float32.
     where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     sharding = partial(fully_shard, mp_policy=precision, offload_policy=where)
     if sum(parameter.numel() for parameter in policy.parameters()) > SHARD_LAYERS_ABOVE:
         for transformer in policy.transformers:
             for layer in layers.layers_of(transformer):
                 parallel.shard_fully(layer, mesh, slices.cut, sharding)
-    # Values are regressed on returns: a weight of 8 bits would move them by up to 1 / 256 of their size.
+    # float32 for the value head: a bfloat16 weight (8 bits) would change values by up to 1 / 256 of their size.
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     parallel.shard_fully(
         policy.value_head, mesh, slices.cut, partial(fully_shard, mp_policy=exact, offload_policy=where)
@@ -176,7 +175,7 @@ def _shard(policy: Policy, dtype: str, mesh: DeviceMesh, slices: Slices, *, offl
 
 
 def _is_untied(path: str | Path) -> bool:
-    """True if the head of the model is no embedding, by the files that rank 0 sees. A collective."""
+    """True if the model's head is not tied to its embedding, by rank 0's files. A collective."""
     made = [False]
     if dist.get_rank() == 0:
         fetch(path)
@@ -193,7 +192,7 @@ def _read(
 
 
 def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.Plan | None) -> Policy:
-    """All weights, on the CPU; by a `plan`, those of the first layers."""
+    """The policy with all weights, on the CPU; with a `plan` only the first layers."""
     if plan is not None:
         head.check(plan.first, path)
         return Policy(plan.first, 1.0, None if critic == "head" else deepcopy(plan.first.base_model))
@@ -210,7 +209,7 @@ def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.
 
 @torch.no_grad()
 def _read_rows(policy: Policy, plan: weight_files.Plan, path: str | Path) -> None:
-    """Fill this rank's shards; a value head, which no file has, begins at 0. A collective.
+    """Read this rank's shards from the files; a value head, which is in no file, starts at 0. A collective.
 
     Raises `ModelError` on all ranks if a number is not finite.
     """
@@ -227,7 +226,7 @@ def _read_rows(policy: Policy, plan: weight_files.Plan, path: str | Path) -> Non
 
 
 def _place(parameter: Tensor) -> list[slice]:
-    """The place of this rank's part, which is not empty, in a weight, dimension by dimension."""
+    """The slices of this rank's shard in a weight, one per dimension; the shard must not be empty."""
     if not isinstance(parameter, DTensor):
         return [slice(0, size) for size in parameter.shape]
     chunk = parameter.__create_chunk_list__()[0]
@@ -235,9 +234,9 @@ def _place(parameter: Tensor) -> list[slice]:
 
 
 def _send_buffers(policy: Policy, whole: Policy | None, device: str) -> None:
-    """Give every rank the buffers of `whole`, which only rank 0 has, on `device`.
+    """Broadcast the buffers of `whole`, which only rank 0 has, to every rank's `device`.
 
-    A model computes them as it is made and saves them nowhere, such as frequencies of rotary embeddings.
+    A model computes them when it is made and does not save them: frequencies of rotary embeddings, for example.
     """
     made = {} if whole is None else dict(whole.named_modules())
     for at, module in policy.named_modules():

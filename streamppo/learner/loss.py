@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: its share of the loss of a minibatch, so that any split adds up to the same.
+"""The loss of a micro-batch: its share of its minibatch's loss; the shares of any split add up to the same loss.
 
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded).
 """
@@ -27,9 +27,9 @@ from streamppo.process import phase
 
 
 class Share(NamedTuple):
-    """A micro-batch's part of its minibatch: a differentiable scalar, and the numbers of this rank to add up.
+    """A micro-batch's share of its minibatch: a differentiable scalar, and sums to add over micro-batches and ranks.
 
-    `policy_pass` is None where the policy had no row to learn from.
+    `policy_pass` is None for an empty micro-batch and for the critic alone.
     """
 
     loss: Tensor
@@ -40,7 +40,7 @@ class Share(NamedTuple):
 class Loss(NamedTuple):
     """The losses of one update: from rows and their current scores to a share of the loss, without side effects.
 
-    `entropy_weight` is that of the entropy bonus.
+    `entropy_weight` is the weight of the entropy bonus.
     """
 
     objective: Objective
@@ -51,7 +51,7 @@ class Loss(NamedTuple):
 
     @phase("loss")
     def share(self, rows: Tensor, part: Part, current: Scored, counts: Denominators) -> Share:
-        """The share of `rows`, scored as `current`, in a minibatch whose global counts are `counts`."""
+        """The share of `rows`, with the scores `current`, in a minibatch with the global `counts`."""
         if not len(rows):
             return Share(_zero_gradient(part, current), Sums.zero(current.logprobs_BT.device), None)
         piece = _Piece(self, rows, current, counts)
@@ -66,7 +66,7 @@ class Loss(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One micro-batch: `rows` of the batch, as wide as the longest of them."""
+    """One micro-batch: `rows` of the batch, as wide as the longest one."""
 
     whole: Loss
     rows: Tensor
@@ -74,7 +74,7 @@ class _Piece(NamedTuple):
     counts: Denominators
 
     def policy(self) -> Share:
-        """The policy's loss, its entropy bonus, the penalty for leaving the reference, and the NLL of right answers."""
+        """The policy's loss, minus its entropy bonus, plus the KL to the reference and the NLL of right answers."""
         config, trained_bT, logprobs_bT = self.whole.algorithm, self.trained_bT, self.current.logprobs_BT
         advantages_bT = self.cut(self.whole.targets.estimate.advantages)
         behavior_bT = self.cut(self.whole.batch.behavior_logprobs_BT)
@@ -85,12 +85,12 @@ class _Piece(NamedTuple):
         loss_bT = self.explored(signed_bT, logprobs_bT - proximal_bT)
         out = self.filtered(advantages_bT)
         kept_bT = trained_bT & (weights_bT != 0) & ~reduce(or_, out.values(), torch.zeros_like(trained_bT))
-        # A token that is left out has no part in the loss, whatever its value.
+        # masked_fill, not times 0: the loss of a token that is left out may be NaN or infinite.
         loss = self.average((loss_bT * weights_bT).masked_fill(~kept_bT, 0.0))
         entropy_bT = self.current.entropy_BT
         total = loss - self.whole.entropy_weight * self.average(entropy_bT)
         if self.whole.targets.reference_BT is not None and config.kl.loss_beta:
-            # The proximal policy's weight of a token, times the current one's: the KL is of the current policy.
+            # behavior -> proximal weight times proximal -> current weight: the KL is of the current policy.
             current_bT = weights_bT * policy_weights(logprobs_bT, proximal_bT, trained_bT)
             divergence_bT = self.divergence(self.whole.targets.reference_BT)
             total = total + config.kl.loss_beta * self.average(current_bT * divergence_bT)
@@ -104,7 +104,7 @@ class _Piece(NamedTuple):
         return Share(total, sums, PolicyPass(self.rows, logprobs_bT.float(), tokens.ratio.float(), kept_bT.sum(), out))
 
     def critic(self) -> Share:
-        """The critic's loss, times its coefficient."""
+        """The critic's loss times its coefficient."""
         config, targets = self.whole.algorithm.critic, self.whole.targets
         found = value_loss(
             self.current.values_BT,
@@ -120,28 +120,28 @@ class _Piece(NamedTuple):
 
     @property
     def trained_bT(self) -> Tensor:
-        """The tokens of the piece that enter the loss."""
+        """The micro-batch's tokens in the loss."""
         return self.cut(self.whole.targets.trained_BT)
 
     def cut(self, whole_BT: Tensor) -> Tensor:
-        """[B, T] of the batch -> [b, T] of the piece."""
+        """[B, T] of the batch -> [b, T] of the micro-batch."""
         return whole_BT[self.rows, : self.current.logprobs_BT.shape[1]]
 
     def average(self, loss_bT: Tensor) -> Tensor:
-        """Per-token losses -> their share of the minibatch's average; lengths count tokens that are too old as well."""
+        """Per-token losses -> their share of the minibatch's average; lengths include tokens that are too old."""
         batch, kind = self.whole.batch, self.whole.algorithm.aggregation
         lengths_b = batch.mask_BT[self.rows].sum(-1)
         return aggregate(loss_bT, self.trained_bT, kind, self.counts, lengths_b, batch.prompt_B[self.rows])
 
     def filtered(self, advantages_bT: Tensor) -> dict[str, Tensor]:
-        """[b, T] tokens that each filter leaves out of the policy's loss, by the name of its metric."""
+        """[b, T] tokens that each filter leaves out of the policy's loss, by the filter's metric."""
         batch, logprobs_bT = self.whole.batch, self.current.logprobs_BT.detach()
         behavior_bT, mask_bT = self.cut(batch.behavior_logprobs_BT), self.cut(batch.mask_BT)
         columns = batch.truncated_B[self.rows], logprobs_bT, behavior_bT, advantages_bT, mask_bT
         return {filtered(name): leaves_out(*columns) for name, leaves_out in self.whole.objective.filters.items()}
 
     def anchored(self, behavior_bT: Tensor, advantages_bT: Tensor) -> tuple[Tensor, Correction]:
-        """Proximal log-probs and their correction: known before the first step, or made of the current ones."""
+        """Proximal log-probs and their correction: those of `targets`, or computed from the current log-probs."""
         objective, targets, batch = self.whole.objective, self.whole.targets, self.whole.batch
         if targets.correction is not None:
             weights_BT, keep_BT, dropped = targets.correction
@@ -155,7 +155,7 @@ class _Piece(NamedTuple):
         return proximal_bT, objective.correct(proximal_bT, *columns)
 
     def explored(self, loss_bT: Tensor, log_ratio_bT: Tensor) -> Tensor:
-        """The per-token losses after those of the tokens that were singled out are treated."""
+        """The per-token losses, changed at the tokens that exploration selected."""
         exploration, chosen_BT = self.whole.objective.exploration, self.whole.targets.chosen_BT
         if exploration is None or chosen_BT is None:
             return loss_bT
@@ -174,7 +174,7 @@ class _Piece(NamedTuple):
 
 
 def _zero_gradient(part: Part, current: Scored) -> Tensor:
-    """A loss for a rank without rows: it takes part in the collective backward, with a gradient of exactly zero."""
+    """The loss of an empty micro-batch: a collective backward pass with a gradient of exactly zero."""
     columns = {"policy": current[:2], "critic": current[2:], "both": current}[part]
     first, *others = (column.sum() * 0.0 for column in columns)
     return sum(others, start=first)

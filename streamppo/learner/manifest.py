@@ -1,12 +1,12 @@
-"""Manifests say which checkpoints are complete, and that their files are as they were written. Needs no torch.
+"""Manifests mark complete checkpoints, and have the hashes that verify their files. Needs no torch.
 
-A disk may be a node's own: each rank hashes and verifies the files that it wrote, and a folder need not hold others.
+Nodes may have their own disks: each rank hashes and verifies its own files, and a folder may lack the others.
 
 runs/NAME/checkpoints/00000050/        one folder for each version
     *.distcp  .metadata                torch.distributed.checkpoint: policy or its adapters, critic, optimizer, RNG of
                                        every rank, and a reference that follows the policy
     manifest.json                      the rest of the state, and the SHA-256 of each rank's files; written last
-runs/NAME/checkpoints/00000050.damaged what was found damaged
+runs/NAME/checkpoints/00000050.damaged a checkpoint that was found damaged
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from streamppo import durable
 from streamppo.errors import CheckpointError
 
 if TYPE_CHECKING:
-    # Ray comes with it, and those that look for a checkpoint need none.
+    # It imports Ray, which a search for checkpoints does not need.
     from streamppo.learner.history import History
 
 MANIFEST = "manifest.json"
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
-"""The name of a file in the checkpoint's folder: no path leads out of it."""
+"""The name of a file in the checkpoint's folder, without a path."""
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of a checkpoint that is no tensor.
 
-    `version` is the queue's position too: batch number `version` is the next to be trained on. `digest` is that of the
-    weights as they were pushed, known when they are published; `beta` the adaptive weight of the KL in the reward;
-    `bad_steps` are the policy's in a row, and those of a critic with steps of its own; `bonus` the coefficient and the
-    weight of an entropy bonus that is steered. `reference_moved` says that a reference is among the tensors: it is the
-    run's first model no more. `lag` is the lag that steers itself (`algorithms.lag.Lag`), if it does.
+    `version` is also the queue's position: batch number `version` is the next to train on. `digest` is the hash of the
+    pushed weights, known once they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
+    are skipped steps in a row: the policy's, and those of a critic with its own steps. `bonus` is the coefficient and
+    the weight of an adaptive entropy bonus. `reference_moved`: the reference is no longer the run's first model, and is
+    among the tensors. `lag` is an adaptive lag (`algorithms.lag.Lag`).
     """
 
     version: int
@@ -55,7 +55,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Files(msgspec.Struct, frozen=True, kw_only=True):
-    """SHA-256 of files by name: those that all ranks read, and those that each rank wrote."""
+    """SHA-256 of files by name: `shared` files, which all ranks read, and the files of each rank."""
 
     shared: dict[Name, str]
     ranks: tuple[dict[Name, str], ...]
@@ -70,11 +70,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Damaged(CheckpointError):
-    """A file is not as it was written, or of another run."""
+    """A file is damaged, or of another run."""
 
 
 def seal(folder: Path, pattern: str) -> dict[str, str]:
-    """Flush the files of `folder` whose names match `pattern`; return the SHA-256 of each."""
+    """Flush the files of `folder` that match `pattern`; return the SHA-256 of each."""
     files = sorted(folder.glob(pattern))
     for path in files:
         durable.flush(path)
@@ -82,7 +82,7 @@ def seal(folder: Path, pattern: str) -> dict[str, str]:
 
 
 def write(folder: Path, state: State, files: Files) -> None:
-    """Add and flush the manifest of `folder`, whose files are flushed."""
+    """Write and flush the manifest of `folder`, whose other files are already flushed."""
     manifest = Manifest(state=state, files=files, check=_check(state, files))
     durable.write(folder / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1).encode())
 
@@ -107,11 +107,11 @@ def verify(
     fetch: Callable[[str, str, Path], None] | None = None,
     past: "History | None" = None,
 ) -> State:
-    """The state in the checkpoint at `path`, once the files that `rank` reads are verified.
+    """Verify the files that `rank` reads in the checkpoint at `path`, and return its state.
 
-    They are its own, and those of the rank `shards_of`, which wrote the shards of both if a model has several copies.
-    Files that are missing or damaged come by `fetch` (version, name, folder), if there is one. Raises `Damaged`, also
-    if its weights are not those of the run's `past`, or `CheckpointError` for a file that is not there; both name it.
+    They are its own files and those of the rank `shards_of`, which wrote its shards if the model has several replicas.
+    `fetch` (version, name, folder), if given, fetches missing and damaged files. Raises `Damaged`, also if the weights
+    are not of the run's `past`, or `CheckpointError` for a missing file; both name the file.
     """
     if fetch is not None and not (path / MANIFEST).is_file():
         fetch(path.name, MANIFEST, path)
@@ -140,7 +140,7 @@ def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
 
 
 def is_of(path: Path, past: "History | None") -> bool:
-    """Tell, and say why not, if the manifest of the checkpoint at `path` is whole and of the run's `past`."""
+    """True if the manifest of the checkpoint at `path` is whole and of the run's `past`; else the reason is logged."""
     try:
         read(path, past)
     except Damaged as error:
@@ -150,9 +150,9 @@ def is_of(path: Path, past: "History | None") -> bool:
 
 
 def verify_whole(path: Path, past: "History | None" = None) -> State:
-    """The state in the checkpoint at `path`, once the files of every rank are verified: all of them are here.
+    """Verify the files of every rank in the checkpoint at `path`, and return its state.
 
-    Raises `Damaged`, or `CheckpointError` for a file that is not there, or if it is not of the run's `past`.
+    Raises `Damaged`, also if it is not of the run's `past`, or `CheckpointError` for a missing file.
     """
     state = read(path, past).state
     for rank in range(state.ranks):
@@ -161,10 +161,10 @@ def verify_whole(path: Path, past: "History | None" = None) -> State:
 
 
 def newest(folder: Path, at_most: float = math.inf, past: "History | None" = None) -> Path | None:
-    """The newest checkpoint under `folder` with a whole manifest, or None, of versions up to `at_most`.
+    """The newest checkpoint up to version `at_most` under `folder` with a whole manifest, or None.
 
-    One whose manifest is damaged, or not of the run's `past`, is named and moved out of the way. The ranks verify the
-    files.
+    A checkpoint whose manifest is damaged, or not of the run's `past`, is logged and moved aside. Its other files are
+    not verified here: ranks do it.
     """
     for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
         try:
@@ -177,7 +177,7 @@ def newest(folder: Path, at_most: float = math.inf, past: "History | None" = Non
 
 
 def set_aside(path: Path, reason: object) -> None:
-    """Name a damaged checkpoint, and move it out of the way."""
+    """Log a damaged checkpoint, and rename its folder to *.damaged."""
     damaged = path.with_name(f"{path.name}.damaged")
     log.info("%s; moved to %s, going on from the checkpoint before it", reason, damaged.name)
     shutil.rmtree(damaged, ignore_errors=True)
@@ -188,7 +188,7 @@ def drop(folder: Path, keep: int, keep_every: int) -> None:
     """Remove all but the newest `keep` checkpoints and those whose version `keep_every` divides."""
     for path in complete(folder)[:-keep]:
         if not keep_every or int(path.name) % keep_every:
-            # First the name: half of a checkpoint must not look like a whole one.
+            # Rename first: a partly deleted checkpoint must not look complete.
             path.rename(durable.aside(path))
     for path in folder.glob(f"*{durable.ASIDE}"):
         shutil.rmtree(path)
@@ -200,9 +200,9 @@ def complete(folder: Path) -> list[Path]:
 
 
 def seconds_to_write(folder: Path, model: Path) -> float:
-    """Time that a checkpoint of the run may take: 6 s, and 10 s for each GB of the newest checkpoint under `folder`.
+    """The seconds that a checkpoint may take: 6 s plus 10 s per GB of the newest checkpoint under `folder`.
 
-    Without one it is taken to be as large as six times the files of `model`: float32 weights and two moments.
+    Without a checkpoint its size is taken as six times the files of `model`: float32 weights and two moments.
     """
     written = [_bytes(path) for path in complete(folder)[-1:]] or [6 * _bytes(model)]
     return 6.0 + written[0] / 1e8

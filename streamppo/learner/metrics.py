@@ -1,4 +1,4 @@
-"""The numbers of one update: values that every micro-batch and minibatch returns, and their means over all ranks.
+"""The metrics of one update: the results of every micro-batch and minibatch, and their means over all ranks.
 
 B trajectories, b rows of a micro-batch, T completion tokens (padded).
 """
@@ -22,11 +22,11 @@ from streamppo.learner.policy import Part, Scored
 
 
 class Sums(NamedTuple):
-    """Shares of losses and sums over tokens, detached and in float64: they add up over micro-batches and ranks.
+    """Shares of losses and sums over tokens, detached, in float64: they add up over micro-batches and ranks.
 
-    `losses_2` are the shares of policy and critic, weighed as the loss's aggregation does. The others count every
-    trained token alike: `tokens_6` are those of `update_sums`, `entropy` is of the same tokens, `values_2` are tokens
-    that the critic passed over and those of them whose value was held at its clip.
+    `losses_2` are the loss shares of policy and critic, weighted by the loss's aggregation. The others weight all
+    trained tokens equally: `tokens_6` are the sums of `update_sums`, `entropy` the sum over the same tokens, `values_2`
+    the number of the critic's tokens and of those with a clipped value.
     """
 
     losses_2: Tensor
@@ -36,29 +36,30 @@ class Sums(NamedTuple):
 
     @staticmethod
     def zero(device: torch.device) -> "Sums":
-        """The sums of nothing."""
+        """All sums zero."""
         return Sums(*(torch.zeros(size, dtype=torch.float64, device=device) for size in (2, 6, 1, 2)))
 
     @staticmethod
     def of_policy(loss: Tensor, tokens_6: Tensor, entropy: Tensor) -> "Sums":
-        """A micro-batch of the policy; `entropy` is the sum over its trained tokens."""
+        """The sums of a micro-batch of the policy; `entropy` is the sum over its trained tokens."""
         zero = Sums.zero(loss.device)
         return zero._replace(losses_2=_float64(loss, 0), tokens_6=tokens_6, entropy=_float64(entropy))
 
     @staticmethod
     def of_critic(loss: Tensor, trained: Tensor, clipped: Tensor) -> "Sums":
-        """A micro-batch of the critic: its loss, its trained tokens, and those whose value was held at its clip."""
+        """The sums of a micro-batch of the critic: its loss, its trained tokens, and those with a clipped value."""
         return Sums.zero(loss.device)._replace(losses_2=_float64(0, loss), values_2=_float64(trained, clipped))
 
     def plus(self, other: "Sums") -> "Sums":
-        """Both together."""
+        """The elementwise sum of both."""
         return Sums(*(one + two for one, two in zip(self, other, strict=True)))
 
 
 class PolicyPass(NamedTuple):
-    """A pass of the policy over the rows of a micro-batch: log-probs, and ratios to the proximal policy, as float32.
+    """A pass of the policy over the rows of a micro-batch: log-probs, and ratios to the proximal policy, in float32.
 
-    `kept` counts the tokens that have a weight in its loss; `left_out` has those that each rule leaves out, [b, T].
+    `kept` is the number of tokens with a weight in the loss; `left_out` [b, T] are the tokens that each rule leaves
+    out.
     """
 
     rows: Tensor
@@ -69,11 +70,11 @@ class PolicyPass(NamedTuple):
 
 
 class Minibatch(NamedTuple):
-    """A minibatch that was passed over; `sums` and `passes` are this rank's part.
+    """The result of a minibatch; `sums` and `passes` are this rank's part.
 
-    `rows`, on the CPU, are those of all ranks; `idle` are those that left its passes. `grad_norm` is None where no step
-    was due, and not finite where the step was left out. `stopped_early`: the policy had moved too far, so that its
-    steps end before this one. `is_empty`: no token was left to learn from, so that no step was made.
+    `rows`, on the CPU, are the rows of all ranks; `idle` are rows that were left out of its passes. `grad_norm` is None
+    if no step was due, and not finite if the step was skipped. `stopped_early`: the policy had moved too far, and its
+    steps ended before this one. `is_empty`: no step was made, because no token was left to learn from.
     """
 
     part: Part
@@ -89,7 +90,7 @@ class Minibatch(NamedTuple):
 def first_logprobs(
     minibatches: Iterable[Minibatch], like_BT: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """[B, T] log-probs of every row's first pass, and [B] which rows had one. A collective."""
+    """[B, T] log-probs of every row's first pass, and [B] True for rows with a pass. A collective."""
     first_BT = torch.zeros(like_BT.shape, device=like_BT.device)
     passed_B = torch.zeros(len(like_BT), dtype=torch.bool, device=like_BT.device)
     for minibatch in _of_policy(minibatches):
@@ -102,7 +103,7 @@ def first_logprobs(
 
 
 def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup) -> dict[str, float]:
-    """Losses per minibatch, a step taken of it or not, and token sums per trained token. A collective."""
+    """Losses per minibatch, with or without a step, and token sums per trained token. A collective."""
     total = Sums.zero(trained_BT.device)
     for minibatch in minibatches:
         total = total.plus(minibatch.sums)
@@ -138,7 +139,7 @@ def step_metrics(minibatches: Sequence[Minibatch], trained_BT: Tensor, group: di
 def _last_ratios(
     minibatches: Iterable[Minibatch], trained_BT: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """[B, T] ratios of every row's last pass, whichever rank made it, and [B, T] which of them there are."""
+    """[B, T] ratios of every row's last pass on any rank, and [B, T] True for trained tokens of rows with a pass."""
     ratio_BT = torch.zeros(trained_BT.shape, device=trained_BT.device)
     passed_B = torch.zeros(len(trained_BT), dtype=torch.bool, device=trained_BT.device)
     for minibatch in _of_policy(minibatches):
@@ -165,9 +166,9 @@ def _is_bad(minibatch: Minibatch) -> bool:
 
 
 def _float64(*numbers: Tensor | float) -> Tensor:
-    """The numbers as one detached vector; at least one of them is a tensor, and gives the device."""
+    """The numbers as one detached vector, on the device of the first tensor; at least one is a tensor."""
     device = next(number.device for number in numbers if isinstance(number, Tensor))
-    # A tensor of a Python number would be copied from the host, which waits for a GPU.
+    # `torch.tensor(number)` would be copied from the host, which waits for a GPU.
     made = (one if isinstance(one, Tensor) else torch.full((), one, device=device) for one in numbers)
     return torch.stack([one.detach().double() for one in made])
 
@@ -180,10 +181,10 @@ def batch_metrics(
     trained_BT: Tensor,
     age: OffPolicy | None = None,
 ) -> dict[str, float]:
-    """Describe the batch as it was before any of it was trained on; importance weights before any truncation.
+    """Metrics of the batch before its first step; importance weights are before any truncation.
 
-    `learner` is the proximal policy on the rows `passed_B`, or what came nearest to it: the first pass over each row.
-    `age` is how far that is from the behavior policy, if it is known already.
+    `learner` are the proximal policy's scores of the rows `passed_B`, or those of each row's first pass. `age` is its
+    distance from the behavior policy, if it is already known.
     """
     mask_BT = batch.mask_BT
     compared_BT = mask_BT & passed_B[:, None]
@@ -210,7 +211,7 @@ def batch_metrics(
 
 
 def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
-    """The numbers of a batch that need no policy; `trained_BT` are its tokens that enter the loss."""
+    """The metrics of a batch that need no policy; `trained_BT` are its tokens in the loss."""
     lag = batch.lag_BT[batch.mask_BT].float()
     return {
         **_of_completions(batch),
@@ -226,7 +227,7 @@ def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
 
 
 def _of_completions(batch: PaddedBatch) -> dict[str, float]:
-    """Describe the completions that ended, each by its last segment; a batch of segments may have none that did."""
+    """Metrics of the ended completions, each counted with its last segment; a batch of segments may have none."""
     ended_B = ~batch.cut_B
     found = {"segments_cut": batch.cut_B.float().mean().item()} if batch.cut_B.any() or batch.prefix_B.any() else {}
     if not ended_B.any():
@@ -237,7 +238,7 @@ def _of_completions(batch: PaddedBatch) -> dict[str, float]:
 
 
 def _candidates(batch: PaddedBatch) -> dict[str, float]:
-    """Describe the tokens that top-p and top-k left, of the sampled tokens from whose choice they took any."""
+    """Candidates per sampled token that top-p or top-k cut, and the share of sampled tokens with a single candidate."""
     if batch.candidates is None:
         return {}
     count_BT = batch.candidates.counts
@@ -249,7 +250,7 @@ def _candidates(batch: PaddedBatch) -> dict[str, float]:
 def distances(
     batch: PaddedBatch, teacher_BT: Tensor | None, right_BT: Tensor | None, learner: Scored, passed_B: Tensor
 ) -> dict[str, float]:
-    """Measure how far the policy, as in `batch_metrics`, is from the teacher and from right answers for certain."""
+    """The KL of the policy (`learner` of `batch_metrics`) to the teacher, and the NLL of right answers."""
     found: dict[str, float] = {}
     mask_BT = batch.mask_BT & passed_B[:, None]
     if teacher_BT is not None:

@@ -1,10 +1,10 @@
-"""RMS norms on a CPU, with a gradient of their own. N tokens of width C.
+"""RMS norms on a CPU as one operation with its own gradient. N tokens of width C.
 
     y = w * n,   n = x * inv,   inv = 1 / sqrt(mean(x * x) + eps)        https://arxiv.org/abs/1910.07467, equation 4
     dx = inv * (w * dy - n * mean(n * w * dy)),   dw = sum over tokens of n * dy
 
-transformers' own is a chain of operations, each with a gradient that walks over all tokens several times: forward and
-backward, this takes half to two thirds of its time (benchmarks/short_rows.py).
+transformers' own norm is a chain of operations, whose gradients pass over all tokens several times. Forward and
+backward, this one takes half to two thirds of its time (benchmarks/short_rows.py).
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAMES = tuple(f"{family.capitalize()}RMSNorm" for family in FAMILIES)
-"""Transformers' classes of exactly this norm; other families have others, such as one with 1 + w."""
+"""Transformers' classes with exactly this norm; other families have other norms, for example with 1 + w."""
 
 
 def prepare(transformer: "PreTrainedModel") -> None:
-    """Let the norms of `transformer` compute so; those of other families stay as they are."""
+    """Replace the norms of `transformer` by this one; norms of other families are left unchanged."""
     for module in transformer.modules():
         if type(module).__name__ in NAMES:
             module.forward = partial(normalise, module, module.forward)
 
 
 def normalise(module: Any, otherwise: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-    """Do as the norm of llama, qwen2 and qwen3 does, or leave it to that norm, `otherwise`."""
+    """The norm of llama, qwen2 and qwen3; `otherwise`, the original, if a type is not float32."""
     if hidden_states.dtype is not torch.float32 or module.weight.dtype is not torch.float32:
         return otherwise(hidden_states)
     normed: Any = _RMSNorm.apply(hidden_states, module.weight, module.variance_epsilon)

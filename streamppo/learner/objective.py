@@ -1,6 +1,6 @@
 """From the configuration's choices to the functions of `algorithms`: each choice is made here, once.
 
-B trajectories, T completion tokens (padded). The learner calls what these builders return and never asks for a kind.
+B trajectories, T completion tokens (padded). The learner calls the functions and never compares a kind.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,18 +39,18 @@ from streamppo.learner.steering import is_lowered_by_ess
 Advantages: TypeAlias = Callable[[PaddedBatch, Scored, Tensor], Estimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
 Trained: TypeAlias = Callable[[PaddedBatch], Tensor]
-"""batch -> [B, T] tokens that are for the loss: young enough, of a group that teaches, of no filtered completion."""
+"""batch -> [B, T] tokens in the loss: within max_lag, not of a masked group, not of a filtered completion."""
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """(logprobs_BT, proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> one loss for each token."""
 RatioLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
-"""The same without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
+"""A policy loss without behavior log-probs: (logprobs_BT, proximal_logprobs_BT, advantages_BT, mask_BT)."""
 
 Anchor: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(behavior_logprobs_BT, logprobs_BT, lag_BT, mask_BT) -> proximal log-probs, constants."""
 
 
 class Epoch(NamedTuple):
-    """One pass of an update over its batch: which part learns, in how many steps. `number` counts from 0 per part."""
+    """One pass of an update over its batch: the trained part and its steps. `number` counts from 0 per part."""
 
     part: Part
     number: int
@@ -61,10 +61,10 @@ class Epoch(NamedTuple):
 class Objective(NamedTuple):
     """The functions and the epochs of one run.
 
-    `scored` is the part that must be known of the whole batch before its first step. `anchor` makes the proximal
-    log-probs of a micro-batch in passing; without it they are those of `scored`. If that leaves the policy out, the
-    policy passes over the batch only to learn from it. `one_step` says that it makes a single step of a batch.
-    `rules` are the metrics of all that leaves tokens out of its loss: the correction's, and those of `filters`.
+    `scored` is the part whose scores of the whole batch are computed before the first step; without the policy in it,
+    the policy's only passes are its steps'. `anchor` computes the proximal log-probs of a micro-batch from its own
+    pass; None takes them from `scored`. `one_step`: the policy makes one step per batch. `rules` are the metrics of
+    all rules that leave tokens out of the policy's loss: the correction's and the `filters`'.
     """
 
     advantages: Advantages
@@ -81,14 +81,14 @@ class Objective(NamedTuple):
 
     @property
     def scores_policy(self) -> bool:
-        """True if the policy's log-probs of the whole batch are known before its first step."""
+        """True if the policy's log-probs of the whole batch are computed before the first step."""
         return self.scored in ("policy", "both")
 
     def warm_up(self) -> "Objective":
-        """The objective while the policy stands still: a critic with steps of its own makes them, and nothing else is.
+        """The objective during warm-up, with a frozen policy: a critic with its own steps makes only these.
 
-        The policy then passes over a batch once, without a gradient, for the numbers that describe it. A value head
-        shares the policy's passes in any case.
+        The policy then passes over a batch once, without gradient, for its metrics. With a value head the objective
+        does not change: it shares the policy's passes.
         """
         if self.epochs[-1].part != "critic":
             return self
@@ -96,13 +96,13 @@ class Objective(NamedTuple):
         return self._replace(anchor=None, scored="both", epochs=own, one_step=False)
 
     def critic_epochs(self) -> list[Epoch]:
-        """The epochs in which the critic learns, with the policy standing still."""
+        """The critic's epochs, with a frozen policy."""
         part = self.epochs[-1].part
         return [epoch._replace(part="critic") for epoch in self.epochs if epoch.part == part]
 
 
 def build(config: Config) -> Objective:
-    """The functions that `config` chooses."""
+    """The functions and epochs of `config`."""
     choice, one_step = config.algorithm, config.learner.epochs * config.learner.minibatches == 1
     anchor = _anchor(choice, one_step=one_step and not is_lowered_by_ess(config))
     scored: Part | None = "critic" if choice.has_critic else None
@@ -124,7 +124,7 @@ def build(config: Config) -> Objective:
 
 
 def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
-    """The making of proximal log-probs in passing, or None where they are those of a pass before the first step."""
+    """The function of proximal log-probs in a step's own pass; None if they need a pass before the first step."""
     match choice.proximal:
         case "loglinear":
             return proximal.loglinear
@@ -135,7 +135,7 @@ def _anchor(choice: choices.Algorithm, *, one_step: bool) -> Anchor | None:
 
 
 def _epochs(config: Config) -> tuple[Epoch, ...]:
-    """A value head learns with the policy; a transformer of its own after it, by its own schedule."""
+    """The epochs: a value head trains with the policy, a critic's own transformer after it, by its own schedule."""
     learner, critic = config.learner, config.algorithm.critic
     separate = config.algorithm.has_critic and critic.model != "head"
     part: Part = "both" if config.algorithm.has_critic and not separate else "policy"
@@ -228,7 +228,7 @@ def _vtrace(choice: choices.VTrace, batch: PaddedBatch, proximal: Scored, reward
 
 
 def _bootstrap(choice: choices.Bootstrapped, batch: PaddedBatch, proximal: Scored) -> Tensor:
-    """[B] values behind the last token: those of completions that go on, and, if chosen, of those that were cut off."""
+    """[B] values after the last token of cut segments and, if chosen, of truncated completions; 0 for others."""
     return proximal.bootstrap_B * (batch.cut_B | (batch.truncated_B & choice.bootstrap_truncated))
 
 
@@ -268,7 +268,7 @@ def _scores(batch: PaddedBatch, rewards_BT: Tensor) -> Tensor:
 
 
 def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
-    """[B, T]: the tokens of `batch` that are for the loss."""
+    """[B, T]: the tokens of `batch` in the loss."""
     trained_BT = batch.fresh_BT
     if config.zero_variance == "mask":
         trained_BT = trained_BT & ~groups.zero_variance(batch.reward_B, batch.prompt_B)[:, None]
@@ -309,7 +309,7 @@ def _ratio_loss(choice: losses.RatioLoss) -> RatioLoss:
 
 
 def _sequence_loss(choice: losses.SequenceLoss) -> RatioLoss:
-    """The losses whose ratio is of a whole response."""
+    """The loss function of a `choice` whose ratio is of a whole response."""
     match choice:
         case losses.Gspo(range=(low, high)):
             return partial(policy_losses.gspo, clip_low=low, clip_high=high)

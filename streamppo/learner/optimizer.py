@@ -1,4 +1,4 @@
-"""AdamW over the policy and its critic, each with its own learning rate; and the bound on a sharded gradient."""
+"""AdamW over the policy and its critic, each with its own learning rate; clipping of sharded gradients."""
 
 import math
 from collections.abc import Iterable
@@ -19,17 +19,17 @@ Norm = Literal["2-norm", "max-norm"]
 
 
 def adamw(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """Two groups, policy first, critic second; `full_lr` of each is its rate before any schedule.
+    """AdamW with two groups, policy first, critic second; `full_lr` of each is its rate before any schedule.
 
-    Every parameter has its moments from the start: torch makes them at the first gradient, and a checkpoint in which
-    some are missing (a critic that nobody uses, a policy that still stands still) cannot be loaded.
+    Every parameter has its moments from the start. torch makes them at the first gradient, but a checkpoint without
+    some of them (of an unused critic, or of a policy in warm-up) cannot be loaded.
     """
     policys = [parameter for parameter in policy.lm.parameters() if parameter.requires_grad]
     groups = [{"params": some} for some in (policys, list(policy.critic_parameters()))]
-    # One kernel for all of a tensor's arithmetic; the default makes a dozen passes over every tensor.
+    # fused: one kernel for a tensor's arithmetic; the default makes a dozen passes over every tensor.
     made = torch.optim.AdamW(groups, lr=config.learner.lr, fused=True)
     configure(made, config)
-    # torch counts the writes of all operations but this one, and a working copy goes by their number.
+    # torch does not count the writes of a fused step, and a working copy compares that count.
     made.register_step_post_hook(_count_writes)
     for parameter in (one for group in groups for one in group["params"]):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -42,7 +42,7 @@ def _count_writes(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Set what the configuration says; a checkpoint brings the settings of the configuration that wrote it."""
+    """Set the configuration's values; a loaded checkpoint has those of the configuration that wrote it."""
     learner = config.learner
     full_lrs = (learner.lr, config.algorithm.critic.lr or learner.lr)
     for group, full_lr in zip(optimizer.param_groups, full_lrs, strict=True):
@@ -50,9 +50,9 @@ def configure(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: int) -> None:
-    """Set the learning rates of the update after `version`: the policy's schedule begins when it does, at 0 until then.
+    """Set the learning rates of the update after `version`.
 
-    The first group is the policy, the second the critic, which learns from the first update on.
+    The critic's schedule begins at version 0, the policy's at `critic.warmup_updates`: its rate is 0 until then.
     """
     stands = config.algorithm.critic.warmup_updates
     policy = 0.0 if version < stands else lr_share(config.learner, version - stands, config.updates - stands)
@@ -62,7 +62,7 @@ def follow_schedule(optimizer: torch.optim.Optimizer, config: Config, version: i
 
 
 def lower_policy(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Leave `share` of the policy's learning rate; the critic, whose loss has no weights, keeps its own."""
+    """Multiply the policy's learning rate by `share`; the critic, whose loss has no weights, keeps its own."""
     optimizer.param_groups[0]["lr"] *= share
 
 
@@ -88,12 +88,12 @@ def lr_share(config: Learner, version: int, updates: int) -> float:
 
 
 def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
-    """Scale all gradients so that their common norm is at most `bound`; returns the norm before. NaN gives inf or NaN.
+    """Scale all gradients to a common norm of at most `bound`; returns the norm before. NaN gives inf or NaN.
 
-    The max-norm is the largest entry. A collective of all ranks. Parameters without a gradient are left out.
+    The max-norm is the largest absolute entry. A collective of all ranks. Parameters without a gradient are left out.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # torch's own norms are of weights that are all cut between the same ranks, and of a row on each.
+    # torch's own norms need weights that are all sharded over the same ranks, with a row on each rank.
     shards = [local(one) for one in gradients]
     if norm == "2-norm":
         squares = torch.nn.utils.get_total_norm(shards).double().square()
@@ -104,7 +104,7 @@ def clip(parameters: Iterable[nn.Parameter], bound: float, norm: Norm) -> float:
         return float(total.item())
     sizes = [shard.abs().max() for shard in shards if shard.numel()]
     largest = torch.stack(sizes).max() if sizes else shards[0].new_zeros(())
-    # A maximum over ranks may lose a NaN, and never an infinity.
+    # A maximum over ranks may lose a NaN, but never an infinity.
     largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     add_up(largest, op=dist.ReduceOp.MAX)
     if largest > bound:

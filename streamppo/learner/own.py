@@ -1,4 +1,4 @@
-"""Functions that users bring to the mathematics of an update, by name."""
+"""Users' own functions in an update (loss, advantage, correction), by name."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from streamppo.tasks import plugins
 
 
 def tried(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
-    """Import a user's function and try it. Raises `TaskError` for one that cannot teach."""
+    """Import a user's function and try it. Raises `TaskError` if it fails."""
     function = plugins.function(name, field)
     plugins.call(f"{field} {name!r}", try_it, function)
     return function

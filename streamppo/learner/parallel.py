@@ -1,15 +1,15 @@
-"""Weights that are cut between ranks: tensor and expert parallelism, inside what FSDP2 shards.
+"""Tensor and expert parallelism: weights are split between ranks, and FSDP2 shards the parts.
 
-    tensor   a rank has a share of the heads of every layer, and of the units of its MLP. Ranks gather the slices of
-             their tokens (ulysses.py) before both, and scatter the sums of what they found to the slices again:
-             sequence parallelism, https://arxiv.org/abs/2205.05198, figure 5
-    expert   a rank has a share of the experts of every layer, and tokens go to it (dispatch.py)
+    tensor   a rank has a share of every layer's heads and MLP units. Ranks gather the slices of their tokens
+             (ulysses.py) before attention and MLP, and reduce-scatter the results to slices: sequence parallelism,
+             https://arxiv.org/abs/2205.05198, figure 5
+    expert   a rank has a share of every layer's experts, and tokens are sent to it (dispatch.py)
 
-A weight that is cut is a DTensor of what all ranks have. FSDP2 shards a rank's part of it over the other ranks of a
-copy, and all other weights over all of them. Every rank's gradient is that of its own tokens, or of its own part: what
-FSDP2 reduces is their sum in both cases.
+A split weight is a DTensor over the ranks that split it. FSDP2 shards a rank's part over the replica's ranks with the
+same part, and every other weight over all ranks of the replica. A rank's gradient is of its own tokens or of its own
+part; in both cases FSDP2 reduces by a sum.
 
-t ranks between which weights are cut, S tokens of a slice.
+t ranks that split a weight, S tokens of a slice.
 """
 
 import re
@@ -33,35 +33,35 @@ from streamppo.learner import dispatch
 from streamppo.learner.routing import experts_of
 
 REPLICATE, PART = "replicate", "part"
-"""Names of the dimensions of copies, and of ranks that have a part of a weight each."""
+"""Names of the mesh dimensions of replicas and of the ranks that split a weight."""
 EXPERTS = "moe_tp_experts"
-"""Transformers' name, in the plans of a family, for the module that has a layer's experts."""
+"""Transformers' name, in a family's plans, for the module of a layer's experts."""
 BY_TOKEN = ("hidden_states", "position_embeddings")
-"""Arguments of attention and of an MLP that have an entry for each token; others by position have one too."""
+"""Named arguments of attention and MLP with an entry per token; all positional ones have one too."""
 TOKENS = -2
-"""Their dimension of tokens."""
+"""The token dimension of these arguments."""
 Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 class Cut(NamedTuple):
-    """The meshes over which weights are cut: [copies, if there are several; ranks that shard a part; parts]."""
+    """The meshes that split weights: [replicas, if several; ranks that shard a part; parts]."""
 
     tensor: DeviceMesh | None = None
     expert: DeviceMesh | None = None
 
     @property
     def meshes(self) -> tuple[DeviceMesh, ...]:
-        """Each of them once."""
+        """The distinct meshes."""
         one, other = self
         return tuple(mesh for mesh in (one, None if other is one else other) if mesh is not None)
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups that were made for them."""
+        """The process groups of the meshes."""
         return tuple(group for mesh in self.meshes for group in mesh.get_all_groups())
 
 
 def cut_of(device: str, config: Mesh) -> Cut:
-    """Make the meshes that `config` says. A collective."""
+    """Make the meshes of `config`. A collective."""
     shards = config.shards(dist.get_world_size())
 
     def mesh_of(parts: int) -> DeviceMesh | None:
@@ -76,7 +76,7 @@ def cut_of(device: str, config: Mesh) -> Cut:
 
 
 def refusal(config: Any, ranks: int) -> str:
-    """Say why experts of a model of transformers' `config` cannot be shared by so many `ranks`; "" if they can."""
+    """The reason why `ranks` ranks cannot split the experts of a model of transformers' `config`; "" if they can."""
     if ranks == 1:
         return ""
     choice, model = f"learner.mesh.expert = {ranks}", repr(config.name_or_path)
@@ -87,7 +87,7 @@ def refusal(config: Any, ranks: int) -> str:
 
 
 def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
-    """The parameters of a `layer` of `transformer` that are cut between ranks of `tensor`, and of `expert`."""
+    """The number of parameters of a `layer` of `transformer` split by tensor, and by expert parallelism."""
     (place,) = [name for name, module in transformer.named_modules() if module is layer]
     by_tensor = _names(transformer.config, "colwise") | _names(transformer.config, "rowwise")
     experts, found = _names(transformer.config, EXPERTS), [0, 0]
@@ -104,9 +104,9 @@ def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
 
 
 def cut_weights(transformer: Any, cut: Cut) -> None:
-    """Cut the weights of `transformer`, which is on the meta device, and let its layers compute with their parts.
+    """Split the weights of `transformer`, which is on the meta device, and let its layers compute with their parts.
 
-    Raises `ModelError` for a model that cannot be cut so.
+    Raises `ModelError` for a model that cannot be split.
     """
     modules = dict(transformer.named_modules())
     if cut.expert is not None and (refused := refusal(transformer.config, cut.expert[PART].size())):
@@ -121,9 +121,9 @@ def cut_weights(transformer: Any, cut: Cut) -> None:
 
 
 def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: Cut, fully_shard: Callable[..., Any]) -> None:
-    """Shard `module` over `mesh` by FSDP2's `fully_shard`; of a weight that is cut every rank shards its part.
+    """Shard `module` over `mesh` by FSDP2's `fully_shard`; of a split weight every rank shards its part.
 
-    Gradients are summed over ranks, not averaged: not all weights are of the same number of ranks.
+    Gradients are summed over ranks, not averaged: weights are sharded over different numbers of ranks.
     """
     fully_shard(module, mesh=mesh, shard_placement_fn=_placement(cut) if cut.meshes else None)
     assert isinstance(module, FSDPModule)
@@ -132,7 +132,7 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: Cut, fully_shard: Call
 
 
 def _placement(cut: Cut) -> Callable[[nn.Parameter], Any]:
-    """The ranks that shard a weight: of one that is cut, those that have the same part.
+    """The function from a weight to the ranks that shard it: for a split weight, the ranks with the same part.
 
     Raises `ModelError` with a torch whose FSDP2 shards all weights of a module over the same ranks.
     """
@@ -155,7 +155,7 @@ def _placement(cut: Cut) -> Callable[[nn.Parameter], Any]:
 
 
 def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
-    """Cut heads and units, by the plan of the model's family."""
+    """Split heads and MLP units, by the plan of the model's family."""
     group, blocks = mesh.get_group(PART), dict[str, nn.Module]()
     by_rows, by_columns = _names(config, "colwise"), _names(config, "rowwise")
     for name, module in modules.items():
@@ -179,7 +179,7 @@ def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) ->
 
 
 def _cut_experts(module: Any, name: str, mesh: DeviceMesh) -> None:
-    """Leave this rank its share of the experts of a layer."""
+    """Keep only this rank's share of a layer's experts."""
     for own, parameter in list(module.named_parameters()):
         if len(parameter) != module.num_experts:
             raise ModelError(f"learner.mesh.expert: {name}.{own} is not one tensor for each expert")
@@ -199,14 +199,14 @@ def _cut_parameter(module: nn.Module, own: str, name: str, dimension: int, mesh:
 
 
 def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
-    """FSDP2's description of the ranks that have the same part of weights that are cut over `mesh`."""
+    """FSDP2's mesh info for the ranks with the same part of a weight split over `mesh`."""
     if mesh.ndim == 2:
         return FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
     return HSDPMeshInfo(mesh[REPLICATE, "shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _names(config: Any, style: str) -> set[str]:
-    """The patterns of names to which transformers' plans for the family give `style`."""
+    """The name patterns with `style` in transformers' plans for the family."""
     plans = (getattr(config, name, None) or {} for name in ("base_model_tp_plan", "base_model_ep_plan"))
     return {name for plan in plans for name, found in plan.items() if found == style}
 
@@ -224,7 +224,7 @@ def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: T
 
 
 def _summed(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
-    """A product with this rank's columns, summed over ranks; this rank's slice of it. The bias is added once."""
+    """This rank's slice of the product with all columns, a sum over ranks. The bias is added once."""
     with _parts(module):
         mine = nn.functional.linear(units, module.weight)
     summed: Tensor = _Paired.apply(mine, group, _scattered, _gathered)  # pyright: ignore[reportAssignmentType]
@@ -234,7 +234,7 @@ def _summed(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
 def _gather_arguments(
     group: dist.ProcessGroup, block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a block all tokens of `group` in place of this rank's slice of them."""
+    """Replace this rank's slice of tokens in a block's arguments by all tokens of `group`."""
 
     def gathered(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -247,7 +247,7 @@ def _gather_arguments(
 
 @contextmanager
 def _parts(module: nn.Module) -> Iterator[None]:
-    """Let the weights of `module` be plain tensors, this rank's parts, as its arithmetic needs them."""
+    """In this context the weights of `module` are plain tensors, this rank's parts, for its arithmetic."""
     before = dict(module._parameters)
     cut = {name: one.to_local() for name, one in before.items() if isinstance(one, DTensor)}
     for name, part in cut.items():
@@ -258,13 +258,13 @@ def _parts(module: nn.Module) -> Iterator[None]:
     finally:
         for name in cut:
             del module.__dict__[name]
-        # Their order is that of the names of a version.
+        # Restores the order of parameters, which is the order of names in a version.
         module._parameters.clear()
         module._parameters.update(before)
 
 
 class _Paired(torch.autograd.Function):
-    """`forth` of a tensor between the ranks of a group; backward, `back` of its gradient."""
+    """Forward: `forth` of a tensor between the ranks of a group; backward: `back` of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, forth: Move, back: Move) -> Tensor:
@@ -278,10 +278,10 @@ class _Paired(torch.autograd.Function):
 
 
 def _gathered(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Slices of all ranks, end to end."""
+    """The slices of all ranks, end to end."""
     ranks = dist.get_world_size(group)
     received = slice_S.new_empty(ranks, *slice_S.shape)
-    # The name until torch 2.13, which warns of it.
+    # `all_gather_into_tensor` is the name before torch 2.13, which warns of it.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, slice_S.contiguous()[None], group=group)
     return torch.cat(received.unbind(), TOKENS)
@@ -300,13 +300,13 @@ def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copies(mesh: DeviceMesh) -> int:
-    """The number of copies of a model among the ranks of `mesh`, over which a weight is sharded."""
+    """The number of replicas of a model in `mesh`, the mesh of a sharded weight."""
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(REPLICATE)) if REPLICATE in names else 1
 
 
 def is_cut_by_columns(parameter: Tensor) -> bool:
-    """True for a weight of whose rows a rank has a part each."""
+    """True for a weight split by columns: a rank has a part of every row."""
     return isinstance(parameter, DTensor) and any(
         one.is_shard() and one.dim == 1  # pyright: ignore[reportAttributeAccessIssue]
         for one in parameter.placements
@@ -314,13 +314,13 @@ def is_cut_by_columns(parameter: Tensor) -> bool:
 
 
 def own_rows(rows: int, parameter: DTensor) -> tuple[int, int]:
-    """Of so many rows, those from the first to the second number: the rows that this rank has whole, once exchanged."""
+    """(begin, end) in so many `rows`: the rows that this rank has whole after `whole_rows`."""
     bounds, mine = _bounds(rows, parameter), parameter.device_mesh[PART].get_local_rank()
     return bounds[mine], bounds[mine + 1]
 
 
 def whole_rows(own_RC: Tensor, parameter: DTensor) -> Tensor:
-    """Exchange this rank's columns of some rows for all columns of some of them. A collective of those that cut it."""
+    """Exchange this rank's columns of some rows for all columns of its `own_rows`. A collective of the PART ranks."""
     part = parameter.device_mesh[PART]
     sent = [end - begin for begin, end in pairwise(_bounds(len(own_RC), parameter))]
     mine = sent[part.get_local_rank()]
@@ -330,14 +330,14 @@ def whole_rows(own_RC: Tensor, parameter: DTensor) -> Tensor:
 
 
 def _bounds(rows: int, parameter: DTensor) -> list[int]:
-    """Divide so many rows between the ranks that have a part each of `parameter`."""
+    """The bounds that divide so many `rows` between the ranks that split `parameter`."""
     parts = parameter.device_mesh[PART].size()
     return [at * rows // parts for at in range(parts + 1)]
 
 
 def whole_of(weight: DTensor) -> Tensor:
-    """All of a weight. A collective."""
-    # One dimension of the mesh at a time: torch warns of several at once, for sums, which these are not.
+    """The whole weight. A collective."""
+    # One mesh dimension at a time: for several at once torch gives a warning that concerns only sums.
     placements = list(weight.placements)
     for dimension in range(weight.device_mesh.ndim):
         placements[dimension] = Replicate()

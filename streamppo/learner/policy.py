@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Part: TypeAlias = Literal["policy", "critic", "both"]
-"""The result of a pass: log-probs and entropies, values, or all of them."""
+"""The results of a pass: "policy" log-probs and entropies, "critic" values, "both" all of them."""
 HEAD_CHUNK = 4096
-"""Tokens whose logits exist at one time, where the head has no kernels."""
+"""The number of tokens whose logits are in memory at once, if the head has no kernels."""
 
 
 class Scored(NamedTuple):
-    """The policy's scores of the tokens of some rows; entries beyond `length_B`, or not asked for, are 0.
+    """The scores of the completion tokens of some rows; 0 beyond `length_B` and for a part that was not computed.
 
-    Log-probs and entropies are among the candidates of the rows, if there are any. `bootstrap_B` is the critic's value
-    after the last token.
+    Log-probs and entropies are normalised over the rows' candidates, if there are any. `bootstrap_B` is the critic's
+    value after the last token.
     """
 
     logprobs_BT: Tensor
@@ -52,7 +52,7 @@ class Scored(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Entries of a [B, T] result, (rows [N], columns [N]), and their places in a transformer's flattened output."""
+    """Entries of a [B, T] result, (rows [N], columns [N]), and their indices in a transformer's flattened output."""
 
     entry_2N: tuple[Tensor, Tensor]
     place_N: Tensor
@@ -66,7 +66,7 @@ NO_ENTRIES = Entries((torch.empty(0), torch.empty(0)), torch.empty(0))
 
 
 class Laid(NamedTuple):
-    """A pass: what transformers read, the scored tokens and their ids, and the tokens with a value."""
+    """The layout of a pass: the transformers' input, the scored tokens and their ids, and the tokens with a value."""
 
     reading: Reading
     policy: Entries
@@ -77,13 +77,13 @@ class Laid(NamedTuple):
 class Policy(nn.Module):
     """Log-probs and entropies at `temperature`, and values, of given completions.
 
-    The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Both
-    read rows in the same `layout`; with `share_prompts` samples of a prompt as one, where that is less work.
-    `detach_context` leaves the context of completions without gradient (learner/context.py). Rows are cut into `slices`
-    (learner/ulysses.py), and every rank of these has the scores of all tokens. With `replays_routes`, tokens go to the
-    experts that the engine chose (learner/routing.py). Log-probs and entropies are of all tokens but those that
-    `unknown_V` takes out (learner/head.py). Weights of another type than they compute in have a `working_copy`
-    (learner/working_copy.py), unless FSDP makes one for each pass.
+    The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Policy
+    and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass when that is
+    cheaper (learner/shared.py). `detach_context` computes the context of completions without gradient
+    (learner/context.py). Rows are split into `slices`, and each of their ranks gets the scores of all tokens
+    (learner/ulysses.py). With `replays_routes`, tokens go to the engine's experts (learner/routing.py). `unknown_V`
+    excludes tokens from the distribution (learner/head.py). A `working_copy` has the weights in the type of
+    computation, unless FSDP casts them for each pass (learner/working_copy.py).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Policy(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, rows: PaddedBatch, part: Part) -> Scored:
-        """Score `rows`. The hidden state at place i predicts token i + 1, so token t is scored at start + t - 1."""
+        """Score `rows`. The hidden state at index i predicts token i + 1, so token t is scored at start + t - 1."""
         if self.working_copy is not None:
             self.working_copy.refresh()
         laid = self._lay_out(rows, part)
@@ -152,11 +152,11 @@ class Policy(nn.Module):
         return scored
 
     def _lay_out(self, rows: PaddedBatch, part: Part) -> "Laid":
-        """Find in the host's memory what a pass reads and where its results are."""
+        """Compute on the host the input of a pass and the indices of its results."""
         host, device, width_T = rows.on_host, rows.start_B.device, rows.mask_BT.shape[1]
         reading, last_B = self._reading(host, device), host.start_B + host.length_B - 1
         at_BT = torch.minimum(host.start_B[:, None] - 1 + torch.arange(width_T + 1), last_B[:, None])
-        # Of rows that are cut into slices, the tokens that this rank computes.
+        # With slices, only this rank's tokens have an index.
         place_BT = reading.place_BL.gather(1, at_BT)
         own_BT = (torch.arange(width_T + 1) <= host.length_B[:, None]) & (place_BT >= 0)
         values = _entries(own_BT, place_BT, device) if part != "policy" else NO_ENTRIES
@@ -167,24 +167,24 @@ class Policy(nn.Module):
         return Laid(reading, _entries(own_BT, place_BT, device), to_device(targets_BT[own_BT], device), values)
 
     def set_context(self, prefix: Literal["attached", "detached"]) -> None:
-        """Compute the context of completions with its gradient or without. Raises `ModelError` for some models."""
+        """Compute the context of completions with or without gradient. Raises `ModelError` if the model cannot."""
         self.detach_context = prefix == "detached"
         if self.detach_context:
             context.prepare(self.transformers)
 
     def set_routes(self, *, replayed: bool) -> None:
-        """Send tokens to the engine's experts, or to the routers' own. Raises `ModelError` for a model without any."""
+        """Use the engine's experts or the routers' own. Raises `ModelError` for replay in a model without experts."""
         if replayed and not self.routers:
             raise ModelError("rollout.engine.routes is for a mixture of experts, and the model is none")
         self.replays_routes = replayed
 
     @property
     def transformers(self) -> "list[PreTrainedModel]":
-        """The policy's, and that of a critic of its own."""
+        """The policy's transformer, and the critic's own if it has one."""
         return [self.lm.base_model, *([] if self.critic is None else [self.critic])]
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters that the policy does not use."""
+        """The critic's own parameters: its transformer, if it has one, and the value head."""
         own = [] if self.critic is None else list(self.critic.parameters())
         return [*own, *self.value_head.parameters()]
 
@@ -208,7 +208,7 @@ class Policy(nn.Module):
         return ulysses.joined(laid.values.spread(values_N1[:, 0], zeros_BT), self.slices)
 
     def _hidden(self, transformer: Any, reading: Reading) -> Tensor:
-        # Others than flash-attn find rows that lie end to end by looking for them.
+        # Only a joined layout without flash-attn needs transformers' search for packed rows.
         is_flash = transformer.config._attn_implementation in FLASH
         with attention.told_apart() if is_flash or self.layout is attention.padded else nullcontext():
             before = {} if reading.context is None else context.keys_and_values(transformer, reading.context)
@@ -232,15 +232,15 @@ def nothing(rows: PaddedBatch) -> Scored:
 
 
 def release(policy: Policy) -> None:
-    """Free all that FSDP keeps of forward passes for a backward: a record of each, and gathered weights.
+    """Free FSDP's state of forward passes: the record of each pass, and gathered weights.
 
-    After this there is nothing to run a backward through. Of a policy that is not sharded there is nothing.
+    No backward pass is possible afterwards. A policy without FSDP is left unchanged.
     """
     if not isinstance(policy, FSDPModule):
         return
     sharded: Any = policy
     sharded.reshard()
-    # Only the newest torch has a public name for this.
+    # Only the newest torch has a public API for this.
     order = sharded._get_fsdp_state()._comm_ctx.post_forward_order
     for group in order:
         group._post_forward_indices.clear()
@@ -248,9 +248,9 @@ def release(policy: Policy) -> None:
 
 
 def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
-    """The share that this rank has of every tensor that is trained: the policy without its critic, in `dtype`.
+    """This rank's shard of every trained tensor of the policy, without the critic, in `dtype`.
 
-    Tied weights appear once, under the name that `named_parameters` gives them.
+    Tied weights appear once, under their name in `named_parameters`.
     """
     target = getattr(torch, dtype)
     return {name: _shard(parameter, target) for name, parameter in adapters.trained(policy.lm).items()}
@@ -258,7 +258,7 @@ def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
 
 @torch.no_grad()
 def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
-    """The tensors of a version that stand still, in `dtype`: with the hash of this rank's share, and never pushed."""
+    """The frozen tensors of a version in `dtype`, with the hash of this rank's shard; they are never pushed."""
     target = getattr(torch, dtype)
     made: list[Described] = []
     for name, parameter in adapters.frozen(policy.lm).items():
@@ -271,10 +271,10 @@ def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
 def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        # One that is not sharded is the same on all ranks, and published by the first.
+        # An unsharded weight is equal on all ranks, and rank 0 publishes it.
         whole = Shard.whole(parameter)
         return Shard(dtype, shape, 0, whole.rows if dist.get_rank() == 0 else 0)
-    # FSDP cuts the first dimension. Where it leaves a rank nothing, that rank has no chunk.
+    # FSDP shards the first dimension; a rank without rows has no chunk.
     chunks: list[Any] = parameter.__create_chunk_list__()
     if not chunks or not parameter.to_local().numel() or rank_in_copy(parameter.device_mesh) != dist.get_rank():
         return Shard(dtype, shape, 0, 0)
@@ -288,24 +288,24 @@ def _shard(parameter: Tensor, dtype: torch.dtype) -> Shard:
 
 
 def rank_in_copy(mesh: DeviceMesh) -> int:
-    """The rank of the first copy of the model that has the same shards as this one."""
+    """The rank in the model's first replica with the same shards as this rank."""
     return dist.get_rank() % (mesh.size() // parallel.copies(mesh))
 
 
 def device_of(policy: nn.Module) -> torch.device:
-    """The device that `policy` computes on, wherever its shards wait."""
+    """The device on which `policy` computes; its shards may be offloaded."""
     one = next(policy.parameters())
     return torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) else one.device
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a weight, or of its gradient."""
+    """This rank's shard of a weight or of its gradient."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
 def gathered(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, Tensor]:
-    """All weights of a version in `dtype`, adapters merged, on rank 0 alone; nothing on others. A collective."""
+    """All weights of a version in `dtype`, adapters merged, on rank 0; empty on other ranks. A collective."""
     still, moving = (
         {name: _whole_of(one.detach().to(getattr(torch, dtype))) for name, one in some.items()}
         for some in (adapters.frozen(policy.lm), adapters.trained(policy.lm))
@@ -316,6 +316,6 @@ def gathered(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, 
 
 
 def _whole_of(cast: Tensor) -> Tensor:
-    """All of a tensor, on rank 0 in memory of its own."""
+    """The whole tensor; on rank 0 as a copy in CPU memory."""
     whole = parallel.whole_of(cast) if isinstance(cast, DTensor) else cast
     return whole if dist.get_rank() else whole.to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""Models are read from Hugging Face folders or hub names, in float32, and written as such folders."""
+"""Reads models from Hugging Face folders or hub names, in float32, and writes them as Hugging Face folders."""
 
 import shutil
 import tempfile
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PART = "5GB"
-"""The size above which a model's weights are several files with an index, as of published ones."""
+"""The size above which a model's weights are split into several files with an index, as in published models."""
 
 
 class CriticStart(NamedTuple):
-    """A critic's own transformer, and the weights of its value head where its model has a score head."""
+    """A critic's own transformer, and the weights of its value head if its model has a score head."""
 
     transformer: Any = None
     head_1D: Tensor | None = None
@@ -41,10 +41,10 @@ def read(
     body: bool = False,
     untied: bool = False,
 ) -> Any:
-    """The model at `path`; without `weights` its modules alone, for which config.json is enough.
+    """The model at `path`; without `weights` only its modules, for which config.json is enough.
 
-    With `body` its transformer alone has to be in its files; without weights, `untied` is that of `settings`. Raises
-    `ModelError` if it cannot be loaded, or lacks a tensor.
+    With `body` its files need only the transformer's tensors; `untied` is used without weights, as by `settings`.
+    Raises `ModelError` if the model cannot be loaded, or lacks a tensor.
     """
     if weights:
         return models.load(path, kind, attention=attention, body=body).model
@@ -54,11 +54,11 @@ def read(
 def write(
     lm: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", folder: Path, start: str | None = None
 ) -> tuple[str, ...]:
-    """Put a model and its tokenizer at `folder`, which exists only when it is complete.
+    """Write a model and its tokenizer to `folder`, which exists only when it is complete.
 
-    Weights are never lost for what stands beside them: of settings that transformers refuses to write, and of a
-    tokenizer that it would write as another, those of the model at `start` are taken as they are, and a sentence about
-    each is returned. Without a tokenizer its files at `start` are copied. Raises `ModelError` if the disk refuses.
+    A defect of the other files never stops the weights. A generation_config.json that transformers refuses to write is
+    left out; a tokenizer that it would change is copied from the model at `start`. The result has a sentence about
+    each. Without a tokenizer its files at `start` are copied. Raises `ModelError` if the disk refuses.
     """
     aside = durable.aside(folder)
     with durable.naming(folder, ModelError):
@@ -92,10 +92,10 @@ def _write_model(lm: "PreTrainedModel", folder: Path) -> list[str]:
 
 
 def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) -> tuple[str, ...]:
-    """Write the model and the tokenizer of `start` with other `weights`, by their Hugging Face names, at `folder`.
+    """Write the model and the tokenizer of `start` to `folder`, with `weights` by their Hugging Face names.
 
-    Returns a sentence about each thing beside the weights that is not as it is at `start`. Raises `ModelError` if
-    `weights` are not all of the model's.
+    Returns a sentence about each setting or file that differs from `start`, besides the weights. Raises `ModelError`
+    if the names in `weights` are not exactly the model's.
     """
     lm = models.load(start, dtype=getattr(torch, dtype)).model
     parameters: dict[str, Tensor] = dict(lm.named_parameters())
@@ -115,7 +115,7 @@ def _tokenizer(start: str) -> "PreTrainedTokenizerBase | None":
 
 
 def rehearse(path: str) -> tuple[str, ...]:
-    """Write and read what an export has beside the weights of the model at `path`; returns what it will not have.
+    """Write and read all but the weights of an export of the model at `path`; returns sentences about what differs.
 
     Raises `ModelError` for a configuration that cannot be saved.
     """
@@ -133,9 +133,9 @@ def rehearse(path: str) -> tuple[str, ...]:
 def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = True) -> CriticStart:
     """The critic of a configuration: "head", a copy of the "policy", its architecture from "scratch", or a path.
 
-    At a path may be a causal LM or a sequence classification model of one label, whose head becomes the value head; the
-    transformer alone has to be in its files. `weights` is that of `read`. Raises `ModelError` for a model
-    that cannot be loaded, or has other labels or words.
+    A path is of a causal LM, or of a sequence classification model of one label, whose head becomes the value head. Its
+    files need only the transformer's tensors. `weights` is as in `read`. Raises `ModelError` for a model that cannot be
+    loaded, has more than one label, no `score` head, or fewer tokens than the policy.
     """
     match choice:
         case "head":
@@ -153,7 +153,7 @@ def critic(choice: str, policy: str | Path, attention: str, *, weights: bool = T
 
 
 def critic_kind(path: str | Path) -> Kind:
-    """The class of a critic's own model. Raises `ModelError` if there is no configuration."""
+    """The class of the critic at `path`. Raises `ModelError` if there is no configuration."""
     names = settings(path).architectures or []
     is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
     return "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"

@@ -1,8 +1,8 @@
 """One learner rank: the Ray actor around a `Learner`.
 
-consumes     the batch of version v (leased: asking again gives the same)
-produces     version v + 1 in the ledger, a report, now and then a checkpoint
-waits for    the batch, which was fetched and padded while the update before it ran
+consumes     the batch of version v (leased: another take returns the same batch)
+produces     version v + 1 in the ledger, a report, at intervals a checkpoint
+waits for    the batch, which is fetched and padded during the update before it
 unblocks     every engine's pull, and the queue's next take
 """
 # Ray leaves parts of its signatures untyped.
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables that torch's allocator of a GPU's memory reads; one that the user has set wins."""
+"""Environment variables of torch's GPU allocator; a value of the user wins."""
 GROWS = "expandable_segments:True"
-"""Blocks that are freed are used for larger ones: the lengths of rows are others in every update."""
+"""Freed blocks can be reused for larger ones: row lengths differ in every update."""
 
 
 class Rank:
-    """A mailbox. Calls come from the driver, one at a time; ranks get the same calls in the same order.
+    """The actor. The driver calls it, one call at a time; all ranks get the same calls in the same order.
 
-    `setup` comes before every call that needs the learner. `epoch` counts the groups of ranks that this run has had.
-    Everything that needs torch is imported by a rank: the driver knows the class alone, and starts seconds earlier.
+    `setup` comes before every call that needs the learner. `epoch` is the number of groups of ranks in this run so far.
+    Torch is imported only within a rank: the driver imports this class without torch, and starts seconds earlier.
     """
 
     def __init__(self, config: bytes, rank: int, queue: ActorProxy[BatchSource], epoch: int) -> None:
         self._config = msgspec.msgpack.decode(config, type=Config)
         if self._config.learner.gpus and not any(name in os.environ for name in ALLOCATOR):
-            # torch reads it as it is imported.
+            # torch reads it at import.
             os.environ[ALLOCATOR[0]] = GROWS
 
         import torch
@@ -71,14 +71,14 @@ class Rank:
 
     @ray.method
     def rendezvous(self) -> tuple[str, int]:
-        """Return an address at which this rank can be met."""
+        """Return an address (host, free port) for the rendezvous of all ranks."""
         from ray._common.network_utils import find_free_port
 
         return ray.util.get_node_ip_address(), find_free_port()
 
     @ray.method
     def make_model(self, folder: str) -> None:
-        """Create builtin:tiny at `folder`, unless it is there, or at the run's address."""
+        """Create builtin:tiny at `folder`, unless it is already there or at the run's address."""
         from streamppo.learner import tiny
 
         store.bring_model(self._config, folder)
@@ -88,9 +88,9 @@ class Rank:
 
     @ray.method
     def setup(self, address: tuple[str, int], model_path: str, resume_from: str | None, past: bytes) -> int:
-        """Join the group, load the model or a checkpoint, push the first version. Returns that version.
+        """Join the group, load the model or a checkpoint, push its version. Returns that version.
 
-        `past` is the encoded `History` of the run: each of its configurations holds from its version on.
+        `past` is the run's encoded `History`, which has each configuration by its first version.
         """
         from streamppo.learner import device
 
@@ -111,9 +111,9 @@ class Rank:
 
     @ray.method
     def update(self) -> bytes:
-        """Make the next version. Returns an `UpdateReport`, equal on every rank but for times; nothing if stopped.
+        """Make the next version. Returns an encoded `UpdateReport`, equal on all ranks but for times; b"" if stopped.
 
-        Raises `CheckpointError` if the checkpoint that was written beside training could not be written.
+        Raises `CheckpointError` if the last checkpoint could not be written.
         """
         begin, learner = time.perf_counter(), self._learner()
         learner.saver.check()
@@ -144,14 +144,14 @@ class Rank:
 
     @ray.method
     def settle(self) -> None:
-        """Wait until the last push is published and the last checkpoint has its name."""
+        """Wait until the last push is published and the last checkpoint is complete and copied."""
         learner = self._learner()
         learner.pusher.last.result()
         learner.saver.settle()
 
     @ray.method
     def save(self, folder: str) -> None:
-        """Start a checkpoint of the present version under `folder`; it is written beside training. A collective."""
+        """Start a checkpoint of the present version under `folder`; it is written during training. A collective."""
         self._learner().save(Path(folder))
 
     @ray.method
@@ -163,9 +163,9 @@ class Rank:
         return digest
 
     def _load(self, model_path: str, mesh: "DeviceMesh", resume_from: str | None) -> "Learner":
-        """Build the learner as it was configured at the version that it loads, which may be before the one asked for.
+        """Build the learner with the configuration of its version, which may be older than the one in `resume_from`.
 
-        A damaged checkpoint leads to the one before it, or to the first model, whose critic learns anew.
+        After a damaged checkpoint the one before it is loaded, or the first model, whose critic is pretrained again.
         """
         while True:
             asked = _version(resume_from)
@@ -180,7 +180,7 @@ class Rank:
             del learner
 
     def _follow_history(self, learner: "Learner") -> None:
-        """Let the configuration hold that holds from the present version on, in a run that was resumed with changes."""
+        """Apply the configuration that begins at the present version, if the history has one."""
         if (config := self._history.configs.get(learner.version)) is None:
             return
         learner.configure(config)
@@ -188,7 +188,7 @@ class Rank:
             self._fetcher.start(learner.version, learner.own_rows)
 
     def _put(self, what: str, folder: str) -> None:
-        """Leave a folder at the run's address for nodes that do not see this disk."""
+        """Copy a folder to the run's address, for nodes that do not share this disk."""
         if self._config.cluster.own_disks:
             store.Store(self._config.checkpoint.remote).put_folder(what, Path(folder))
 
@@ -197,12 +197,12 @@ class Rank:
         return self._built
 
     def _publish(self, push: bytes, refs: "list[BucketRef]", learned: bytes) -> Published:
-        # A queue that has records alone passes a reference on to its shards.
+        # With shards the queue holds records only: it forwards a reference to its shards.
         told = [ray.put(learned)] if learned and self._config.queue.shards > 1 else learned
         return decode(ray.get(self._queue.publish.remote(push, refs, told, self._epoch)), Published)
 
     def _beat(self) -> None:
-        """Tell the queue without end that this process lives, beside all work; a collective that hangs is not told."""
+        """Send heartbeats to the queue forever, concurrently with all work; they do not detect a hanging collective."""
         me = ray.get_runtime_context().get_actor_id()
         assert me is not None, "a rank is an actor"
         while True:
@@ -210,12 +210,12 @@ class Rank:
             time.sleep(BEAT_S)
 
     def _follow_queue(self, life: str, learner: "Learner") -> None:
-        """Give the weights once more to every queue that was started again: it has none."""
+        """Push the weights again after each restart of the queue, which then has none."""
         while True:
             life = ray.get(self._queue.another_life.remote(life))
             learner.pusher.again()
 
 
 def _version(checkpoint: str | None) -> int:
-    """The version of a checkpoint by its path; 0 of the first model."""
+    """The version of a checkpoint, from its path; 0 for the first model."""
     return int(Path(checkpoint).name) if checkpoint else 0

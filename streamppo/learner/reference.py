@@ -1,6 +1,6 @@
-"""The reference of the KL: the run's first model, which stands still or moves to the policy now and then.
+"""The reference of the KL: the run's first model, which stays fixed or moves to the policy at intervals.
 
-With adapters it is the policy without them, and no second model.
+With adapters the reference is the policy without them: no second model is loaded.
 """
 
 import torch
@@ -14,9 +14,9 @@ from streamppo.learner.policy import Part, Policy, Scored, local
 
 
 class Without:
-    """The policy without its adapters: the model that it began with, in no memory of its own.
+    """The policy without its adapters: the run's first model, without memory of its own.
 
-    For passes that need no gradient.
+    For passes without gradient.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -31,7 +31,7 @@ class Without:
             self._count(1.0)
 
     def _count(self, share: float) -> None:
-        """Let every adapter count so much of what it does."""
+        """Set the scale of every adapter to `share` of its own."""
         from peft.tuners.lora import LoraLayer
 
         for module in self._policy.lm.modules():
@@ -42,10 +42,10 @@ class Without:
 def load(
     config: Config, model_path: str, mesh: DeviceMesh, leader: Policy, known: Policy | None, *, has_moved: bool = False
 ) -> Policy | Without | None:
-    """The run's first model, as the configuration wants it; `leader` is the policy that trains. A collective.
+    """The reference of `config`; `leader` is the policy that trains. A collective. None without a KL.
 
-    It is read only if it is not `known`, and has weights of its own: in float32 if it follows the policy or `has_moved`
-    (a checkpoint then has its weights), else in the type that they compute in.
+    Without adapters the reference has weights of its own, which are read only if it is not `known`. They are float32
+    if it follows the policy or `has_moved` (a checkpoint then has its weights), else in the type of computation.
     """
     kl, temperature = config.algorithm.kl, config.rollout.temperature
     if not kl.on:
@@ -63,19 +63,19 @@ def load(
 
 
 def own(reference: Policy | Without | None) -> Policy | None:
-    """The reference, if it has weights of its own."""
+    """The reference if it has weights of its own, else None."""
     return reference if isinstance(reference, Policy) else None
 
 
 def follow(reference: Policy, leader: Policy, share: float) -> None:
-    """Move every weight of `reference` by `share` of the way to `leader`, both sharded alike.
+    """Move every weight of `reference` by `share` of the difference to `leader`, both sharded alike.
 
         reference += share * (leader - reference)
 
-    TR-DPO, https://arxiv.org/abs/2404.09656, equations 3 (share below 1) and 4 (share = 1: the leader itself, bit for
-    bit). The critic is none of it.
+    TR-DPO, https://arxiv.org/abs/2404.09656, equations 3 (share below 1) and 4 (share = 1: equal to the leader bit for
+    bit). The critic is left out.
     """
-    # Gathered weights are copies: the shards alone stay.
+    # Gathered weights are copies: only a write to the shards lasts.
     if isinstance(leader, FSDPModule):
         leader.reshard()
     theirs = dict(leader.lm.named_parameters())

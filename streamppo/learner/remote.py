@@ -1,11 +1,11 @@
-"""Copies of a run's checkpoints at an address of fsspec's: an object store, or a folder. Needs no torch.
+"""Copies of a run's checkpoints at an fsspec address: an object store or a folder. Needs no torch.
 
-checkpoint.remote/NAME-ID/00000050/     the files of a checkpoint, as they are on disks
-runs/NAME/remote.address                NAME-ID is the run's own, so that none of another run's is taken for one of it;
-                                        a copy of the folder gets another one (weights/owner.py)
+checkpoint.remote/NAME-ID/00000050/     the files of a checkpoint, as on disk
+runs/NAME/remote.address                NAME-ID is unique to the run: copies of two runs are never confused; a copied
+                                        folder gets another one (weights/owner.py)
 
-Every rank copies the files that it wrote, in a thread of its own, and waits for nobody. A copy is whole when its
-manifest and all files that this names are there, in whichever order they came; a file is verified when it is fetched.
+Every rank copies its own files in its own thread and does not wait for other ranks. A copy is whole when the manifest
+and all its files are there, in any order of arrival. A file is verified when it is fetched.
 """
 
 import logging
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def address_of(config: Config, folder: Path) -> str:
-    """The address of the copies of the run in `folder`, which claims it; empty without any.
+    """Claim and return the address of copies of the run in `folder`; "" without `checkpoint.remote`.
 
-    It is a new one if the run has none there, or if its address belongs to another folder: this one is a copy.
+    A run without an address there gets a new one, and so does a copied folder, whose address belongs to the original.
     """
     if not (under := config.checkpoint.remote.rstrip("/")):
         return ""
@@ -51,10 +51,11 @@ def address_of(config: Config, folder: Path) -> str:
 
 
 def belongs_to(config: Config, folder: Path) -> str:
-    """Say which other folder the address of the run in `folder` belongs to; empty if to this one, or if it is away.
+    """The reason why the address of the run in `folder` belongs to another folder.
 
-    It belongs to another one, too, if checkpoints are there that the journal does not know: a folder that was put back
-    is a copy of what it was. Raises `JournalError` for a journal that cannot be read.
+    "" if it belongs to this one, or does not answer. The address also belongs to another folder if it has checkpoints
+    that the journal lacks, as after a restored backup of `folder`. Raises `JournalError` for a journal that cannot be
+    read.
     """
     if not (address := known(folder)) or not address.startswith(f"{config.checkpoint.remote.rstrip('/')}/"):
         return ""
@@ -70,18 +71,18 @@ def belongs_to(config: Config, folder: Path) -> str:
 
 
 def refuse_copy(config: Config, folder: Path) -> None:
-    """Raise `CheckpointError` if nodes read from an address that belongs to another folder than that of the run."""
+    """Raise `CheckpointError` if nodes read from an address that does not belong to the run's `folder`."""
     if config.cluster.own_disks and config.checkpoint.remote and (reason := belongs_to(config, folder)):
         raise CheckpointError(f"{folder}: {reason}; {owner.forget(folder)}")
 
 
 def told(config: Config, folder: Path) -> Config:
-    """The configuration as ranks and rollout actors get it: with the run's own address, and folder of weights."""
+    """The configuration for ranks and rollout actors: with the run's own address and folder of weights."""
     return _placed(config, folder, address_of(config, folder))
 
 
 def at_rest(config: Config, folder: Path) -> Config:
-    """The same of ranks whose versions go nowhere, as in a replay: nothing is claimed, and nothing has to be there."""
+    """The configuration for ranks that publish nothing, as in a replay: no address is claimed, no folder needed."""
     return ways.at_rest(_placed(config, folder, known(folder) if config.checkpoint.remote else ""))
 
 
@@ -91,10 +92,10 @@ def _placed(config: Config, folder: Path, address: str) -> Config:
 
 
 def newest(folder: Path, address: str, at_most: float, past: History | None = None) -> Path | None:
-    """The newest checkpoint of versions up to `at_most`, under `folder` or else at the address, as its path there.
+    """The path under `folder` of the newest checkpoint up to version `at_most`; it may exist only at `address`.
 
-    One with a damaged manifest, or not of the run's `past`, is moved out of the way. Raises `CheckpointError` if there
-    is none here, and the address does not answer.
+    A checkpoint with a damaged manifest, or not of the run's `past`, is moved aside. Raises `CheckpointError` if
+    `folder` has none and the address does not answer.
     """
     here = manifest.newest(folder, at_most, past)
     try:
@@ -110,18 +111,18 @@ def newest(folder: Path, address: str, at_most: float, past: History | None = No
 
 
 class Remote(Store):
-    """The copies of a run's checkpoints. Every method raises as those of `Store` do."""
+    """The copies of a run's checkpoints. Methods raise the errors of `Store`'s methods."""
 
     def versions(self, past: History | None = None) -> list[int]:
-        """The versions of the copies that are whole, and of the run's `past`, in order."""
+        """The versions of the whole copies of the run's `past`, in ascending order."""
         return [version for version in self._listed() if self._is_whole(version, past)]
 
     def fetch_checkpoint(self, path: Path) -> None:
-        """Fetch all files of the checkpoint that is to be at `path`, and is not there."""
+        """Fetch all files of the checkpoint `path.name` into `path`, which does not exist yet."""
         self.fetch_folder(path.name, path)
 
     def drop(self, config: Checkpoint) -> None:
-        """Delete whole copies that are kept no longer, and parts of copies that are older than a whole one."""
+        """Delete whole copies beyond `config.keep` and `keep_every`, and partial copies older than a whole one."""
         listed, whole = self._listed(), self.versions()
         kept = {*whole[-config.keep :], *(one for one in whole if config.keep_every and one % config.keep_every == 0)}
         for version in listed:
@@ -131,7 +132,7 @@ class Remote(Store):
     # --- the pieces ------------------------------------------------------------------------------------------
 
     def _listed(self) -> list[int]:
-        """The versions of which any file is there."""
+        """The versions with at least one file."""
         return sorted(int(name) for name in self.names() if name.isdigit())
 
     def _is_whole(self, version: int, past: History | None) -> bool:
@@ -150,7 +151,7 @@ class Remote(Store):
 
 
 class Copier:
-    """Copies one rank's files of checkpoints to the address, one checkpoint at a time, beside everything else."""
+    """Copies one rank's checkpoint files to the address in a thread, one checkpoint at a time."""
 
     def __init__(self, config: Checkpoint) -> None:
         self.remote = Remote(config.remote) if config.remote else None
@@ -160,16 +161,16 @@ class Copier:
 
     @property
     def is_busy(self) -> bool:
-        """True while files are on their way."""
+        """True during a copy."""
         return self._under_way is not None and not self._under_way.done()
 
     def start(self, path: Path, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
-        """Copy open `files` of the checkpoint at `path`, and close them; `prunes` deletes copies that are not kept."""
+        """Copy the open `files` of the checkpoint at `path`, then close them; `prunes` also calls `Remote.drop`."""
         if self.remote is not None:
             self._under_way = self._thread.submit(self._copy, self.remote, path.name, files, prunes=prunes)
 
     def wait(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until the copy is complete."""
         if self._under_way is not None:
             self._under_way.result()
 
@@ -179,7 +180,7 @@ class Copier:
             if prunes:
                 remote.drop(self._config)
         except CheckpointError as error:
-            # A run does not end because a store does not answer: its own disk has the checkpoint.
+            # A store that does not answer must not end the run: the checkpoint is on the disk.
             log.info("checkpoint %s was not copied: %s", version, error)
         finally:
             for file in files.values():

@@ -1,13 +1,13 @@
-"""Mixtures of experts: tokens go to the experts that the engine chose for them, and how the load is spread.
+"""Routing in mixtures of experts: replay of the engine's choice of experts, and the load of each expert.
 
-    own         a router chooses the experts of a token: the k with the largest scores
-    replayed    the token's are those that the engine chose as it sampled (Rollout Routing Replay, R3, arXiv 2510.11370,
-                section 4): scores and their gradient are the learner's, the choice alone is not
+    own         the router chooses a token's experts: the k with the largest scores
+    replayed    a token's experts are the engine's choice while sampling (Rollout Routing Replay, R3, arXiv 2510.11370,
+                section 4): scores and their gradient are the learner's, only the choice is the engine's
 
 N tokens of a pass, X experts, k of them for a token, E = layers * k entries of a token's routes: -1 if none is known.
 
-A router is asked as it is, and its call to `torch.topk` is answered with the engine's choice: so every family's own
-arithmetic on scores holds, whatever it does before and after.
+A router runs unchanged; only its call to `torch.topk` returns the engine's choice. Each family's own arithmetic on
+scores, before and after that call, is kept.
 """
 
 import re
@@ -29,11 +29,11 @@ CHOICES: tuple[Callable[..., Any], ...] = (torch.topk, Tensor.topk)
 
 
 class Routers:
-    """The routers of one transformer; without experts there are none, and nothing is done.
+    """The routers of one transformer; without experts there are none, and every call does nothing.
 
-    The word of `expect` holds until it is called again: a layer that is computed again in the backward pass asks once
-    more. Without `counts`, tokens of a pass are not among those of `metrics`. With `float32` their products are, of
-    the weights as they are.
+    The routes of `expect` hold until its next call: a layer recomputed in the backward pass uses them again. Without
+    `counts`, `metrics` leaves out the tokens of a pass. With `float32`, routers compute their products in float32;
+    their weights keep their type.
     """
 
     def __init__(self, transformer: "PreTrainedModel | None", *, float32: bool = False) -> None:
@@ -48,9 +48,9 @@ class Routers:
         return bool(self._routers)
 
     def expect(self, reading: Reading, width_B: Tensor, routes_BLE: Tensor | None, most: int) -> None:
-        """The next pass is over `reading`, of rows of `width_B` tokens, whose experts are those of `routes_BLE`.
+        """Prepare the routers for a pass over `reading`: rows of `width_B` tokens with the experts `routes_BLE`.
 
-        Widths are in the host's memory. `most` is at least the largest of the routes. Raises `ModelError` for routes of
+        `width_B` is in the host's memory. `most` is an upper bound of the routes. Raises `ModelError` for routes of
         another model.
         """
         if not self._routers:
@@ -71,7 +71,7 @@ class Routers:
             router.expect(routes_NE, most, real_N)
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """How the tokens of all passes since the last call were spread over experts. A collective of all ranks."""
+        """The load of the experts over all passes since the last call. A collective of all ranks."""
         if not self._routers:
             return {}
         counts = torch.stack([router.take().to(device) for router in self._routers])
@@ -87,14 +87,14 @@ class Routers:
 
 
 class Pass(NamedTuple):
-    """The tokens of a pass, as a router has to know them; `real_N` are those that count."""
+    """One router's routes of a pass, None without replay; `real_N` are the tokens that the metrics count."""
 
     routes_Nk: Tensor | None
     real_N: Tensor
 
 
 class Router:
-    """One router: the module within which the experts of layer `layer` are chosen."""
+    """One router: the module that chooses the experts of layer `layer`."""
 
     def __init__(self, module: Any, layer: int, *, float32: bool) -> None:
         self.experts, self.top_k, self.float32 = experts_of(module), int(module.top_k), float32
@@ -118,18 +118,18 @@ class Router:
         self._pass = Pass(routes_Nk, real_N)
 
     def take(self) -> Tensor:
-        """[X + 2] since the last call: tokens of every expert; the engine's choices that were its own too, and all."""
+        """[X + 2] counts since the last call: each expert's tokens; replayed choices equal to the router's; all."""
         counts, self._counts = self._counts, None
         return torch.zeros(self.experts + 2, dtype=torch.float64) if counts is None else counts
 
     def answer(self, scores: Tensor, own: Any) -> Any:
-        """The choice of experts by [N, X] `scores`, where the router's `own` would be the largest of them."""
+        """The result of the router's topk of [N, X] `scores`: the engine's choice where it is known, else `own`."""
         if self._pass is None or own.indices.shape != (len(self._pass.real_N), self.top_k):
             return own
         if scores.shape[-1] != self.experts:
             return own
         routes_Nk, real_N = self._pass
-        # A layer that is computed again in the backward pass counts once.
+        # A layer recomputed in the backward pass counts once.
         self._pass = self._pass._replace(real_N=torch.zeros_like(real_N))
         if routes_Nk is None:
             self._count(own.indices, real_N)
@@ -143,7 +143,7 @@ class Router:
         return torch.return_types.topk((scores.gather(-1, chosen_Nk), chosen_Nk))
 
     def _count(self, chosen_Nk: Tensor, real_N: Tensor) -> Tensor:
-        # No number leaves the device here: a pass is not held up for each of its layers.
+        # Counts stay on the device: copying them would synchronise the host once per layer.
         if self._counts is None:
             self._counts = torch.zeros(self.experts + 2, dtype=torch.float64, device=real_N.device)
         return self._counts.scatter_add_(0, chosen_Nk.flatten(), real_N.double().repeat_interleave(self.top_k))
@@ -171,7 +171,7 @@ class _Answers(TorchFunctionMode):
 
 
 def choosers(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that choose experts, by name; of one within another, the outer one."""
+    """Yield the modules that choose experts, with their names; of nested ones only the outermost."""
     found: list[str] = []
     for name, module in transformer.named_modules():
         chooses = isinstance(getattr(module, "top_k", None), int) and experts_of(module)
@@ -181,6 +181,6 @@ def choosers(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def experts_of(chooser: object) -> int:
-    """The number of experts among which a module, or a model of such a configuration, chooses; 0 for others."""
+    """The number of experts of a module or of a model's configuration; 0 without experts."""
     named = (getattr(chooser, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
     return next((one for one in named if isinstance(one, int)), 0)

@@ -1,4 +1,4 @@
-"""The passes over a batch before its first step: of the policy, its critic, the reference and a teacher.
+"""The passes over a batch before its first step: by the policy, its critic, the reference and a teacher.
 
 B trajectories of the batch, T completion tokens (padded).
 """
@@ -22,9 +22,9 @@ from streamppo.process import phase
 
 
 class Scorer(NamedTuple):
-    """Scores the micro-batches `pieces` of this rank, and gathers those of all ranks of `group`.
+    """Scores this rank's micro-batches `pieces` of the rows `scored_B`, and gathers the scores of all ranks of `group`.
 
-    These are those of the rows `scored_B`. `is_last` says that steps pass over the same rows. Calls are collectives.
+    `is_last`: the steps pass over the same rows. Calls are collectives.
     """
 
     policy: Policy
@@ -37,7 +37,7 @@ class Scorer(NamedTuple):
     is_last: bool
 
     def prepare(self, objective: Objective, batch: PaddedBatch, *, beta: float) -> tuple[Targets, Scored | None]:
-        """The targets of `batch`, and the graph of the pass that found them, if a step can be made from it.
+        """The targets of `batch`, and their pass with its graph if the step can reuse it, else None.
 
         `beta` is the weight of the KL in the reward. Raises `UpdateError` for data that must not be trained on.
         """
@@ -50,7 +50,7 @@ class Scorer(NamedTuple):
             raise UpdateError(f"batch {batch.version} cannot be trained on: {error}") from error
 
     def _before(self, objective: Objective, batch: PaddedBatch) -> tuple[Scored, Scored | None]:
-        """The scores of the whole batch; and the graph of that pass, where nothing moves before the only step."""
+        """The scores of the whole batch; and the pass with its graph, if it is the same as the only step's."""
         part = objective.scored
         if part is None:
             return nothing(batch), None
@@ -60,7 +60,7 @@ class Scorer(NamedTuple):
         return self._gather(batch, scores), scores[0] if single else None
 
     def _frozen(self, model: Policy | Without | None, batch: PaddedBatch) -> Tensor | None:
-        """[B, T] log-probs of `model`, the reference or the teacher, by its own routes, or None without it."""
+        """[B, T] log-probs of `model`, the reference or the teacher, by its own routes; None without a model."""
         if model is None:
             return None
         with torch.no_grad():
@@ -70,7 +70,7 @@ class Scorer(NamedTuple):
         return self._gather(batch, scores).logprobs_BT
 
     def _taught(self, batch: PaddedBatch) -> Tensor | None:
-        """[B, T] log-probs of the teacher, by a pass here or by its server's answers; None without a teacher."""
+        """[B, T] log-probs of the teacher, from a pass here or from its server; None without a teacher."""
         is_server = bool(self.config.algorithm.teacher.url)
         return of_server(batch) if is_server else self._frozen(self.teacher, batch)
 
@@ -89,7 +89,7 @@ class Scorer(NamedTuple):
 
 @phase("forward")
 def score(policy: Policy | Without, batch: PaddedBatch, rows: Tensor, part: Part) -> Scored:
-    """`policy` on some rows. An empty micro-batch still passes one row: the pass is a collective."""
+    """The scores of `rows` by `policy`. An empty micro-batch passes one row: the pass is a collective."""
     if isinstance(policy, Policy):
         policy.routers.counts = len(rows) > 0
     return policy(batch.select(rows if len(rows) else STAND_IN), part)

@@ -1,7 +1,7 @@
-"""The samples of a prompt as one row: the prompt is computed once, forward and backward, and so are its positions.
+"""The samples of a prompt as one row: the prompt and its positions are computed once, forward and backward.
 
-B trajectories, L prompt + completion tokens (padded), G different prompts, W tokens of a prompt and of all completions
-that follow it (padded).
+B trajectories, L prompt + completion tokens (padded), G different prompts, W tokens of a prompt and all its completions
+(padded).
 
     prompt p0 p1 p2, samples a0 a1 and b0 b1 b2:
 
@@ -9,8 +9,8 @@ that follow it (padded).
     position     0  1  2  3  4  3  4  5
     b1 sees      x  x  x        x  x          the prompt, and its own completion so far
 
-It pays where prompts are long beside completions and have many samples: with P prompt tokens, n samples and T tokens of
-each, P + n T tokens are computed in place of n (P + T), and W * W pairs of tokens in place of n (P + T) * (P + T).
+It pays if prompts are long relative to completions and have many samples. With P prompt tokens and n samples of T
+tokens, it computes P + n T tokens in place of n (P + T), and W * W pairs of tokens in place of n (P + T) * (P + T).
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WORTH = 0.9
-"""The share of the work of `padded` below which prompts are shared."""
+"""Prompts are shared if that costs at most this share of the padded layout."""
 
 
 class Plan(NamedTuple):
-    """The row [B] of each trajectory, where its completion begins in it [B], and the tokens of every row [G]."""
+    """Each trajectory's row [B] and the index of its completion in that row [B]; the tokens of every row [G]."""
 
     row_B: Tensor
     begin_B: Tensor
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 def can_share(transformers: "Sequence[PreTrainedModel]") -> bool:
     """True if all `transformers` compute samples in one row as they compute them alone. A collective.
 
-    They are whole, on the CPU, with an attention that is plain torch; rank 0 has them, the others none.
+    `transformers` are unsharded, on the CPU, with plain torch attention, on rank 0; empty on other ranks.
     """
     found = [all(_can_share(transformer) for transformer in transformers)]
     dist.broadcast_object_list(found, src=0)
@@ -54,7 +54,7 @@ def _can_share(transformer: "PreTrainedModel") -> bool:
 
 
 def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, device: torch.device = CPU) -> Reading:
-    """Read rows whose completions begin at `start_B` in the layout that is less work for a model of width `hidden`."""
+    """Lay out rows, shared or padded by the work of a model of width `hidden`; completions begin at `start_B`."""
     made = plan(inputs_BL, start_B, width_B)
     rows, width = len(made.width_G), int(made.width_G.max())
     if work(rows, width, hidden) > WORTH * work(len(inputs_BL), inputs_BL.shape[1], hidden):
@@ -63,9 +63,9 @@ def read(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, hidden: int, devic
 
 
 def work(rows: int, width: int, hidden: int) -> float:
-    """The work of a layer, in multiples of that of its matrices on one token.
+    """The work of a layer, in units of its matrix products for one token.
 
-    For a model of width D a token costs about 24 D * D operations there and 4 W D in attention over W tokens.
+    For a model of width D, a token's products take about 24 D * D operations, and attention over W tokens 4 W D.
     """
     return rows * width * (1 + width / (6 * hidden))
 
@@ -73,7 +73,7 @@ def work(rows: int, width: int, hidden: int) -> float:
 def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Plan:
     """Put trajectories with the same prompt tokens into one row, in their order."""
     place_L = torch.arange(inputs_BL.shape[1], device=inputs_BL.device)
-    # No token is -1, so that no prompt equals the beginning of a longer one.
+    # No token is -1, so no prompt equals the beginning of a longer one.
     prompts_BL = inputs_BL.masked_fill(place_L >= start_B[:, None], -1)
     row_B = number(prompts_BL)
     order_B = row_B.argsort(stable=True)
@@ -89,8 +89,8 @@ def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Plan:
 
 
 def number(rows_BL: Tensor) -> Tensor:
-    """Number the different rows of whole numbers from 0 on: [B], the number of each."""
-    # torch's `unique` of rows compares them one by one. Sums with odd factors differ where rows do, but for bad luck.
+    """[B] numbers of the rows of integers, from 0 on; equal rows have equal numbers."""
+    # torch's `unique` of rows compares them one by one. This hash, a sum with odd factors, is checked for collisions.
     factor_L = torch.randint(2**62, rows_BL.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
     _, number_B = (rows_BL * factor_L.to(rows_BL.device)).sum(1).unique(return_inverse=True)
     place_B = torch.arange(len(rows_BL), device=rows_BL.device)
@@ -101,14 +101,14 @@ def number(rows_BL: Tensor) -> Tensor:
 
 
 def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan, device: torch.device = CPU) -> Reading:
-    """One row for each prompt, as `made` says. Padding sees padding and the prompt, and nothing sees padding."""
+    """Lay out one row for each prompt by the plan `made`. Only padding sees padding; it sees the prompt too."""
     G, W = len(made.width_G), int(made.width_G.max())
     position_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)
     is_prompt_BL = position_BL < start_B[:, None]
     inside_BL = position_BL < width_B[:, None]
     in_row_BL = torch.where(is_prompt_BL, position_BL, made.begin_B[:, None] + position_BL - start_B[:, None])
     place_BL = made.row_B[:, None] * W + in_row_BL
-    # Samples of a prompt write the same tokens at the same places.
+    # Samples of a prompt write equal tokens to the prompt's indices.
     place_N, prompt = place_BL[inside_BL], len(inputs_BL)
     branch_BL = torch.arange(prompt)[:, None].masked_fill(is_prompt_BL, prompt)
 
@@ -128,7 +128,7 @@ def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan, devi
 
 
 def _probe(inputs_BL: Tensor, width_B: Tensor, device: torch.device, *, dtype: torch.dtype) -> Reading:
-    """Rows that share their first token, with a mask as every plain attention takes it: what is not seen is -inf."""
+    """Rows that share their first token, with an additive mask for any plain attention: hidden tokens are at -inf."""
     start_B = torch.ones_like(width_B)
     reading = shared(inputs_BL, start_B, width_B, plan(inputs_BL, start_B, width_B), device)
     sees = reading.arguments["attention_mask"]

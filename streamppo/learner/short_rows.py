@@ -1,10 +1,10 @@
-"""Attention among few tokens, on a CPU: rotary positions and attention as one operation with a gradient of its own.
+"""Attention over short rows on a CPU: rotary positions and attention as one operation with its own gradient.
 
 G rows of W tokens, H heads of width D for queries and K for keys and values, C = D / 2 complex numbers of a head.
 
-torch's attention for CPUs is made for long rows, and transformers' rotary positions read and write each head several
-times. With scores as one tensor that is kept, rows of 22 tokens in 8 heads of 8 take 0.59 of the time, and rows of 48
-all of it; in wider heads they still take less (benchmarks/short_rows.py).
+torch's attention for CPUs is tuned for long rows, and transformers' rotary positions read and write each head several
+times. This one keeps all scores as one tensor. With 8 heads of width 8, rows of 22 tokens take 0.59 of the time, rows
+of 48 tokens the same time; with wider heads they still take less (benchmarks/short_rows.py).
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LONGEST = 48
-"""Tokens of a row up to which this is faster."""
+"""The longest row, in tokens, for which this is faster."""
 
 
 def prepare(transformer: "PreTrainedModel") -> None:
-    """Let the layers of `transformer` attend so wherever rows are short; other families stay as they are."""
+    """Replace the attention of `transformer` for short rows; other families are left unchanged."""
     if not attention.looks_at_all(transformer.config):
         return
     for layer in layers.layers_of(transformer):
@@ -41,7 +41,7 @@ def attend(
     past_key_values: object = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do as the attention of llama, qwen2 and qwen3 does, or leave it to that attention, `otherwise`."""
+    """The attention of llama, qwen2 and qwen3; `otherwise`, the original, for long rows, caches and other dtypes."""
     rows, width = hidden_states.shape[:2]
     if width > LONGEST or past_key_values is not None or hidden_states.dtype is not torch.float32:
         return otherwise(hidden_states, position_embeddings, attention_mask, past_key_values, **others)
@@ -58,14 +58,14 @@ def attend(
 
 
 def _bias(mask: Tensor | None, width: int) -> Tensor:
-    """0 where a token sees another, -inf elsewhere; without a `mask` it sees all before it."""
+    """0 where a token sees another, -inf elsewhere; causal without a `mask`."""
     if mask is None:
         mask = torch.ones(1, 1, width, width, dtype=torch.bool).tril_()
     return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q k' / sqrt(D) + bias) v, with q and k turned by their positions."""
+    """softmax(q k' / sqrt(D) + bias) v, with q and k rotated by their positions."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _turned(part_GWHD: Tensor, turn_G1WC: Tensor, heads: int) -> Tensor:
-    """Turn each number of a first half, with that of the second as its imaginary part; they lie side by side then."""
+    """Rotate complex numbers: first half real, second half imaginary; in the result both parts alternate."""
     complex_GHWC = torch.complex(*part_GWHD.chunk(2, -1)).transpose(1, 2)
     turned = torch.empty(complex_GHWC.shape, dtype=complex_GHWC.dtype)
     torch.mul(complex_GHWC, turn_G1WC, out=turned)
@@ -108,10 +108,10 @@ def _turned_back(part_GWHD: Tensor, back_G1WC: Tensor) -> Tensor:
 
 
 def _together(part_GWHD: Tensor, heads: int) -> Tensor:
-    """[G * K, H / K * W, D]: the rows of one product after another."""
+    """[G * K, H / K * W, D]: query heads that share keys become rows of one product."""
     return part_GWHD.transpose(1, 2).reshape(len(part_GWHD) * heads, -1, part_GWHD.shape[-1])
 
 
 def _apart(product: Tensor, rows: int, width: int) -> Tensor:
-    """[G, W, H, D] of what `_together` made."""
+    """[G, W, H, D]: the inverse of `_together`."""
     return product.view(rows, -1, width, product.shape[-1]).transpose(1, 2)

@@ -1,9 +1,9 @@
-"""A version's weights, copied to the host's memory for its push while the learner goes on.
+"""Copies a version's weights to the host's memory for its push, concurrently with the learner.
 
     learner's stream    step n | passes of update n + 1 ............ | step n + 1
     stream of copies           | weights -> their type -> the host   |
 
-The host waits for nothing, and the GPU before its next step alone.
+The host does not wait, and the GPU waits only before its next step.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ class Copies:
 
     @phase("snapshot")
     def write(self, into: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Write this rank's shards to `into`, as `snapshot` does. Returns a function that waits until all is there."""
+        """Write this rank's shards to `into`, as `snapshot`. Returns a function that waits for the end of the copy."""
         if self._stream is None:
             snapshot(self._policy, into)
             return lambda: None
@@ -39,22 +39,21 @@ class Copies:
             return self._stream.record_event().synchronize
 
     def _wait(self, *_: Any) -> None:
-        """Let the step that follows wait, on the GPU, until the weights before it are copied."""
+        """Let the next step wait on the GPU until the weights are copied."""
         assert self._stream is not None
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def is_on_gpu(policy: Policy) -> bool:
-    """True if the weights to copy are in a GPU's memory; those that are offloaded are not."""
+    """True if the trained weights are in a GPU's memory; offloaded weights are not."""
     return any(local(parameter).is_cuda for parameter in adapters.trained(policy.lm).values())
 
 
 @torch.no_grad()
 def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
-    """Write this rank's shards to `into`, which has them as `shards` says.
+    """Write this rank's shards to `into`, which has the layout of `policy.shards`.
 
-    From a GPU to pinned memory that is begun alone. A collective of ranks that have columns of a weight each, and of no
-    others.
+    From a GPU to pinned memory the copy is only started. A collective only of ranks that split a weight by columns.
     """
     for name, parameter in adapters.trained(policy.lm).items():
         if isinstance(parameter, DTensor) and parallel.is_cut_by_columns(parameter):
@@ -63,5 +62,5 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
                 into[name].copy_(rows, non_blocking=True)
         elif into[name].numel():
             own = local(parameter)
-            # From a GPU to the host torch would move 32 bits, and round there.
+            # Cast on the GPU first: torch would otherwise move 32 bits and round on the host.
             into[name].copy_(own.to(into[name].dtype) if own.is_cuda else own, non_blocking=True)

@@ -1,4 +1,4 @@
-"""How fast a rank learns: tokens a second, the share of a GPU's arithmetic that it uses, its peak memory.
+"""A rank's speed: tokens per second, model FLOPs utilisation of its GPU, peak memory.
 
 B trajectories.
 """
@@ -13,12 +13,12 @@ from streamppo.learner.policy import Policy
 from streamppo.learner.update import Updated
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
-"""Dense bfloat16 operations a second of a GPU, in 10^12, by a part of its name (NVIDIA's data sheets)."""
+"""Dense bfloat16 operations per second of a GPU, in 10^12, by a part of its name (NVIDIA's data sheets)."""
 MIB = 2**20
 
 
 class Size(NamedTuple):
-    """A model in numbers: parameters that a token is multiplied with, layers, width, and the share that is trained."""
+    """A model's size: parameters in a token's matrix products, layers, width, and the share of trained parameters."""
 
     multiplied: int
     layers: int
@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
 
 def size_of(policy: Policy) -> Size:
-    """Count the policy's parameters; a token is not multiplied with an embedding that is no head too."""
+    """Count the policy's parameters; an embedding counts in `multiplied` only if it is also the head."""
     parameters = sum(parameter.numel() for parameter in policy.lm.parameters())
     trained = sum(parameter.numel() for parameter in policy.lm.parameters() if parameter.requires_grad)
     read, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
@@ -37,7 +37,7 @@ def size_of(policy: Policy) -> Size:
 
 
 def forward_flops(size: Size, width_B: Tensor) -> float:
-    """Operations of a forward pass over rows of so many tokens.
+    """Operations of a forward pass over rows of `width_B` tokens.
 
         2 * multiplied * width + 2 * layers * hidden * width^2        summed over rows
 
@@ -49,9 +49,9 @@ def forward_flops(size: Size, width_B: Tensor) -> float:
 
 
 def policy_flops(size: Size, updated: Updated) -> float:
-    """Operations of the policy's passes: a backward one is two forward ones, none is computed again.
+    """Operations of the policy's passes, without recomputation; a backward pass costs up to two forward passes.
 
-    Of a backward pass one half is for the weights, and of these only the share that is trained has gradients.
+    One half of a backward pass is for gradients of weights, and only the trained share of the weights has them.
     """
     width_B = updated.batch.on_host.start_B + updated.batch.on_host.length_B
     before = updated.chosen.scored_B.nonzero()[:, 0]
@@ -61,7 +61,7 @@ def policy_flops(size: Size, updated: Updated) -> float:
 
 
 def speed(size: Size, updated: Updated, metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """The numbers of an update whose `metrics` have its times."""
+    """The speed of an update, whose times are in `metrics`."""
     batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
     tflops = policy_flops(size, updated) / seconds / ranks / 1e12
@@ -73,7 +73,7 @@ def speed(size: Size, updated: Updated, metrics: Mapping[str, float], ranks: int
 
 
 def _of_gpu(tflops: float) -> dict[str, float]:
-    """The share of the GPU's peak, if that is known, and the most memory of tensors since the last update."""
+    """The share of the GPU's peak, if its peak is known, and the peak memory of tensors since the last update."""
     made = {"peak_memory_mib": torch.cuda.max_memory_allocated() / MIB}
     torch.cuda.reset_peak_memory_stats()
     name = torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""How the age of the data steers an update: the lag by the rule of `algorithms.lag`, and the learning rate."""
+"""The lag and the learning rate follow the age of the data: the lag by the rule of `algorithms.lag`."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from streamppo.learner.policy import Scored
 
 
 def go_on(config: Config, lag: Lag | None) -> Lag | None:
-    """The lag to go on with under `config`, from that of an earlier one; None where it is not steered."""
+    """The lag under a new `config`, from the `lag` under the one before; None if the lag is not adaptive."""
     first, at_most = config.queue.first_lag, config.queue.flow_lag
     if first is None:
         return None
@@ -25,9 +25,9 @@ def go_on(config: Config, lag: Lag | None) -> Lag | None:
 def steered(
     config: Config, lag: Lag, version: int, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int]
 ) -> Lag:
-    """The lag after the update from `version`, of the batch that `metrics` describe.
+    """The lag after the update that starts at `version`; `metrics` are those of its batch.
 
-    A policy that stands still is on-policy at any lag, which says nothing.
+    It stays as it is while the policy is frozen (`critic.warmup_updates`): the data is then on-policy at any lag.
     """
     chosen = config.queue.max_lag
     if not isinstance(chosen, AdaptiveLag) or version < config.algorithm.critic.warmup_updates:
@@ -37,7 +37,7 @@ def steered(
 
 
 def is_lowered_by_ess(config: Config) -> bool:
-    """Return True if the learning rate follows the effective sample size; that takes a pass before the first step."""
+    """Return True if the learning rate follows the effective sample size; this needs a pass before the first step."""
     automatic = config.queue.first_lag is not None and config.algorithm.proximal == "recompute"
     return automatic if config.learner.lr_by_ess == "auto" else config.learner.lr_by_ess == "on"
 
@@ -45,11 +45,13 @@ def is_lowered_by_ess(config: Config) -> bool:
 def lower_by_ess(
     config: Config, optimizer: torch.optim.Optimizer, batch: PaddedBatch, scored: Scored
 ) -> OffPolicy | None:
-    """Lower the policy's learning rate for the update on `batch`, if `config` asks for it; returns what it went by.
+    """Lower the policy's learning rate for the update on `batch` and return the diagnostics; None if `config` has none.
 
-    With W = proximal / behavior of each of n sequences, the rate is multiplied by the root of their effective sample
-    size, sum(W)^2 / (n sum(W^2)): AdamW's step is to grow with the root of the number of samples that a gradient rests
-    on (VCPO, https://arxiv.org/abs/2602.17616). On-policy it is 1.
+        W     = proximal / behavior of each of n sequences
+        rate *= sqrt(sum(W)^2 / (n sum(W^2)))
+
+    The factor is the root of the effective sample size: AdamW's step is to grow with the root of the number of samples
+    behind a gradient (VCPO, https://arxiv.org/abs/2602.17616). On-policy the factor is 1.
     """
     if not is_lowered_by_ess(config):
         return None

@@ -1,4 +1,4 @@
-"""Everything that stays fixed while one batch is trained on, found on every rank from the whole gathered batch.
+"""Everything that stays fixed during the update on one batch, computed on every rank from the whole gathered batch.
 
 B trajectories of the batch, T completion tokens (padded).
 """
@@ -23,14 +23,14 @@ from streamppo.types import Learned
 
 
 class Frozen(NamedTuple):
-    """[B, T] log-probs of the models that no update changes, by a pass here or a server; None without the model."""
+    """[B, T] log-probs of the models that no update trains, from a pass here or a server; None without the model."""
 
     reference_BT: Tensor | None
     teacher_BT: Tensor | None
 
 
 def of_server(batch: PaddedBatch) -> Tensor:
-    """[B, T] log-probs of a teacher that is a server, as they came with the trajectories; no update asks it.
+    """[B, T] log-probs of a teacher's server, which come with the trajectories: an update makes no call to it.
 
     Raises `ValueError` if trajectories have none.
     """
@@ -45,12 +45,12 @@ def of_server(batch: PaddedBatch) -> Tensor:
 
 
 class Targets(NamedTuple):
-    """Everything that stays fixed while one batch is trained on, all [B, T] on every rank.
+    """Everything that stays fixed during the update on one batch, all [B, T] on every rank.
 
-    `trained_BT` are the tokens that are for the loss (`Objective.trained`).
-    Without a `correction`, proximal log-probs and weights are made in passing, by `Objective.anchor`.
-    `chosen_BT` are those that `Objective.exploration`, if there is one, treats otherwise, and `right_BT` those in right
-    answers, if these are learned as they are.
+    `trained_BT` are the tokens in the loss (`Objective.trained`). Without a `correction`, each step computes proximal
+    log-probs and weights from its own pass (`Objective.anchor`). `chosen_BT` are the tokens that
+    `Objective.exploration` selects, None without it. `right_BT` are the trained tokens of right answers, None without
+    `positive_nll`.
     """
 
     scored: Scored
@@ -73,9 +73,9 @@ def find_targets(
     *,
     beta: float,
 ) -> Targets:
-    """The targets of `batch`, of it the rows `scored_B` scored; its KL in the reward weighs `beta`.
+    """The targets of `batch`, whose rows `scored_B` are `scored`; `beta` is the weight of the KL in the reward.
 
-    Raises `ValueError` for data that cannot teach.
+    Raises `ValueError` for data that must not be trained on.
     """
     mask_BT = batch.mask_BT
     check_any(mask_BT)
@@ -90,7 +90,7 @@ def find_targets(
     estimate = _taught(config.algorithm, objective.advantages(batch, scored, rewards_BT), batch, scored, frozen)
     correction = None
     if objective.anchor is None:
-        # A row that was not scored has no ratio that is far from 1.
+        # A row that was not scored has the ratio 1.
         is_scored_B1, behavior_BT = to_device(scored_B, mask_BT.device)[:, None], batch.behavior_logprobs_BT
         logprobs_BT = torch.where(is_scored_B1, scored.logprobs_BT, behavior_BT)
         correction = objective.correct(logprobs_BT, behavior_BT, estimate.advantages, batch.lag_BT, mask_BT, trained_BT)
@@ -104,9 +104,9 @@ def find_targets(
 
 
 def learned(objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor) -> Learned:
-    """The numbers of each token that are kept, as far as a pass before the first step has found them.
+    """The per-token numbers to archive, as far as the pass before the first step computes them.
 
-    Log-probs of rows that were not `scored_B` are NaN.
+    Log-probs of rows outside `scored_B` are NaN.
     """
     scored, is_kept = targets.scored, config.archive.numbers
     has_logprobs = is_kept and objective.scored in ("policy", "both")
@@ -124,7 +124,7 @@ def in_right_answers(batch: PaddedBatch, config: Config) -> Tensor:
 
 
 def _rewards(config: Algorithm, batch: PaddedBatch, scored: Scored, frozen: Frozen, beta: float) -> Tensor:
-    """[B, T] rewards, less the KL to the reference and to the teacher where the configuration puts them there."""
+    """[B, T] rewards, minus the KL to the reference and to the teacher if the configuration says so."""
     rewards_BT, logprobs_BT, mask_BT = batch.rewards_BT, scored.logprobs_BT, batch.mask_BT
     if frozen.reference_BT is not None and config.kl.reward_beta:
         kind = config.kl.reward_estimator
@@ -135,7 +135,7 @@ def _rewards(config: Algorithm, batch: PaddedBatch, scored: Scored, frozen: Froz
 
 
 def _taught(config: Algorithm, estimate: Estimate, batch: PaddedBatch, scored: Scored, frozen: Frozen) -> Estimate:
-    """The estimate with the teacher's advantages in it, where the configuration puts them there."""
+    """The estimate, with the teacher's advantages mixed in if teacher.signal is "advantage"."""
     if frozen.teacher_BT is None or config.teacher.signal != "advantage":
         return estimate
     mixed_BT = distillation.with_teacher(

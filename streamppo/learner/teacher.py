@@ -12,11 +12,12 @@ from streamppo.weights.models.settings import settings
 
 
 def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None, slices: Slices) -> Policy | None:
-    """Load the teacher as the configuration wants it; it is read only if it is not `known`. A collective.
+    """Load the teacher of `config`; it is read only if it is not `known`. A collective.
 
-    None without a teacher, and for one at a url: its log-probs come with the trajectories. Rows are cut into `slices`.
+    None without a teacher, and for a teacher at a url: its log-probs come with the trajectories. Rows are split into
+    `slices`.
 
-    Raises `ModelError` if there is none at its path, or none that knows the tokens of the model at `model_path`.
+    Raises `ModelError` if its path has no model, or if it does not have the tokens of the model at `model_path`.
     """
     chosen, temperature = config.algorithm.teacher, config.rollout.temperature
     if not chosen.model:
@@ -31,7 +32,7 @@ def load(config: Config, model_path: str, mesh: DeviceMesh, known: Policy | None
 
 
 def check_tokens(teacher: str, model_path: str) -> None:
-    """Raise `ModelError` unless every token of the model at `model_path` is the same one for the model at `teacher`."""
+    """Raise `ModelError` unless every token of the model at `model_path` has the same number in the `teacher`'s."""
     try:
         theirs, ours = Tokenizer(teacher).numbers(), Tokenizer(model_path).numbers()
     except TaskError as error:

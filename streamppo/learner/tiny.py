@@ -1,7 +1,8 @@
 """builtin:tiny: a Qwen2 model of 0.1 to 1M parameters with a character tokenizer, made from the seed.
 
-A short supervised warm start teaches it the format and a weak answer, so that reinforcement has something to
-reinforce. Its tokens are the characters of the task (tasks/lesson.py). It becomes an ordinary Hugging Face folder.
+A short supervised warm start teaches it the format and some right answers: reinforcement learning needs rewards that
+are not all zero. Its tokens are the task's characters (tasks/lesson.py). It is saved as an ordinary Hugging Face
+folder.
 """
 
 import logging
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 IGNORED = -100
-"""The label that cross_entropy leaves out."""
+"""The label that cross_entropy ignores."""
 INIT_STD = 0.09
-"""Weights begin about as large as a model of this width ends; the usual 0.02 learns addition several times slower."""
+"""Initial weights are about as large as trained ones of this width; with 0.02 addition takes several times longer."""
 QK_BIAS_STD = 1.0
-"""Random biases of queries and keys give every head, through the rotary embedding, an attention to places at once."""
+"""Random biases of queries and keys: through the rotary embedding, heads attend by position from the start."""
 CHECKED = 512
-"""Training problems that a check of the warm start looks at, unless they are long."""
+"""Training problems in a check of the warm start; fewer if they are long."""
 CHECK_EVERY = 2
 """Supervised steps between two checks."""
 BATCH_SIZE = 256
-"""Problems in one supervised step, unless they are long."""
+"""Problems in a supervised step; fewer if they are long."""
 LONG = 32
-"""Tokens of a problem with its answer above which fewer are read at once: a step takes about as long for any task."""
+"""Tokens of a problem with its answer above which a step has fewer problems, to take about as long for any task."""
 LR = 5e-3
 """AdamW's learning rate in the supervised steps."""
 WARM_UP_STEPS = 10
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def make(config: Config, folder: Path) -> None:
-    """Create, warm up and save the model. Raises `TaskError` for a task that it cannot learn from."""
+    """Create, warm up and save the model. Raises `TaskError` for a task outside the limits of `lesson.of`."""
     from transformers import Qwen2ForCausalLM
 
     learned = lesson.prepare(config)
@@ -64,7 +65,7 @@ def make(config: Config, folder: Path) -> None:
 
 
 def settings(config: Model, vocabulary: int) -> "Qwen2Config":
-    """The Hugging Face configuration of the model that knows `vocabulary` tokens."""
+    """The Hugging Face configuration of the model, with `vocabulary` tokens."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -84,14 +85,14 @@ def settings(config: Model, vocabulary: int) -> "Qwen2Config":
 
 
 class Problems(NamedTuple):
-    """Right-padded prompts with answers [N, L], labels on the answers and their end alone, and lengths in tokens."""
+    """Right-padded prompts with answers [N, L], labels only on answers and their end token, and lengths in tokens."""
 
     inputs_NL: Tensor
     labels_NL: Tensor
     length_N: Tensor
 
     def at(self, rows: Tensor | slice) -> "Problems":
-        """The problems at `rows`, cut to the longest of them."""
+        """The problems at `rows`, cut to the longest one."""
         width = int(self.length_N[rows].max())
         return Problems(self.inputs_NL[rows, :width], self.labels_NL[rows, :width], self.length_N[rows])
 
@@ -103,9 +104,9 @@ def _warm_up(
     config: Tiny,
     seed: int,
 ) -> None:
-    """Cross-entropy on answers until a check of greedy answers reaches the target: by steps, never by the clock."""
+    """Train on answers until a check of greedy ones reaches the target, or for `max_steps`; no clock decides."""
     generator, problems = np.random.default_rng((seed, 0x3A23)), _encode(tokenizer, learned)
-    # A part of the usual numbers, so that memory and time do not grow with the length.
+    # Fewer problems if they are long: memory and time do not grow with the length.
     part = min(1.0, LONG / learned.longest)
     checked = problems.at(slice(max(1, int(CHECKED * part))))
     count, batch_size = len(problems.length_N), max(1, int(BATCH_SIZE * part))
@@ -136,7 +137,7 @@ def _warm_up(
 
 
 def _may_pass(before: float, target: float) -> bool:
-    """A check costs as much as a step: it is left out where a step's own problems, `before` it, were far from right."""
+    """True if a check, which costs as much as a step, may pass: the last step had half of the target accuracy."""
     return before >= target / 2
 
 
@@ -167,7 +168,7 @@ def _accuracy(model: "Qwen2ForCausalLM", problems: Problems) -> float:
 
 
 def _right(logits_BLV: Tensor, problems: Problems) -> float:
-    """Share of answers whose every token is the most likely one after the right ones: greedy decoding's accuracy."""
+    """The share of answers whose every token is the most likely one after the right prefix: greedy accuracy."""
     best_BL = logits_BLV[:, :-1].argmax(-1)
     wanted_BL = problems.labels_NL[:, 1:]
     right_BL = (best_BL == wanted_BL) | (wanted_BL == IGNORED)

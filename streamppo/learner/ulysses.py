@@ -1,14 +1,14 @@
-"""Rows over several ranks, each of which has a slice of their tokens: for rows that are too long for one.
+"""Context parallelism: each rank computes a slice of every row's tokens, for rows too long for one rank.
 
-Ulysses context parallelism, https://arxiv.org/abs/2309.14509. All of a layer but its attention is computed token by
-token, and a rank does that for its slice. For its attention ranks exchange slices of tokens for shares of the heads:
+Ulysses, https://arxiv.org/abs/2309.14509. All of a layer except attention works token by token, so a rank computes it
+for its slice. For attention the ranks exchange slices of tokens for shares of the heads:
 
     rank 0   tokens 0 1 2 3   -->   heads 0 1 of tokens 0 .. 7   -->   tokens 0 1 2 3
     rank 1   tokens 4 5 6 7   -->   heads 2 3 of tokens 0 .. 7   -->   tokens 4 5 6 7
 
-Weights, moments and gradients are sharded over all ranks as without it.
+Weights, moments and gradients are sharded over all ranks, as without slices.
 
-B rows, W tokens of a row as it is read (padded), C ranks, S = W / C tokens of a slice, T completion tokens (padded).
+B rows, W tokens of a row in its layout (padded), C ranks, S = W / C tokens of a slice, T completion tokens (padded).
 """
 
 from typing import Any, NamedTuple
@@ -27,19 +27,19 @@ from streamppo.learner.device import everybody
 from streamppo.learner.parallel import Cut
 
 KNOWN = (*FAMILIES, "qwen3_moe")
-"""Values of model_type whose layers look at other tokens in their attention alone, and there at all before them."""
+"""Values of model_type whose layers mix tokens only in attention, and whose attention sees all earlier tokens."""
 NAME = "slices"
-"""The argument of a transformer, and so of its attention, that says between which ranks to exchange."""
+"""The argument of a transformer, and so of its attention, with the ranks of the exchange."""
 PREFIX = "sliced_"
-"""Begins transformers' name of an attention that exchanges; the rest is the one that computes."""
+"""Prefix of the name in transformers of a wrapped attention; the rest is the name of the wrapped one."""
 
 
 class Slices(NamedTuple):
-    """The `ranks` `within` which rows are cut into slices, of which this rank has the one of `number`.
+    """The groups of context parallelism: rows are split over `ranks` ranks; this rank has slice `number`.
 
-    Ranks `across` have the same slice of other rows. Without groups rows are not cut. Ranks that exchange slices for
-    `heads` are those of a row; with tensor parallelism, those of them that have the same share of the heads, if there
-    are several. Weights are cut over the meshes of `cut`.
+    `within`: the ranks with slices of the same rows. `across`: the ranks with the same slice of other rows. Without
+    groups rows are not split. `heads`: the ranks that exchange slices for heads, all of `within`; with tensor
+    parallelism those with the same share of the heads, or None for a single one. `cut`: the meshes that split weights.
     """
 
     ranks: int = 1
@@ -50,11 +50,11 @@ class Slices(NamedTuple):
     cut: Cut = Cut()
 
     def apart(self) -> dist.ProcessGroup:
-        """The ranks that pass different rows: all of them where rows are not cut."""
+        """The ranks that pass different rows: all ranks if rows are not split."""
         return self.across or everybody()
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups that were made for this."""
+        """All process groups made for the slices."""
         own = tuple(one for one in (self.within, self.across, self.heads) if one is not None)
         return (*own, *self.cut.groups())
 
@@ -63,7 +63,7 @@ WHOLE = Slices()
 
 
 def slices_of(device: str, config: Mesh) -> Slices:
-    """Cut rows between as many neighbours as `config` says, and weights. A collective."""
+    """Make the groups that split rows between neighbouring ranks, and the meshes that split weights. A collective."""
     ranks, cut = config.slices, parallel.cut_of(device, config)
     if ranks == 1:
         return Slices(cut=cut)
@@ -80,7 +80,7 @@ def slices_of(device: str, config: Mesh) -> Slices:
 
 
 def refusal(config: Any, ranks: int) -> str:
-    """Say why rows of a model of transformers' `config` cannot be cut between so many `ranks`; "" if they can."""
+    """The reason why `ranks` ranks cannot split the rows of a model of transformers' `config`; "" if they can."""
     if ranks == 1:
         return ""
     choice, model = f"learner.mesh.context * tensor = {ranks}", repr(config.name_or_path)
@@ -95,7 +95,7 @@ def refusal(config: Any, ranks: int) -> str:
 
 
 def name_of(implementation: str, slices: Slices) -> str:
-    """Transformers' name of an attention that is computed by `implementation`, between the ranks of `slices`."""
+    """Register `implementation` wrapped for context parallelism; return its name for transformers."""
     from transformers import AttentionInterface
 
     if slices.ranks == 1:
@@ -115,7 +115,7 @@ def _attend(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a share of the heads over all tokens; the mask is of these. Returns [B, S, H, D]."""
+    """Attention of a share of the heads over all tokens; the mask covers all tokens. Returns [B, S, H, D]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     compute: Any = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
@@ -127,7 +127,7 @@ def _attend(
 
 
 def sliced(reading: Reading, slices: Slices) -> Reading:
-    """The slice that this rank has of `reading`. Tokens that others have are at place -1."""
+    """This rank's slice of `reading`. Tokens of other ranks have the index -1."""
     if slices.ranks == 1:
         return reading
     tokens_BW = reading.arguments["input_ids"]
@@ -141,14 +141,14 @@ def sliced(reading: Reading, slices: Slices) -> Reading:
     begins_again = torch.arange(missing, device=positions.device).expand(len(positions), missing)
     arguments["position_ids"] = torch.cat([positions, begins_again], 1)[:, mine]
     if missing and "cu_seq_lens_q" in arguments:
-        # What is behind the last row is a row of its own.
+        # The padding after the last row is a row of its own.
         bounds = pad(arguments["cu_seq_lens_q"], (0, 1), value=width + missing)
         longest = max(arguments["max_length_q"], missing)
         arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         arguments |= {"max_length_q": longest, "max_length_k": longest}
     if missing and "attention_mask" in arguments:
         seen = pad(arguments["attention_mask"], (0, missing, 0, missing))
-        # A token that sees nothing is NaN.
+        # Padding sees itself: attention over no token gives NaN.
         arguments["attention_mask"] = seen | torch.eye(width + missing, dtype=torch.bool, device=seen.device)
     row, place = reading.place_BL // width, reading.place_BL % width
     here_BL = place // size == slices.number
@@ -156,15 +156,15 @@ def sliced(reading: Reading, slices: Slices) -> Reading:
 
 
 def joined(column_BT: Tensor, slices: Slices) -> Tensor:
-    """Each entry from the rank of `slices` that has it, where others have 0.
+    """The sum of `column_BT` over the ranks of `slices`: an entry is 0 on all ranks but one.
 
-    All make the same loss of it, so that a rank's own entries have the whole gradient.
+    All ranks compute the same loss from it, so each rank's own entries get the whole gradient.
     """
     return column_BT if slices.ranks == 1 else _Sum.apply(column_BT, slices.within)  # pyright: ignore
 
 
 class _Exchange(torch.autograd.Function):
-    """Give every rank its share of dimension `split`, and lay what came from them along `join`."""
+    """All-to-all: send each rank its share of dimension `split`, and concatenate the received shares along `join`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
@@ -180,7 +180,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks; backward, each has the gradient of its own part."""
+    """Forward: the sum over ranks. Backward: the gradient unchanged, for this rank's own part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,8 @@
-"""One update: a batch in, a better policy out. The same code on one CPU rank and on many GPU ranks.
+"""One update of the policy on a batch: the same code on one CPU rank and on many GPU ranks.
 
 B trajectories of the batch, b rows of a micro-batch, T completion tokens (padded). Forward and backward passes are
 split over ranks and micro-batches; everything between them (advantages, whitening, corrections, diagnostics) is
-computed on every rank from the whole gathered [B, T] batch, so no function of `algorithms` knows that there are ranks.
+computed on every rank from the whole gathered [B, T] batch, so functions of `algorithms` do not depend on ranks.
 """
 
 import logging
@@ -50,11 +50,11 @@ log = logging.getLogger(__name__)
 
 
 class Updated(NamedTuple):
-    """A batch that was trained on, of it the rows `chosen`.
+    """The result of an update on the rows `chosen` of a batch.
 
-    `age` is the distance between its policies, if the learning rate went by it.
+    `age` is the distance between proximal and behavior policy, if the learning rate follows it, else None.
 
-    `start` and `scored` are the moments, of `time.perf_counter`, at which the update and its first step began.
+    `start` and `scored` are the times, by `time.perf_counter`, at which the update and its first step began.
     """
 
     objective: Objective
@@ -68,12 +68,12 @@ class Updated(NamedTuple):
 
 
 class Updater:
-    """Consumes padded batches; `policy` and `optimizer` are changed in place.
+    """Trains on padded batches; `policy` and `optimizer` are changed in place.
 
-    Calls are collectives of all ranks: same batch, same order. The ranks of `group` pass different rows. `beta` is the
-    weight of the KL in the reward, `bonus` that of the entropy; these two, the optimizer steps in a row that were left
-    out (`critic_bad_steps`: those of a critic with steps of its own, which do not make up for the policy's), and where
-    a reference that follows stands are all that it remembers of past batches.
+    Calls are collectives of all ranks: same batch, same order. The ranks of `group` pass different rows. All state
+    across batches: `beta`, the weight of the KL in the reward; `bonus`, the entropy bonus; `bad_steps`, the skipped
+    optimizer steps in a row; `critic_bad_steps`, counted apart for a critic with its own steps; and the weights of a
+    reference that follows the policy.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Updater:
     def remember(
         self, beta: float, in_a_row: tuple[int, int], bonus: Bonus | None, *, reference_moved: bool = False
     ) -> None:
-        """Go on from an earlier updater: its bad steps `in_a_row`, and its `beta` if that adapts and was at work.
+        """Restore the state of an earlier updater: bad steps `in_a_row`; `beta` if it is adaptive and was not 0.
 
-        So does `bonus` if it is steered, and was: None says that it was not. `reference_moved` says that the reference,
-        which is the caller's to bring along, is the run's first model no more.
+        `bonus` is restored if it is adaptive and not None. `reference_moved`: the reference, which the caller loads, is
+        not the run's first model any more.
         """
         self.bad_steps, self.critic_bad_steps = in_a_row
         self.reference_moved = reference_moved and self.reference is not None
@@ -120,16 +120,16 @@ class Updater:
 
     @property
     def in_a_row(self) -> tuple[int, int]:
-        """Optimizer steps in a row that were left out: the policy's, and those of a critic with steps of its own."""
+        """Skipped optimizer steps in a row: the policy's, and the critic's if it has its own steps."""
         return self.bad_steps, self.critic_bad_steps
 
     @property
     def steered_bonus(self) -> Bonus | None:
-        """The bonus that a later updater goes on with; None if it is not steered."""
+        """The bonus for a later updater's `remember`; None if it is not adaptive."""
         return self.bonus if self.config.algorithm.entropy_control.target else None
 
     def own_rows(self, batch: PaddedBatch) -> list[int]:
-        """The rows of `batch` whose tokens this rank reads in its update; it may lack them."""
+        """The rows of `batch` whose tokens this rank reads in its update; `batch` may be without tokens."""
         chosen, tokens_B = idle_rows.find(self.config, batch), batch.start_B + batch.length_B
         return self.division.own_rows(tokens_B, batch.version, self.objective.epochs, chosen)
 
@@ -165,9 +165,9 @@ class Updater:
 
     @phase("metrics")
     def metrics(self, updated: Updated) -> dict[str, float]:
-        """Return an update's numbers, equal on every rank but for times; steer `beta`, `bonus` by them. A collective.
+        """Return an update's metrics, equal on every rank but for times, and adapt `beta` and `bonus`. A collective.
 
-        To be called once after each update. Now and then a reference that follows the policy moves.
+        Call it once after each update. It also moves a reference that follows the policy, every `kl.follow_every`.
         """
         batch, targets, minibatches = updated.batch, updated.targets, updated.minibatches
         scored, passed_B = targets.scored, updated.chosen.scored_B.to(self.device)
@@ -176,7 +176,7 @@ class Updater:
             scored = scored._replace(logprobs_BT=first_BT)
         steps = step_metrics(minibatches, targets.trained_BT, self.group)
         if all(minibatch.part == "critic" for minibatch in minibatches):
-            # A policy that stands still was passed over before the critic's steps alone.
+            # In warm-up the policy's only pass is the one before the critic's steps.
             steps["entropy"] = targets.scored.entropy_BT[targets.trained_BT].double().sum().item()
             steps["entropy"] /= max(1, int(targets.trained_BT.sum()))
         made = {
@@ -196,15 +196,15 @@ class Updater:
         return made
 
     def learned(self, updated: Updated) -> Learned:
-        """The numbers of each token that were known before the first step, as far as they are to be kept."""
+        """The per-token numbers from before the first step, as far as the archive keeps them."""
         return learned(self.objective, self.config, updated.batch, updated.targets, updated.chosen.scored_B)
 
     def pretrain(self, batch: PaddedBatch) -> float:
-        """Teach the critic alone the returns of `batch`, which may be another run's.
+        """Train only the critic on the returns of `batch`, which may be another run's.
 
         Returns the share of their variance that it explained before. A collective; raises `UpdateError` like `update`.
         """
-        # At lag 0 the learner's own weights sampled a token. Another run's never did.
+        # Lag 0 means that the learner's own weights sampled a token, which is false for another run's batch.
         batch = batch._replace(lag_BT=batch.lag_BT + 1)
         targets = self.update(batch, self.objective.critic_epochs()).targets
         return explained_variance(targets.scored.values_BT, targets.estimate.returns, batch.mask_BT)
@@ -216,7 +216,7 @@ class Updater:
         return Scorer(*models, self.config, self.group, pieces, chosen.scored_B, is_last)
 
     def _counts(self, batch: PaddedBatch, rows: Tensor) -> Denominators:
-        """The denominators of a minibatch, over all ranks."""
+        """The denominators of the loss of a minibatch, over all ranks."""
         prompt_B = batch.prompt_B[rows] if self.config.algorithm.aggregation == "prompt-mean" else None
         counts = denominators(batch.mask_BT[rows], constant=self.config.rollout.max_tokens, prompt_B=prompt_B)
         if not self.config.algorithm.positive_nll:
@@ -224,7 +224,7 @@ class Updater:
         return counts._replace(right=float(in_right_answers(batch, self.config)[rows].sum()))
 
     def _pieces(self, batch: PaddedBatch, rows: Tensor, chosen: idle_rows.Rows) -> list[Tensor]:
-        """This rank's micro-batches of a minibatch; an empty one, if its step is due and has no gradient."""
+        """This rank's micro-batches of a minibatch; one empty micro-batch if no row is left but a step is due."""
         pieces = self._micro_batches(batch, chosen.of(rows))
         return pieces or [rows[:0]] * bool(chosen.idle_B[rows].any())
 
@@ -232,19 +232,19 @@ class Updater:
         return self.division.micro_batches(batch.on_host.start_B + batch.on_host.length_B, rows)
 
     def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: Scored | None) -> Scored:
-        """The scores of `rows` by the present weights: those of `graph`, if it is of use, or of a new pass."""
+        """The scores of `rows` by the current weights: `graph` if it can be reused, else a new pass."""
         return score(self.policy, batch, rows, part) if graph is None or part == "critic" else graph
 
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's share of the loss."""
-        # Denominators are those of all ranks, whose gradients FSDP sums.
+        # Denominators count all ranks, because FSDP sums gradients over ranks.
         loss.backward()
 
     def _step(
         self, epoch: Epoch, version: int, whole: Tensor, shares: Sequence[Share], chosen: idle_rows.Rows
     ) -> Minibatch:
-        """Use the gradient of a minibatch, unless the policy has moved too far already. A collective."""
+        """Make the optimizer step of a minibatch, unless the policy has already moved too far. A collective."""
         sums, rows, idle = Sums.zero(self.device), chosen.of(whole), whole[~chosen.taught_B[whole]]
         for share in shares:
             sums = sums.plus(share.sums)
@@ -261,7 +261,7 @@ class Updater:
         return Minibatch(epoch.part, rows, sums, passes, norm, too_far, idle=idle)
 
     def _has_tokens(self, sums: Sums, passes: Sequence[PolicyPass]) -> bool:
-        """True if a token of a minibatch has a weight in the policy's loss, or is for the critic's. A collective."""
+        """True if a token of a minibatch has a weight in the policy's loss, or is in the critic's. A collective."""
         tokens = sums.values_2[:1] + sum(one.kept for one in passes)
         add_up(tokens, self.group)
         return bool(tokens.item())
@@ -286,10 +286,10 @@ class Updater:
     def _optimize(self, epoch: Epoch, version: int) -> float | None:
         """Clip and step. Returns the gradient's norm, or None where no step is due.
 
-        A gradient that is not finite is counted and left out. Raises `UpdateError` if that stays so.
+        A step with a gradient that is not finite is counted and skipped. Raises `UpdateError` after too many in a row.
         """
         if epoch.part == "critic" or version < self.config.algorithm.critic.warmup_updates:
-            # Without a gradient the policy stands still, and its moments do not learn from an untaught critic.
+            # No gradient, not zero: the policy and its moments must not change before the critic is trained.
             for parameter in self.policy.lm.parameters():
                 parameter.grad = None
             if epoch.part == "policy":
@@ -302,9 +302,9 @@ class Updater:
         return norm
 
     def _left_out(self, part: Part, number: float) -> float:
-        """Count a step that is left out because `number`, its gradient's norm or its KL, is not finite; return it.
+        """Count a skipped step, whose `number` (gradient norm or KL) is not finite; return `number`.
 
-        Raises `UpdateError` after so many in a row.
+        Raises `UpdateError` after `learner.max_bad_steps` in a row.
         """
         in_a_row = 1 + (self.critic_bad_steps if part == "critic" else self.bad_steps)
         self._count_bad(part, in_a_row)
@@ -319,12 +319,12 @@ class Updater:
             self.bad_steps = in_a_row
 
     def _kl_metrics(self, batch: PaddedBatch, targets: Targets, learner: Scored, passed_B: Tensor) -> dict[str, float]:
-        """How far the policy is from the reference; steers `beta` where a target is set."""
+        """The KL of the policy to the reference; adapts `beta` if a target is set."""
         if targets.reference_BT is None:
             return {}
         config, mask_BT = self.config.algorithm.kl, batch.mask_BT & passed_B[:, None]
         per_token_BT = kl(learner.logprobs_BT, targets.reference_BT, mask_BT, kind="k3")
-        # Tokens of an older policy, or of an engine's arithmetic: each counts as often as the learner would sample it.
+        # Importance weights: tokens are of an older policy, or of the engine's arithmetic.
         per_token_BT = per_token_BT * policy_weights(learner.logprobs_BT, batch.behavior_logprobs_BT, mask_BT)
         per_response = (per_token_BT.sum() / passed_B.sum()).item()
         metrics = {"reference_kl": per_response, "kl_beta": self.beta}
@@ -339,7 +339,7 @@ class Updater:
             self.reference_moved = True
 
     def _exploration_metrics(self, version: int, targets: Targets, entropy: float) -> dict[str, float]:
-        """Tokens that were singled out, and the weight of the entropy bonus; steers `bonus` where a target is set."""
+        """The share of selected tokens, and the weight of the entropy bonus; adapts `bonus` if a target is set."""
         metrics: dict[str, float] = {}
         if targets.chosen_BT is not None:
             metrics["singled_out"] = float(targets.chosen_BT.sum()) / max(1.0, float(targets.trained_BT.sum()))
@@ -347,7 +347,7 @@ class Updater:
         if not control.target:
             return metrics
         metrics["entropy_weight"] = self.bonus.weight
-        # A policy that stands still has an entropy that no bonus moves.
+        # During warm-up the bonus cannot change the entropy.
         if version >= self.config.algorithm.critic.warmup_updates:
             coefficient, within = self.bonus.coefficient, control.range
             self.bonus = next_bonus(coefficient, entropy, target=control.target, step=control.step, within=within)
@@ -355,5 +355,5 @@ class Updater:
 
 
 def _has_ended(epoch: Epoch, minibatches: Sequence[Minibatch]) -> bool:
-    """The policy's part of the update ends with its first early stop; a critic of its own goes on."""
+    """True if the policy's part of the update has stopped early; a critic with its own steps continues."""
     return epoch.part != "critic" and any(minibatch.stopped_early for minibatch in minibatches)

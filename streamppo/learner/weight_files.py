@@ -1,8 +1,8 @@
-"""A model's weights from its safetensors files: every rank reads the rows that it has, and nobody reads the whole.
+"""A model's weights from its safetensors files: every rank reads only its own rows, and no rank the whole model.
 
-first layers    rank 0 has transformers load them, and compares them with its own reading: of a family whose files are
-                made another way rank 0 reads everything, and sends it
-names           those of the files, by transformers' own conversion: experts of a layer are one parameter here
+first layers    rank 0 loads them with transformers and compares them with its own reading; if they differ (a family
+                with another file format), rank 0 reads everything and sends it
+names           tensor names of the files, by transformers' own conversion: a layer's experts are one parameter here
 """
 
 import hashlib
@@ -24,22 +24,22 @@ from streamppo.weights.models.settings import settings
 
 log = logging.getLogger(__name__)
 LARGE = 1 << 26
-"""Bytes of a model in 16 bits below which rank 0 reads them faster than all ranks agree about them."""
+"""Bytes of a model in 16 bits below which reading on rank 0 is faster than an agreement of all ranks."""
 SAMPLED = 256
-"""Tensors that are looked at to see whether all ranks have the same model."""
+"""Tensors that are hashed to compare the models of all ranks."""
 FIRST = 2
-"""The fewest layers that are compared."""
+"""The least number of layers that are compared."""
 
 
 class Files:
-    """The tensors of a model's files, which stay open; `names` has the file of each."""
+    """The tensors of a model's files, which stay open; `names` maps each tensor to its file."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
         self._open: dict[str, Any] = {}
 
     def tensor(self, name: str) -> Any:
-        """The tensor called `name`, of which nothing is read before it is sliced. Raises `SafetensorError`."""
+        """The tensor `name`, read only when it is sliced. Raises `SafetensorError`."""
         file = self.names[name]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -47,7 +47,7 @@ class Files:
 
 
 class Source(NamedTuple):
-    """The tensors of files that make a parameter: one; or several for each of its rows, end to end."""
+    """The file tensors of a parameter: one tensor, or several for each row, which are concatenated."""
 
     rows: tuple[tuple[str, ...], ...]
     is_one: bool
@@ -60,9 +60,9 @@ class Source(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The parameters of a causal LM by their names: what they are made of, in `files`.
+    """The sources of a causal LM's parameters in `files`, by parameter name.
 
-    `first` is the model with its first layers alone, on rank 0.
+    `first` is the model with only its first layers, on rank 0; None on other ranks.
     """
 
     files: Files
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     first: Any
 
     def read(self, name: str, begin: int, end: int) -> Tensor | None:
-        """Read rows of a parameter of `Policy`; None for one that no file has."""
+        """Read rows of a parameter of `Policy`; None for a parameter that is in no file."""
         body = name.removeprefix("critic.")
         known = name.removeprefix("lm.") if body == name else f"{self.prefix}.{body}"
         source = self.sources.get(known)
@@ -79,11 +79,11 @@ class Plan(NamedTuple):
 
 
 def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
-    """Find out how all ranks can read the model at `path`, for a critic of the configuration. A collective.
+    """The plan by which all ranks read the model at `path`; `critic` is the configuration's. A collective.
 
-    None if rank 0 reads for all: a small model; one that is `adapted`, or has a critic that is not of its files; files
-    that a rank does not see, or has others of; a family that is not read as it should be. Raises
-    `ModelError`, on rank 0 also for files that are not of the model.
+    None if rank 0 must read for all ranks: the model is small or `adapted`, the critic is not made from its files, a
+    rank lacks the files or has different ones, or our reading differs from transformers'. Raises `ModelError`; on rank
+    0 also for files of another model.
     """
     found = None if adapted or critic not in ("head", "policy") else _files(path)
     mine = "" if found is None else _digest(found)
@@ -111,7 +111,7 @@ def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
 
 
 def _digest(files: Files) -> str:
-    """The same for the same model: of all names, and of the first rows of `SAMPLED` tensors, where others differ."""
+    """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors: equal for equal models."""
     digest = hashlib.blake2b("\n".join(sorted(files.names)).encode())
     names = [name for name in sorted(files.names) if files.tensor(name).get_shape()]
     for name in names[:: -(-len(names) // SAMPLED)]:
@@ -125,7 +125,7 @@ def _tell(path: str) -> None:
 
 
 def _files(path: str) -> Files | None:
-    """The safetensors files of a large model; None for any other, and on ranks but the first for files not there."""
+    """The safetensors files of a large model; None for any other, and for missing files on ranks other than 0."""
     try:
         found = headers.of_folder(fetch(path))
     except ModelError:
@@ -138,9 +138,9 @@ def _files(path: str) -> Files | None:
 
 
 def _source(whole: Any, name: str, parameter: Tensor) -> Source | None:
-    """The tensors of `whole`'s files that make a parameter, as transformers would save it; None if that is not known.
+    """The file tensors of a parameter of `whole`, by transformers' save conversion; None if they are not known.
 
-    Of experts it saves all tensors of one kind after those of another.
+    For experts the conversion lists all tensors of one kind, then all of the next.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -161,9 +161,9 @@ def _has(files: Files, source: Source) -> bool:
 
 
 def _of_first_layers(config: Any, whole: Any) -> Any:
-    """The configuration of the first layers, with one of every type; None for a model that cannot be cut off there.
+    """The configuration of a model of the first layers, with every layer type; None if a later layer has buffers.
 
-    Buffers of layers, which are in no file, would be missing.
+    Buffers are in no file, so they would be missing.
     """
     text: Any = config.get_text_config()
     types = getattr(text, "layer_types", None) or []
@@ -178,7 +178,7 @@ def _of_first_layers(config: Any, whole: Any) -> Any:
 
 
 def _first(config: Any, files: Files, sources: Mapping[str, Source]) -> Any:
-    """The model of `config`, as transformers loads it from `files`; no other tensor is read."""
+    """The model of `config`, loaded by transformers from its tensors in `files`; no other tensor is read."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -190,5 +190,5 @@ def _first(config: Any, files: Files, sources: Mapping[str, Source]) -> Any:
 
 
 def _is_read_alike(first: Any, files: Files, sources: Mapping[str, Source]) -> bool:
-    """True if `first`, which transformers has loaded, has the weights that a rank would read."""
+    """True if the weights of `first`, loaded by transformers, equal our own reading of the files."""
     return all(torch.equal(sources[name].read(files, 0, len(one)), one) for name, one in first.named_parameters())

@@ -1,8 +1,8 @@
-"""The weights of a rank that is alone in the type that they compute in, beside the float32 weights that are trained.
+"""A single rank's copy of its weights in the type of computation; the trained weights stay float32.
 
     weights w (float32)  --rounded after each step-->  copy c (bfloat16)  --passes-->  dc (bfloat16), then dw += dc
 
-FSDP's mixed precision, bit for bit: a micro-batch's gradient is bfloat16, and micro-batches add up in float32.
+It equals FSDP's mixed precision bit for bit: a micro-batch's gradient is bfloat16, and micro-batches add up in float32.
 Nothing is gathered, and no gradient of a whole layer exists twice.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 
 class WorkingCopy:
-    """Lets `modules` compute with copies of their weights in `dtype`; their parameters stay those that are trained.
+    """Lets `modules` compute with copies of their weights in `dtype`; their parameters stay the trained weights.
 
-    A module reads its own attributes before its parameters. So what a forward pass, also one that is made again for a
-    backward pass, finds under a weight's name is the copy; optimizers, checkpoints and pushes find the parameter.
-    Weights that are in `dtype` already have no copy; those that are tied have one.
+    A module's attributes come before its parameters. So a forward pass, also a recomputed one, finds the copy under a
+    weight's name; optimizers, checkpoints and pushes find the parameter. Weights already in `dtype` have no copy; tied
+    weights share one.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -36,7 +36,7 @@ class WorkingCopy:
         self.refresh()
 
     def refresh(self) -> None:
-        """Round all weights again if one of them has been written since."""
+        """Copy all weights again if one of them has been written since the last call."""
         versions = [weight._version for weight in self._weights]
         if versions != self._versions:
             with torch.no_grad():
@@ -52,7 +52,7 @@ def _copy_of(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _add_gradient(weight: nn.Parameter, copy: Tensor) -> None:
-    """Add the gradient of one backward pass to that of the step."""
+    """Add the gradient of one backward pass to the weight's gradient."""
     assert copy.grad is not None
     if weight.grad is None:
         weight.grad = copy.grad.to(weight.dtype)
