@@ -19,13 +19,14 @@ from streamppo.telemetry.record import SUMMARY
 
 
 class Run(NamedTuple):
-    """What a run left behind: summary.json, the updates' lines of metrics.jsonl, and what was seen of it.
+    """What a run left behind: summary.json, the lines of metrics.jsonl by their kind, and what was seen of it.
 
     `peak_memory_mib` is of all its processes together, shared pages counted once.
     """
 
     summary: dict[str, Any]
     updates: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
     first_output_s: float
     peak_memory_mib: float
 
@@ -46,7 +47,8 @@ def run(config: Path, overrides: Sequence[str], environment: Mapping[str, str] |
             sys.exit(f"{' '.join(command)}\nended with {process.returncode}:\n{log.read_text()[-4000:]}")
         (made,) = runs.iterdir()
         summary, updates = json.loads((made / SUMMARY).read_text()), lines.updates(made)
-    return Run(summary, updates, first_output_s, peak)
+        evaluations = [line for line in lines.read(made) if "evaluation" in line]
+    return Run(summary, updates, evaluations, first_output_s, peak)
 
 
 @contextlib.contextmanager

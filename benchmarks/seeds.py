@@ -27,7 +27,10 @@ def main() -> None:
         rows.append(_measure(seed, run(CONFIG, [*options.set, f"seed={seed}"])))
         if len(rows) == 1:
             print("  ".join(rows[0]))
-        print("  ".join(f"{value:{len(name)}.4g}" for name, value in rows[-1].items()), flush=True)
+        print(
+            "  ".join(f"{-1 if value is None else value:{len(name)}.4g}" for name, value in rows[-1].items()),
+            flush=True,
+        )
     if options.json:
         result = {"machine": machine(), "config": str(CONFIG), "overrides": options.set, "seeds": rows}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -39,6 +42,7 @@ def _measure(seed: int, done: Run) -> dict[str, Any]:
         "seed": seed,
         "start": summary["eval_accuracy"]["start"],
         "final": summary["eval_accuracy"]["final"],
+        "reached": _reached(done, 0.9),
         "wall_s": summary["wall_s"],
         "first_output_s": done.first_output_s,
         "first_update_s": summary["first_update_s"],
@@ -48,6 +52,11 @@ def _measure(seed: int, done: Run) -> dict[str, Any]:
         "engine_idle_share": summary["engines"]["idle_share"],
         "peak_memory_mib": done.peak_memory_mib,
     }
+
+
+def _reached(done: Run, target: float) -> int | None:
+    """The version of the first evaluation with at least the accuracy `target`."""
+    return next((line["evaluation"] for line in done.evaluations if (line["accuracy"] or 0.0) >= target), None)
 
 
 if __name__ == "__main__":

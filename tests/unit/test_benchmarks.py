@@ -48,7 +48,7 @@ def test_runs_of_one_lag_bound_differ_in_what_the_reward_takes_and_in_nothing_el
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[list[str], dict[str, str]]] = []
-    nothing = Run(summary={}, updates=[], first_output_s=0.0, peak_memory_mib=0.0)
+    nothing = Run(summary={}, updates=[], evaluations=[], first_output_s=0.0, peak_memory_mib=0.0)
 
     def run(config: Path, overrides: list[str], environment: dict[str, str]) -> Run:
         asked.append((overrides, environment))
