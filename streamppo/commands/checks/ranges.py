@@ -56,7 +56,7 @@ RANGES = (
     Range("learner.epochs", 1, 20, "from 1 to 4", lambda one: one.learner.epochs),
     Range("rollout.temperature", 0.2, 2.0, "from 0.6 to 1.2", lambda one: one.rollout.temperature),
     Range("rollout.top_p", 0.3, 1.0, "from 0.9 to 1", lambda one: one.rollout.top_p),
-    Range("queue.max_lag", 0, 64, "from 0 to 8", lambda one: one.queue.bound),
+    Range("queue.max_lag", 0, 64, "from 0 to 16", lambda one: one.queue.bound),
     Range("algorithm.entropy", -0.1, 0.3, "from 0 to 0.01", lambda one: one.algorithm.entropy),
     Range("algorithm.kl.loss_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda one: one.algorithm.kl.loss_beta),
     Range("algorithm.kl.reward_beta", 0.0, 1.0, "from 0.001 to 0.1", lambda one: one.algorithm.kl.reward_beta),

@@ -42,7 +42,7 @@ NOTES = {
     "rollout.temperature=5": "rollout.temperature (5) is far above what learns as a rule: from 0.6 to 1.2",
     "rollout.temperature=0.01": "rollout.temperature (0.01) is far below",
     "rollout.top_p=0.1": "rollout.top_p (0.1) is far below what learns as a rule: from 0.9 to 1",
-    "queue.max_lag=1000": "queue.max_lag (1000) is far above what learns as a rule: from 0 to 8",
+    "queue.max_lag=1000": "queue.max_lag (1000) is far above what learns as a rule: from 0 to 16",
     "queue.max_lag={kind='adaptive', at_most=1000}": "queue.max_lag (1000) is far above",
     "algorithm.entropy=10": "algorithm.entropy (10) is far above what learns as a rule: from 0 to 0.01",
     "algorithm.entropy=-5": "algorithm.entropy (-5) is far below",
