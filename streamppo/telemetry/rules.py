@@ -17,11 +17,11 @@ EARLY = 3
 """Updates after which a rule that is early looks for the first time."""
 
 CLIPPED, UNMOVED = 0.3, 1e-3
-SPIKE, SPIKE_KL = 10.0, 0.5
+SPIKE, SPIKE_KL, SPIKES = 10.0, 0.5, 4
 DIVERGED, UNEXPLAINED = 4.0, -0.1
 COLLAPSED, DRIFTED = 0.1, 2.0
 FEW_EFFECTIVE, TOO_OLD, MISMATCH = 0.3, 0.05, 0.05
-WAITS, IDLE = 0.8, 0.5
+WAITS, IDLE, IDLE_CPU = 0.8, 0.5, 0.75
 LEAST_AHEAD = 2
 """Versions that engines may be ahead by, from which on they work beside the learner."""
 FALLEN = 0.1
@@ -65,7 +65,9 @@ def _clipped(seen: Evidence) -> str | None:
 def _kl_spikes(seen: Evidence) -> str | None:
     for name in ("proximal_kl", "behavior_kl", "reference_kl"):
         values = seen.series(name)
-        if values and max(values) > max(SPIKE_KL, SPIKE * median(values)):
+        high = [value for value in values if value > max(SPIKE_KL, SPIKE * median(values))]
+        # A KL is a mean with a heavy tail: a rare token that has become likely is no fault by itself.
+        if len(high) >= SPIKES or (high and _falls_after_the_largest(seen, name)):
             return f"{name} was {max(values):.3g} nats, {median(values):.3g} in the median"
     return None
 
@@ -82,14 +84,18 @@ def _gradient_spikes(seen: Evidence) -> str | None:
     if bad:
         return f"{bad:g} optimizer steps were left out: their gradient was not finite"
     # Where nearly all groups are right most gradients are next to nothing, and the rare signal is large beside them.
-    if norms and max(norms) > SPIKE * median(norms) > 0 and (seen.right < SOLVED or _falls_after_the_largest(seen)):
+    if (
+        norms
+        and max(norms) > SPIKE * median(norms) > 0
+        and (seen.right < SOLVED or _falls_after_the_largest(seen, "grad_norm"))
+    ):
         return f"grad_norm was {max(norms):.3g}, {median(norms):.3g} in the median"
     return None
 
 
-def _falls_after_the_largest(seen: Evidence) -> bool:
-    """True if the reward is lower behind the largest gradient than before it."""
-    pairs = [(update["grad_norm"], update["reward"]) for update in seen.recent if {"grad_norm", "reward"} <= {*update}]
+def _falls_after_the_largest(seen: Evidence, name: str) -> bool:
+    """True if the reward is lower after the largest value of a metric than before it."""
+    pairs = [(update[name], update["reward"]) for update in seen.recent if {name, "reward"} <= {*update}]
     place = max(range(len(pairs)), key=lambda number: pairs[number][0], default=0)
     before, behind = ([reward for _, reward in part] for part in (pairs[:place], pairs[place + 1 :]))
     return bool(before and behind) and fmean(before) - fmean(behind) > FALLEN * seen.config.reward.correct_at
@@ -229,7 +235,8 @@ def _blocked(seen: Evidence) -> str | None:
     # Admission keeps a version for cuts. Engines that are at most one ahead take turns with the learner.
     queue = seen.config.queue
     ahead = queue.bound - (queue.segments is not None)
-    if not engines or engines["idle_share"] < IDLE or ahead < LEAST_AHEAD:
+    most = IDLE if seen.config.rollout.gpus else IDLE_CPU
+    if not engines or engines["idle_share"] < most or ahead < LEAST_AHEAD:
         return None
     return f"the engines had nothing to decode {engines['idle_share']:.0%} of their time"
 
@@ -286,7 +293,8 @@ RULES = (
     ),
     Rule(
         "KL spikes",
-        f"a KL to the proximal, behavior or reference policy above {SPIKE_KL:g} and {SPIKE:g} times its median",
+        f"a KL to the proximal, behavior or reference policy above {SPIKE_KL:g} and {SPIKE:g} times its median, in "
+        f"{SPIKES} of {WINDOW} updates or with a reward that falls behind it",
         "lower learner.lr or learner.max_grad_norm, set algorithm.target_kl, lower queue.max_lag",
         _kl_spikes,
     ),
@@ -360,8 +368,9 @@ RULES = (
     ),
     Rule(
         "blocked engines",
-        f"idle more than {IDLE:.0%} of their time, with a queue.max_lag of at least {LEAST_AHEAD}, or "
-        f"{LEAST_AHEAD + 1} with segments: below it they take turns with the learner",
+        f"idle more than {IDLE:.0%} of their time ({IDLE_CPU:.0%} without a GPU, where the learner has their cores), "
+        f"with a queue.max_lag of at least {LEAST_AHEAD}, or {LEAST_AHEAD + 1} with segments: below it they take turns "
+        "with the learner",
         "raise queue.max_lag or rollout.in_flight, fewer rollout actors, or a faster learner",
         _blocked,
     ),

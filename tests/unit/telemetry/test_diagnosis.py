@@ -70,6 +70,13 @@ def once(**changed: float) -> list[Line]:
     return [*updates(2 * WINDOW), *updates(1, 2 * WINDOW + 1, **changed), *updates(WINDOW - 1, 2 * WINDOW + 2)]
 
 
+def spikes(count: int, behind: float = HEALTHY["reward"]) -> list[Line]:
+    """Sixty updates, so many of which have a large KL, with the reward `behind` them."""
+    begin = 2 * WINDOW + 8
+    high = updates(count, begin + 1, reference_kl=0.02, behavior_kl=0.9)
+    return [*updates(begin), *high, *updates(WINDOW - 8 - count, begin + count + 1, reward=behind)]
+
+
 def evaluation(version: int, accuracy: float, failed: int = 0) -> Line:
     return {
         "evaluation": version,
@@ -93,7 +100,7 @@ SIGNS: dict[str, tuple[list[Line], Any, str]] = {
         "between 1.0000 and 1.0002 after 4 steps",
     ),
     "clip fraction": (after(clip_fraction_high=0.3), None, "31% of the trained tokens"),
-    "KL spikes": (once(reference_kl=0.02, behavior_kl=0.9), None, "behavior_kl was 0.9 nats, 0.01 in the median"),
+    "KL spikes": (spikes(4), None, "behavior_kl was 0.9 nats, 0.01 in the median"),
     "entropy collapse": (after(entropy=0.05), None, "entropy 0.05 nats a token, 0.7 in the first 20"),
     "gradient spikes": (once(grad_norm=30.0), None, "grad_norm was 30, 1 in the median"),
     "cuts rest on the critic": (
@@ -325,6 +332,15 @@ def test_the_rare_large_gradient_of_a_solved_task_is_a_sign_if_the_reward_falls_
     assert [one.name for one in diagnosis.of_lines(grpo, spike(before, behind), None)] == ["gradient spikes"] * is_sign
 
 
+@pytest.mark.parametrize(
+    ("lines", "is_sign"), [(spikes(1), False), (spikes(3), False), (spikes(4), True), (spikes(1, 0.05), True)]
+)
+def test_a_rare_large_kl_is_a_sign_if_the_reward_falls_behind_it(
+    lines: list[Line], is_sign: bool, grpo: Config
+) -> None:
+    assert [one.name for one in diagnosis.of_lines(grpo, lines, None)] == ["KL spikes"] * is_sign
+
+
 @pytest.mark.parametrize("correct_at", ["0.0", "-1.0"])
 def test_a_bound_of_right_answers_may_be_zero_or_below(correct_at: str, math_config: Callable[..., Config]) -> None:
     config = math_config(f"reward.correct_at={correct_at}")
@@ -343,19 +359,21 @@ def test_one_update_with_many_cuts_among_others_with_none_rests_on_no_critic(grp
 
 
 @pytest.mark.parametrize(
-    ("overrides", "is_sign"),
+    ("overrides", "idle", "is_sign"),
     [
-        (["queue.max_lag=0"], False),
-        (["queue.max_lag=1"], False),
-        (["queue.max_lag=2"], True),
-        (["queue.max_lag=2", "queue.segments={}"], False),
-        (["queue.max_lag=3", "queue.segments={}"], True),
+        (["queue.max_lag=0"], 0.8, False),
+        (["queue.max_lag=1"], 0.8, False),
+        (["queue.max_lag=2"], 0.8, True),
+        (["queue.max_lag=2", "queue.segments={}"], 0.8, False),
+        (["queue.max_lag=3", "queue.segments={}"], 0.8, True),
+        (["queue.max_lag=2"], 0.6, False),
+        (["queue.max_lag=2", "rollout.engine.kind=sglang", "rollout.gpus=1"], 0.6, True),
     ],
 )
-def test_engines_that_take_turns_with_the_learner_are_not_blocked(
-    overrides: list[str], is_sign: bool, math_config: Callable[..., Config]
+def test_engines_that_take_turns_with_the_learner_or_lend_it_their_cores_are_not_blocked(
+    overrides: list[str], idle: float, is_sign: bool, math_config: Callable[..., Config]
 ) -> None:
-    found = diagnosis.of_lines(math_config(*overrides), updates(WINDOW), summary(engines={"idle_share": 0.57}))
+    found = diagnosis.of_lines(math_config(*overrides), updates(WINDOW), summary(engines={"idle_share": idle}))
     assert [one.name for one in found] == ["blocked engines"] * is_sign
 
 
