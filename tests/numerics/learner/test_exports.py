@@ -66,7 +66,7 @@ def test_what_is_exported_is_read_by_transformers_and_scores_as_the_learner(
     held = loading.load(config, path, 1.0, mesh_of("cpu", case.config_of().learner.mesh))
     with torch.no_grad():
         for one in held.lm.parameters():
-            one.data.add_(0.01)
+            one.add_(0.01)
     pretrained.export(policy.gathered(held, dtype), str(path), tmp_path / "final", dtype)
     own: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").eval()
     assert own.dtype == getattr(torch, dtype) == AutoModelForCausalLM.from_pretrained(tmp_path / "final").dtype
