@@ -1,0 +1,130 @@
+"""The tokens of one agent's run in the order in which turns ended, and the branches that they form.
+
+    places      0 1 2 3 4 5 6 7 8 9 ...          token 9 follows token 3 where (9, 3) is a branch, else token 8
+    context     the tokens from a root to a place: what the engine has seen before it samples the next one
+
+The first turn's context is the row's prompt. A branch begins with a token that is not sampled, so that every sampled
+token follows the one before it: a second answer to one context begins with that context's last token once more.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from streamppo.rollout.endpoint.tree import NOTHING
+from streamppo.rollout.engine import Candidates, Completion
+from streamppo.types import Floats, Ints, Routes
+
+
+class Columns(NamedTuple):
+    """All columns, the prompt's tokens included; `delivered` [T] is true for tokens of turns that were received."""
+
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+    sampled: Ints
+    branches: Ints
+    candidates: Candidates | None
+    routes_SE: Routes | None
+
+
+class Row:
+    """Grows by a turn at a time. `prompt` are the tokens before the first turn's."""
+
+    def __init__(self) -> None:
+        self.prompt = 0
+        self.versions_known = True
+        self._tokens, self._versions = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self._logprobs = np.zeros(0, np.float32)
+        self._turn = np.zeros(0, np.int32)
+        self._branches: dict[int, int] = {}
+        self._candidates: list[Candidates | None] = []
+        self._routes: Routes | None = None
+
+    def __len__(self) -> int:
+        """Count all tokens, the prompt's included."""
+        return len(self._tokens)
+
+    @property
+    def length(self) -> int:
+        """Count the tokens behind the prompt."""
+        return len(self) - self.prompt
+
+    def token(self, at: int) -> int:
+        """Return the token at a place."""
+        return int(self._tokens[at])
+
+    def context(self, at: int) -> Ints:
+        """Join the tokens from the root up to the place `at`."""
+        return self._tokens[self._path(at)]
+
+    def add(self, at: int, unsampled: Ints, completion: Completion, turn: int) -> tuple[int, int]:
+        """Add a completion behind the context that ends at `at` and goes on with `unsampled`.
+
+        Returns the places of that context's last token and of the completion's. `turn` is its number, from 1 on.
+        """
+        sibling = not len(unsampled) and at != len(self) - 1
+        if sibling:
+            unsampled, at = self._tokens[at : at + 1], self._before(at)
+        begin, count = len(self), len(completion.tokens)
+        if begin and at != begin - 1:
+            self._branches[begin] = at
+        path = self._path(at)
+        version = self._versions[at] if at >= self.prompt else completion.versions[0]
+        self._append(unsampled, np.zeros(len(unsampled), np.float32), np.full(len(unsampled), version, np.int32), 0)
+        self._candidates.append(None)
+        self.prompt = self.prompt or len(self)
+        opened = len(self) - 1
+        self._append(completion.tokens, completion.logprobs, completion.versions, turn)
+        self._candidates.append(completion.candidates)
+        self.versions_known &= completion.versions_known
+        if completion.routes_SE is not None:
+            self._note_routes(np.concatenate([path, np.arange(begin, len(self))]), completion.routes_SE)
+        return opened, opened + count
+
+    def columns(self) -> Columns:
+        """Return the row; `sampled` has each token's turn, 0 for those that are not sampled."""
+        branches = np.asarray(sorted(self._branches.items()), np.int32).reshape(-1, 2)
+        routes = self._routes if self._routes is None else self._routes[: len(self) - 1]
+        return Columns(
+            self._tokens, self._logprobs, self._versions, self._turn, branches, self._joined_candidates(), routes
+        )
+
+    def _append(self, tokens: Ints, logprobs: Floats, versions: Ints, turn: int) -> None:
+        self._tokens = np.concatenate([self._tokens, tokens])
+        self._logprobs = np.concatenate([self._logprobs, logprobs])
+        self._versions = np.concatenate([self._versions, versions])
+        self._turn = np.concatenate([self._turn, np.full(len(tokens), turn, np.int32)])
+
+    def _before(self, at: int) -> int:
+        """The place of the token that the one at `at` follows."""
+        return self._branches.get(at, at - 1)
+
+    def _path(self, at: int) -> Ints:
+        """The places from the root to `at`."""
+        parts: list[np.ndarray] = []
+        while at != NOTHING:
+            begin = max((start for start in self._branches if start <= at), default=0)
+            parts.append(np.arange(begin, at + 1))
+            at = self._before(begin)
+        return np.concatenate(parts[::-1]).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+    def _note_routes(self, path: Ints, routes_SE: Routes) -> None:
+        """Note the routes of a turn's tokens; those under which earlier turns were sampled stay."""
+        known = np.full((len(self), routes_SE.shape[1]), -1, np.int16)
+        if self._routes is not None:
+            known[: len(self._routes)] = self._routes
+        # A sibling's first token is the last one of its context a second time.
+        path = path[: len(routes_SE)]
+        missing = (known[path] == -1).all(axis=1)
+        known[path[missing]] = routes_SE[: len(path)][missing]
+        self._routes = known
+
+    def _joined_candidates(self) -> Candidates | None:
+        """Join the candidates of all tokens behind the prompt; those that were not sampled have none."""
+        if all(one is None for one in self._candidates):
+            return None
+        counts = np.zeros(len(self), np.int32)
+        found = [one for one in self._candidates if one is not None]
+        counts[self._turn > 0] = np.concatenate([one.counts for one in found])
+        return Candidates(np.concatenate([one.tokens for one in found]), counts[self.prompt :])
