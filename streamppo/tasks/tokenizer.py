@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -76,6 +76,16 @@ class Tokenizer:
     def hf(self) -> PreTrainedTokenizerFast:
         """The tokenizer as transformers has it."""
         return self._tokenizer
+
+    @property
+    def has_template(self) -> bool:
+        """True if it has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def response_parser(self) -> Callable[[str], object] | None:
+        """Return the function that reads a turn's text by the tokenizer's `response_schema`; None if it has none."""
+        schema = getattr(self._tokenizer, "response_schema", None)
+        return None if schema is None else lambda text: self._tokenizer.parse_response(text, schema)
 
     def numbers(self) -> dict[str, int]:
         """Return the id of every token by its text."""
