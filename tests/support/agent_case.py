@@ -20,7 +20,8 @@ T = TypeVar("T")
 TEMPLATE = """\
 {% if tools %}[tools]{% for tool in tools %}{{ tool.function.name }} {% endfor %}<eos>{% endif %}\
 {% for message in messages %}[{{ message.role }}]{{ message.content or "" }}\
-{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<eos>{% endfor %}\
+{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<eos>\
+{% endfor %}\
 {% if add_generation_prompt %}[assistant]{% endif %}"""
 
 

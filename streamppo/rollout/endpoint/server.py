@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import cast
 
 import uvicorn
@@ -249,7 +249,7 @@ class _Server(uvicorn.Server):
     """A server that leaves signals to the process that it is in."""
 
     @contextlib.contextmanager
-    def capture_signals(self):  # noqa: ANN201
+    def capture_signals(self) -> Generator[None, None, None]:
         """Capture none."""
         yield
 

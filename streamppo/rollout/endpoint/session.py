@@ -28,6 +28,7 @@ from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.row import Row
 from streamppo.rollout.endpoint.tree import NOTHING, Place, Tree, digest
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling
+from streamppo.tasks.chat_template import PLAIN
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Message, Prompt, Template
@@ -36,6 +37,7 @@ STREAMED = 4
 """Tokens between two pieces of a stream."""
 MOST_UNDER_WAY = 256
 """Requests of one run under way at once."""
+NO_REPLY = Reply("")
 TAIL = 16
 """Tokens of a context's end in which its template may have begun the reasoning."""
 
@@ -74,7 +76,7 @@ class Turn:
     listeners: int = 0
     number: int = 0
     context: int = 0
-    partial: Reply = Reply("")
+    partial: Reply = NO_REPLY
     opened: bool = False
     text: str = ""
     reply: Reply | None = None
@@ -115,7 +117,7 @@ class Session:
         policy: Policy,
         sampling: Sampling,
         limits: AgentEnvironment,
-        template: Template = Template(),  # noqa: B008
+        template: Template = PLAIN,
         *,
         counts: Counter[str],
     ) -> None:
