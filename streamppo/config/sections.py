@@ -243,6 +243,12 @@ class Config(Section, frozen=True):
     telemetry: Telemetry = Telemetry()
     """Other programs that get the run's numbers."""
 
+    @property
+    def linear(self) -> tuple[str, ...]:
+        """The choices that take no branches: with them a trajectory whose tokens are a tree cannot be trained on."""
+        segments = ("queue.segments",) if self.queue.segments else ()
+        return (*segments, *self.learner.mesh.own_attention)
+
     def contradictions(self) -> Iterator[str]:
         """Rules between fields. `ValueError` becomes a ConfigError that names the file."""
         queue, learner, algorithm = self.queue, self.learner, self.algorithm

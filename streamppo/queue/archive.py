@@ -9,12 +9,13 @@ B trajectories lie one after another in flat columns: those of trajectory i are 
 prompt is `prompt_offsets[i] : prompt_offsets[i + 1]`. If rewards stand on single tokens there is a flat column
 `token_rewards` with offsets of its own. If top-p or top-k cut the distribution, `candidates` are the tokens that were
 left of it, and `candidate_counts` says how many each token of a completion has (0: the whole vocabulary), both flat,
-with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server, and the `routes` of a mixture
-of experts. If rewards have components a table of them [B, components], NaN if a trajectory has none of a name. If
-rewards are explained, `explanations` is their text in UTF-8, flat, with offsets of its own. The learner's numbers of
-each token, as the update began, lie beside it: `values`, the critic's expectation before it was sampled, if there is a
-critic; `proximal_logprobs`, its log-prob by the learner's own policy, if a pass gave it; `advantages`. A file is
-complete when it has its name; it counts once the journal holds its SHA-256.
+with offsets of their own. So have the `teacher_logprobs` of a teacher that is a server, the `routes` of a mixture of
+experts, and the `branches` of trajectories whose tokens are a tree: pairs (start, parent), types/branches.py. If
+rewards have components a table of them [B, components], NaN if a trajectory has none of a name. If rewards are
+explained, `explanations` is their text in UTF-8, flat, with offsets of its own. The learner's numbers of each token, as
+the update began, lie beside it: `values`, the critic's expectation before it was sampled, if there is a critic;
+`proximal_logprobs`, its log-prob by the learner's own policy, if a pass gave it; `advantages`. A file is complete when
+it has its name; it counts once the journal holds its SHA-256.
 
 The attribute `rows` of a part has the numbers of its trajectories in the batch; the parts are read as one.
 

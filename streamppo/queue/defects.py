@@ -14,7 +14,7 @@ import numpy as np
 from streamppo.config.sections import Config, longest_completion
 from streamppo.config.task import DataTask
 from streamppo.errors import ModelError
-from streamppo.types import Trajectory, flags, floats, ints, routes
+from streamppo.types import Trajectory, branches, flags, floats, ints, routes
 
 LOGPROB_SLACK = 1e-4
 """How far above 0 rounding may carry a log-prob."""
@@ -25,7 +25,8 @@ class Limits(NamedTuple):
 
     With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use; neither
     is one without the `components` of the reward by which samples are compared, or, with `teacher`, without log-probs
-    of the teacher's server, or, with `routes`, without the experts that the engine chose.
+    of the teacher's server, or, with `routes`, without the experts that the engine chose. `linear` names the choices of
+    the configuration that take no branches.
     """
 
     vocabulary: int
@@ -35,6 +36,7 @@ class Limits(NamedTuple):
     components: frozenset[str] = frozenset()
     teacher: bool = False
     routes: bool = False
+    linear: tuple[str, ...] = ()
 
 
 def limits_of(config: Config, model_path: str) -> Limits:
@@ -56,6 +58,7 @@ def limits_of(config: Config, model_path: str) -> Limits:
         components=config.algorithm.compared_components,
         teacher=bool(config.algorithm.teacher.url),
         routes=config.rollout.engine.routes,
+        linear=config.linear,
     )
 
 
@@ -85,6 +88,7 @@ def _is_even(one: Trajectory) -> bool:
     """True for columns of one length, and none but those that every trajectory has."""
     size, prompt = len(one.tokens), len(one.prompt_tokens)
     is_plain = not (one.token_rewards or one.candidates or one.candidate_counts or one.teacher_logprobs or one.routes)
+    is_plain = is_plain and not one.branches
     return is_plain and size == len(one.logprobs) == len(one.versions) == 4 * len(one.mask) > 0 < prompt == prompt & ~3
 
 
@@ -119,7 +123,7 @@ def _are_sound(trajectories: Sequence[Trajectory], limits: Limits | None) -> boo
 def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:
     """The reason why a trajectory cannot be trained on, or None."""
     found = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
-    found = found or _routes(trajectory)
+    found = found or _routes(trajectory) or _branches(trajectory)
     return found or (limits and _beyond(trajectory, limits))
 
 
@@ -195,6 +199,15 @@ def _routes(trajectory: Trajectory) -> str | None:
     return None
 
 
+def _branches(trajectory: Trajectory) -> str | None:
+    """Branches that make a tree of a whole completion."""
+    if not trajectory.branches:
+        return None
+    if trajectory.finish == "cut" or trajectory.identity.segment or trajectory.prefix:
+        return "branches in a segment of a completion"
+    return branches.flaw(trajectory.branches, len(trajectory.prompt_tokens) // 4, flags(trajectory.mask))
+
+
 def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
     if limits.candidates and not trajectory.candidate_counts:
         return "sampled with top-p or top-k, and it does not say from which candidates"
@@ -202,6 +215,8 @@ def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
         return "it has no log-probs of the teacher at algorithm.teacher.url"
     if limits.routes and not trajectory.routes:
         return "it has no routes of a mixture of experts, and rollout.engine.routes asks for them"
+    if limits.linear and trajectory.branches:
+        return f"its tokens have branches, which {limits.linear[0]} does not take"
     if lacking := sorted(limits.components - trajectory.components.keys()):
         there = ", ".join(trajectory.components) or "none"
         return f"samples are compared by {lacking[0]!r}, and its reward has no such component (there are {there})"

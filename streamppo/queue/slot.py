@@ -95,6 +95,7 @@ BARE: dict[str, Any] = dict.fromkeys(
         "candidate_counts",
         "teacher_logprobs",
         "routes",
+        "branches",
     ),
     b"",
 ) | {"explanation": ""}

@@ -49,6 +49,7 @@ class Episode(NamedTuple):
     """A finished completion of T tokens before it is scored. `turn_ends` are the places of the turns' last tokens.
 
     `opening` is the environment's wording of the prompt, and `observations` are its messages after the turns.
+    `branches` are those of the trajectory.
     """
 
     prompt_tokens: Ints
@@ -66,6 +67,7 @@ class Episode(NamedTuple):
     routes_SE: Routes | None = None
     opening: Prompt | None = None
     observations: tuple[tuple[Message, ...], ...] = ()
+    branches: bytes = b""
 
     @property
     def num_sampled(self) -> int:
@@ -142,6 +144,7 @@ class Episode(NamedTuple):
             candidate_counts=b"" if candidates is None else candidates.counts.tobytes(),
             teacher_logprobs=teacher_logprobs[4 * prefix :],
             routes=b"" if self.routes_SE is None else self.routes_SE.tobytes(),
+            branches=self.branches,
             components=reward.components,
             explanation=utf8_safe(reward.explanation)[:EXPLAINED],
         )

@@ -183,7 +183,7 @@ class Ticket(Crossing, frozen=True):
 class Trajectory(Crossing, frozen=True, omit_defaults=True):
     """One finished, scored completion, or a segment of one.
 
-    All columns but `prompt_tokens`, `candidates` and `routes` have T entries, T >= 1.
+    All columns but `prompt_tokens`, `candidates`, `routes` and `branches` have T entries, T >= 1.
 
     `mask` is true for tokens that the policy sampled; only those are ever trained on. `logprobs` are under
     the distribution that was sampled from, and `versions` say which weights sampled each token; without
@@ -197,6 +197,10 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     `teacher_logprobs` are those of a teacher that is a server, 0 for tokens that the policy did not sample; without one
     they are empty. `routes` (int16, or empty) are the experts that the engine sent each token to, of the prompt's and
     its own but the last, layer by layer; -1 where it did not say. `explanation` is the reward's, its beginning.
+
+    `branches` make a tree of the row, its prompt and completion (types/branches.py): int32 pairs (start, parent). The
+    row's token `start` follows its token `parent`, or nothing (-1), in place of the token before it. It was not
+    sampled. Without branches each token follows the one before it. The order of tokens is that of time.
 
     A segment that others follow has `finish` "cut" and no reward: that of the whole comes with the last one. The tokens
     of those before it are the last `prefix` of its `prompt_tokens`.
@@ -217,6 +221,7 @@ class Trajectory(Crossing, frozen=True, omit_defaults=True):
     candidate_counts: bytes = b""
     teacher_logprobs: bytes = b""
     routes: bytes = b""
+    branches: bytes = b""
     components: dict[str, float] = {}
     explanation: str = ""
     versions_known: bool = True
