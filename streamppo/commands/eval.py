@@ -152,11 +152,13 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
     try:
         async with alone.engine(config, "eval", subject.path, subject.version, subject.tensors) as engine:
             stop = build.stop(config, subject.path, tokenizer)
-            player = Player(engine, tokenizer, config.environment, stop)
+            player = Player(engine, tokenizer, config.environment, stop, scored=bool(config.reward.scorers))
             asked = _Asked(config, player, rewards, len(prompts) * (1 + samples))
             greedy = build.sampling(config)._replace(temperature=0.0, top_p=1.0, top_k=0)
             kinds = [greedy, *[build.sampling(config)] * samples]
             flat = await asyncio.gather(*(asked.answer(prompt, kind) for prompt in prompts for kind in kinds))
+            if player.agents is not None:
+                await player.agents.close()
     finally:
         await rewards.close()
     return [list(flat[begin : begin + len(kinds)]) for begin in range(0, len(flat), len(kinds))]

@@ -72,8 +72,11 @@ async def _try(
             given = list(_given(completions, task, _written_as(config), tokenizer))
             return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
         async with alone.engine(config, "reward-test", path, 0, weights.of_model(path, config.model.dtype)) as engine:
-            player = Player(engine, tokenizer, config.environment, build.stop(config, path, tokenizer))
+            stop, scored = build.stop(config, path, tokenizer), bool(config.reward.scorers)
+            player = Player(engine, tokenizer, config.environment, stop, scored=scored)
             sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
+            if player.agents is not None:
+                await player.agents.close()
         return list(sampled), rewards.report()
     finally:
         await rewards.close()

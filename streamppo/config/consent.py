@@ -11,6 +11,7 @@ import hmac
 import logging
 import os
 import secrets
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,8 @@ BUILT_IN = frozenset(
 
 MOST_LINES, MOST_CODE = 2**20, 2**26
 """Bytes of RUN/consent, and of a file of code in the run's folder, that are read."""
+CODE = ("environment.name", "environment.agent", "rollout.limit", "task.environment")
+"""Fields that name code."""
 SHOWN, LENGTH = 10, 300
 """Names that a refusal shows, and characters of each."""
 
@@ -65,8 +68,10 @@ def _named(tree: Tree, path: str) -> Iterator[str]:
         elif isinstance(value, str) and value:
             # A scorer's or an environment's argument may name a class too, the sandbox, or an environment of verifiers.
             is_argument = ".arguments." in at and (":" in value or key == "environment")
-            if key == "function" or at in ("environment.name", "rollout.limit", "task.environment") or is_argument:
+            if key == "function" or at in CODE or is_argument:
                 yield value
+        elif at == "environment.command" and value:
+            yield shlex.join(cast(Sequence[str], value))
 
 
 def _listed(urls: object) -> str:

@@ -77,6 +77,9 @@ def expand(tree: Tree) -> Expanded:
         task["kind"] = "data"
     if task.get("kind") == "data":
         shorts.append(SOURCE)
+    environment = _table(tree, "environment")
+    if environment and "kind" not in environment:
+        environment["kind"] = "agent" if environment.keys() & {"agent", "command"} else "class"
     mistakes = [mistake for short in shorts for mistake in _expand(tree, short)]
     return Expanded(mistakes, {short.path: short.table for short in shorts})
 

@@ -20,7 +20,7 @@ from streamppo.config.learner import Learner
 from streamppo.config.lora import Lora
 from streamppo.config.queue import Queue
 from streamppo.config.reward import Reward
-from streamppo.config.task import DataTask, Environment, Task
+from streamppo.config.task import AgentEnvironment, AnyEnvironment, DataTask, Task
 from streamppo.config.telemetry import Telemetry
 
 BUILTIN = "builtin:tiny"
@@ -224,7 +224,7 @@ class Config(Section, frozen=True):
     """The ranks that train."""
     reward: Reward = Reward()
     """The source of scores; with an environment, which gives rewards of its own, there may be none."""
-    environment: Environment | None = None
+    environment: AnyEnvironment | None = None
     """Several turns, if there is one; its rewards are added to those of [reward]."""
     seed: Count = 1
     """Everything random is derived from it."""
@@ -272,6 +272,8 @@ class Config(Section, frozen=True):
             yield refused
         if self.environment is None and not self.reward.scorers:
             yield "a run has `[reward] function = ...`, `[reward.scorers.NAME]` tables or an `[environment]`"
+        if isinstance(self.environment, AgentEnvironment):
+            yield from self.environment.refuses(self.linear)
         yield from _kept(self)
         if refused := self.rollout.engine.refuses_places(self.rollout.actors, self.rollout.gpus):
             yield refused

@@ -1,7 +1,6 @@
 """The `[task]` part of the configuration: the source of prompts. docs/rewards.md has examples."""
 
-import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -134,8 +133,8 @@ class Environment(Conversation, frozen=True, kw_only=True, tag_field="kind", tag
     """Keyword arguments of the class's constructor."""
 
     @property
-    def code(self) -> str:
-        """The code that it runs."""
+    def module(self) -> str:
+        """The code that it is loaded from; "" for a program."""
         return self.name
 
 
@@ -152,14 +151,22 @@ class AgentEnvironment(Conversation, frozen=True, kw_only=True, tag_field="kind"
     """A run that takes longer fails its trajectory."""
 
     @property
-    def code(self) -> str:
-        """The code that it runs."""
-        return self.agent or shlex.join(self.command)
+    def module(self) -> str:
+        """The code that it is loaded from; "" for a program."""
+        return self.agent
 
     def contradictions(self) -> Iterator[str]:
         """There is one program."""
         if bool(self.agent) == bool(self.command):
-            yield 'an agent is a function (agent = "mine.py:run") or a program (command = ["python", "agent.py"]): give one'
+            yield (
+                'an agent is a function, agent = "mine.py:run", or a program, command = ["python", "agent.py"]: give '
+                "one of them"
+            )
+
+    def refuses(self, linear: Sequence[str]) -> Iterator[str]:
+        """A sentence for each of the choices that take no branches: an agent's requests make some."""
+        for choice in linear:
+            yield f"{choice} takes rows without branches, and an agent's run may have them: leave it out"
 
 
 AnyEnvironment: TypeAlias = Environment | AgentEnvironment

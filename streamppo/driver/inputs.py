@@ -118,7 +118,7 @@ def _named(config: Config, folder: Path) -> Iterator[Named]:
                 yield Named(f"reward.scorers.{name}.path", path, kept=False)
             case _:
                 pass
-    environment = config.environment.name if config.environment else ""
+    environment = config.environment.module if config.environment else ""
     plugged = {"environment.name": environment, "rollout.limit": config.rollout.limit}
     yield from (Named(field, _source(name), kept=False) for field, name in plugged.items() if name)
 

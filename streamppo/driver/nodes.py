@@ -55,7 +55,7 @@ def of_rollout(config: Config, rank: Needs) -> Needs:
     data = [path for source in sources for path in (source.data, source.evaluation) if path]
     models = [scorer.path for scorer in scorers if isinstance(scorer, ModelScorer)]
     plugins = [scorer.function for scorer in scorers if isinstance(scorer, FunctionScorer)]
-    plugins += [config.environment.name] if config.environment else []
+    plugins += [name for name in [config.environment.module] if name] if config.environment else []
     plugins += [config.rollout.limit] if config.rollout.limit else []
     variables = tuple(sorted(environment.named(config)))
     paths = rank.paths + _local([*data, *models])

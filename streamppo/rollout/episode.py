@@ -15,8 +15,11 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from msgspec import structs
 
+from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
+from streamppo.rollout.agents import Agents
+from streamppo.rollout.endpoint.session import Policy
 from streamppo.rollout.engine import Candidates, Completion, Cuts, Engine, Sampling
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, World
@@ -163,16 +166,30 @@ class Cutter(Protocol):
 
 
 class Player:
-    """Plays prompts with one engine and, if there is one, a new environment for each."""
+    """Plays prompts with one engine and, if there is one, a new environment for each, or an agent.
+
+    Without `scored`, which says that scorers give a reward, an agent has to give one.
+    """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, environment: EnvironmentConfig | None, stop: Stop = NO_STOP
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        environment: AnyEnvironment | None,
+        stop: Stop = NO_STOP,
+        *,
+        scored: bool = False,
     ) -> None:
         self._engine = engine
         self.tokenizer, self.stop = tokenizer, stop
-        self._environment = environment
-        self._make = environments.load(environment) if environment else None
-        self._stalls = Stalls(environment.name, environment.timeout_s) if environment else None
+        self.agents: Agents | None = None
+        self._stalls: Stalls | None = None
+        self._environment = environment if isinstance(environment, EnvironmentConfig) else None
+        if isinstance(environment, AgentEnvironment):
+            self.agents = Agents(Policy(engine, tokenizer, stop), environment, scored=scored)
+        if self._environment:
+            self._make = environments.load(self._environment)
+            self._stalls = Stalls(self._environment.name, self._environment.timeout_s)
 
     def stalls(self) -> dict[str, int]:
         """Count the steps of environments that held the event loop, by file and line."""
@@ -181,12 +198,14 @@ class Player:
     def prepare(self, prompt: Prompt) -> None:
         """Find the tokens of `prompt` before its samples are played. Raises `TaskError`, as `play` will."""
         # An environment words its prompts itself.
-        if self._environment is None:
+        if self._environment is None and self.agents is None:
             self.tokenizer.encode(prompt)
 
     async def play(self, prompt: Prompt, sampling: Sampling, cutter: Cutter | None = None) -> Episode:
         """Play one episode, whose segments `cutter` hands over. Raises one of `FAILURES`."""
-        if self._environment is None or self._make is None or self._stalls is None:
+        if self.agents is not None:
+            return Episode(**(await self.agents.play(prompt, sampling))._asdict())
+        if self._environment is None or self._stalls is None:
             tokens = self.tokenizer.encode(prompt)
             so_far = partial(_one_turn, tokens)
             cuts = cutter.cuts(so_far, tokens[:0]) if cutter else None

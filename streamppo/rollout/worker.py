@@ -106,7 +106,10 @@ async def start(
     source = await asyncio.to_thread(adapters.source, config, model_path)
     tensors, _ = await source.of(replica)
     engine = await build.engine(config, name, model_path, push.version, tensors, tokenizer)
-    player = Player(engine, tokenizer, config.environment, build.stop(config, model_path, tokenizer))
+    stop, scored = build.stop(config, model_path, tokenizer), bool(config.reward.scorers)
+    player = Player(engine, tokenizer, config.environment, stop, scored=scored)
+    if player.agents is not None:
+        await player.agents.start()
     follower = Follower(puller, engine, source)
     return Worker(
         config, name, queue, task, player, rewards, follower=follower, teacher=taught_by, shards=Shards.of(config)
@@ -250,7 +253,7 @@ class Worker:
             self._trajectories += 1
         except FAILURES as error:
             stage, reason = _stage(error), utf8_safe(error)
-            sampled = int(episode.mask[handing.prefix :].sum()) if episode else 0
+            sampled = int(episode.mask[handing.prefix :].sum()) if episode else getattr(error, "tokens", 0)
             failure = Failure(identity=handing.identity, actor=self._name, stage=stage, reason=reason, tokens=sampled)
             self._hand_over(failure)
         self._under_way.remove(handing)
@@ -356,6 +359,7 @@ class Worker:
             scorers=(*self._rewards.report(), *([self._teacher.report()] if self._teacher else [])),
             too_long=self._task.lengths(),
             stalls=self._player.stalls(),
+            agents=dict(self._player.agents.counts) if self._player.agents else {},
             phases=process.spent(),
             sample=_shown(*self._newest) if self._newest else None,
         )

@@ -80,7 +80,8 @@ class OfEngines(TypedDict):
     """Counts of the engines at the end, each since it started.
 
     `tokens_per_s` is the sum over engines, each over its own `seconds`. `restarts` are deaths of an engine's own
-    processes that its actor has survived, `stalls` the steps of environments that held an actor, by file and line.
+    processes that its actor has survived, `stalls` the steps of environments that held an actor, by file and line,
+    `agents` their requests and what became of them, by reason.
     """
 
     actors: list[dict[str, str | int]]
@@ -94,6 +95,7 @@ class OfEngines(TypedDict):
     scorers: list[dict[str, object]]
     too_long: dict[str, int]
     stalls: dict[str, int]
+    agents: dict[str, int]
 
 
 class Summary(OfLines, OfQueue):
@@ -191,6 +193,7 @@ def of_engines(engines: Sequence[EngineReport]) -> OfEngines | None:
         "scorers": [{"actor": one.actor, **msgspec.to_builtins(s)} for one in engines for s in one.scorers],
         "too_long": dict(engines[0].too_long),
         "stalls": dict(sum((Counter(engine.stalls) for engine in engines), Counter[str]())),
+        "agents": dict(sum((Counter(engine.agents) for engine in engines), Counter[str]())),
     }
 
 

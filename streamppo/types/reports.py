@@ -59,7 +59,8 @@ class EngineReport(Crossing, frozen=True):
     """One rollout actor's counters since it started. Seconds are wall time; `idle_s` had nothing to decode.
 
     `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
-    engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line.
+    engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line,
+    `agents` the requests of agents and what became of them.
     `sample` is its newest completion.
     """
 
@@ -77,6 +78,7 @@ class EngineReport(Crossing, frozen=True):
     scorers: tuple[ScorerReport, ...] = ()
     too_long: dict[str, int] = {}
     stalls: dict[str, int] = {}
+    agents: dict[str, int] = {}
     phases: dict[str, Spent] = {}
     sample: Sample | None = None
 

@@ -115,7 +115,7 @@ class Case:
 
     def row(self) -> str:
         """The text of all tokens of the row."""
-        return self.engine.text(self.session.row.columns().tokens)
+        return self.engine.text(self.session.row.columns([]).tokens)
 
 
 @asynccontextmanager

@@ -1,7 +1,10 @@
 """Checks of the task's data, the rewards and the environment."""
 
 import os
+import shlex
+import shutil
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,9 +13,9 @@ from streamppo.commands.checks.folder import find, looks_like_path, weights
 from streamppo.commands.checks.rows import Faults, is_for
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
 from streamppo.config.sections import BUILTIN, Config
-from streamppo.config.task import DataTask
+from streamppo.config.task import AgentEnvironment, DataTask, Environment
 from streamppo.errors import StreamppoError, TaskError
-from streamppo.tasks import environments, lesson, limits, read
+from streamppo.tasks import agent, environments, lesson, limits, read
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
@@ -128,12 +131,26 @@ def environment(config: Config) -> Findings:
     """Check that the environment can be loaded, if there is one."""
     if config.environment is None:
         return
+    match config.environment:
+        case Environment(name=name) as chosen:
+            load, bound = partial(environments.load, chosen), "turns"
+        case AgentEnvironment(agent=name, command=command) as chosen:
+            load, bound = partial(_agent, chosen), "requests"
+            name = name or shlex.join(command)
     try:
-        environments.load(config.environment)
+        load()
     except TaskError as error:
         yield Finding("environment", "error", str(error))
         return
-    yield Finding("environment", "ok", f"{config.environment.name}, up to {config.environment.max_turns} turns")
+    yield Finding("environment", "ok", f"{name}, up to {chosen.max_turns} {bound}")
+
+
+def _agent(chosen: AgentEnvironment) -> None:
+    """Raise `TaskError` if an agent cannot be run."""
+    if chosen.agent:
+        agent.load(chosen.agent)
+    elif shutil.which(chosen.command[0]) is None:
+        raise TaskError(f"environment.command begins with {chosen.command[0]!r}, which is no program here")
 
 
 def limit(config: Config) -> Findings:

@@ -9,10 +9,10 @@ from msgspec import structs
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.sections import Config
-from streamppo.config.task import Environment
+from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed, TaskError
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling
-from streamppo.rollout.episode import Player
+from streamppo.rollout.episode import Episode, Player
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Message, Prompt
@@ -46,7 +46,7 @@ def findings(config: Config, task: Task, tokenizer: Tokenizer) -> Findings:
         yield Finding("task", "note", note)
     if config.environment is not None:
         for source, prompt in {one.source: one for one in reversed(first)}.items():
-            yield _played(source, prompt, config.environment, tokenizer)
+            yield _played(source, prompt, config, tokenizer)
 
 
 def _spelled(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
@@ -61,12 +61,16 @@ def _spelled(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> str:
     )
 
 
-def _played(source: str, prompt: Prompt, environment: Environment, tokenizer: Tokenizer) -> Finding:
-    subject = "environment"
+def _played(source: str, prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Finding:
+    subject, environment = "environment", config.environment
+    assert environment is not None
     engine = cast(Engine, Answers(tokenizer, prompt))
     try:
-        player = Player(engine, tokenizer, structs.replace(environment, max_turns=TURNS))
-        episode = asyncio.run(player.play(prompt, Sampling(environment.max_tokens)))
+        limited = structs.replace(environment, max_turns=min(TURNS, environment.max_turns))
+        if isinstance(environment, AgentEnvironment):
+            limited = environment
+        player = Player(engine, tokenizer, limited, scored=bool(config.reward.scorers))
+        episode = asyncio.run(_play(player, prompt, Sampling(environment.max_tokens)))
         if episode.opening is not None and episode.opening.messages and not episode.observations:
             tokenizer.observation((Message(role="user", content="?"),), episode.opening.template)
     except EnvironmentFailed as error:
@@ -77,6 +81,14 @@ def _played(source: str, prompt: Prompt, environment: Environment, tokenizer: To
     said = episode.observations[0] if episode.observations else ()
     answer = f"answered {_short(said)}" if said else "ended the conversation"
     return Finding(subject, "ok", f"{source}: to the row's answer as a turn it {answer}")
+
+
+async def _play(player: Player, prompt: Prompt, sampling: Sampling) -> Episode:
+    try:
+        return await player.play(prompt, sampling)
+    finally:
+        if player.agents is not None:
+            await player.agents.close()
 
 
 def _short(said: tuple[Message, ...]) -> str:

@@ -7,22 +7,23 @@ The first turn's context is the row's prompt. A branch begins with a token that 
 token follows the one before it: a second answer to one context begins with that context's last token once more.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from streamppo.rollout.endpoint.tree import NOTHING
 from streamppo.rollout.engine import Candidates, Completion
-from streamppo.types import Floats, Ints, Routes
+from streamppo.types import Flags, Floats, Ints, Routes
 
 
 class Columns(NamedTuple):
-    """All columns, the prompt's tokens included; `delivered` [T] is true for tokens of turns that were received."""
+    """All columns, the prompt's tokens included; candidates and `mask` are those of the turns that were asked for."""
 
     tokens: Ints
     logprobs: Floats
     versions: Ints
-    sampled: Ints
+    mask: Flags
     branches: Ints
     candidates: Candidates | None
     routes_SE: Routes | None
@@ -38,7 +39,7 @@ class Row:
         self._logprobs = np.zeros(0, np.float32)
         self._turn = np.zeros(0, np.int32)
         self._branches: dict[int, int] = {}
-        self._candidates: list[Candidates | None] = []
+        self._candidates: dict[int, Candidates] = {}
         self._routes: Routes | None = None
 
     def __len__(self) -> int:
@@ -72,23 +73,23 @@ class Row:
         path = self._path(at)
         version = self._versions[at] if at >= self.prompt else completion.versions[0]
         self._append(unsampled, np.zeros(len(unsampled), np.float32), np.full(len(unsampled), version, np.int32), 0)
-        self._candidates.append(None)
         self.prompt = self.prompt or len(self)
         opened = len(self) - 1
         self._append(completion.tokens, completion.logprobs, completion.versions, turn)
-        self._candidates.append(completion.candidates)
+        if completion.candidates is not None:
+            self._candidates[turn] = completion.candidates
         self.versions_known &= completion.versions_known
         if completion.routes_SE is not None:
             self._note_routes(np.concatenate([path, np.arange(begin, len(self))]), completion.routes_SE)
         return opened, opened + count
 
-    def columns(self) -> Columns:
-        """Return the row; `sampled` has each token's turn, 0 for those that are not sampled."""
+    def columns(self, turns: Iterable[int]) -> Columns:
+        """Return the row, with the tokens of `turns` as those that were sampled."""
+        mask = np.isin(self._turn, [*turns])
         branches = np.asarray(sorted(self._branches.items()), np.int32).reshape(-1, 2)
         routes = self._routes if self._routes is None else self._routes[: len(self) - 1]
-        return Columns(
-            self._tokens, self._logprobs, self._versions, self._turn, branches, self._joined_candidates(), routes
-        )
+        logprobs = np.where(mask, self._logprobs, np.float32(0))
+        return Columns(self._tokens, logprobs, self._versions, mask, branches, self._joined_candidates(mask), routes)
 
     def _append(self, tokens: Ints, logprobs: Floats, versions: Ints, turn: int) -> None:
         self._tokens = np.concatenate([self._tokens, tokens])
@@ -120,11 +121,14 @@ class Row:
         known[path[missing]] = routes_SE[: len(path)][missing]
         self._routes = known
 
-    def _joined_candidates(self) -> Candidates | None:
-        """Join the candidates of all tokens behind the prompt; those that were not sampled have none."""
-        if all(one is None for one in self._candidates):
+    def _joined_candidates(self, mask: Flags) -> Candidates | None:
+        """Join the candidates of the turns in `mask`, one count for each token behind the prompt."""
+        if not self._candidates:
             return None
-        counts = np.zeros(len(self), np.int32)
-        found = [one for one in self._candidates if one is not None]
-        counts[self._turn > 0] = np.concatenate([one.counts for one in found])
-        return Candidates(np.concatenate([one.tokens for one in found]), counts[self.prompt :])
+        counts, found = np.zeros(len(self), np.int32), list[Ints]()
+        for turn, one in self._candidates.items():
+            places = (self._turn == turn) & mask
+            if places.any():
+                counts[places] = one.counts
+                found.append(one.tokens)
+        return Candidates(np.concatenate(found), counts[self.prompt :])

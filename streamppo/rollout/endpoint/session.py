@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -87,17 +88,7 @@ class Turn:
     error: Exception | None = None
     task: asyncio.Task[None] | None = None
     names: tuple[str, ...] = ()
-
-    async def done(self) -> None:
-        """Wait for its end. Raises `Refused` if there is no answer."""
-        assert self.task is not None
-        await asyncio.wait([self.task])
-        self.check()
-
-    def check(self) -> None:
-        """Raise its error, if there is one."""
-        if self.error is not None:
-            raise self.error
+    new: tuple[Message, ...] = ()
 
 
 class Policy(NamedTuple):
@@ -166,6 +157,7 @@ class Session:
         turn = Turn(reply.new_id("resp"), request, asyncio.get_running_loop().create_future(), listeners=1)
         self._under_way.append(turn)
         turn.task = asyncio.create_task(self._answer(turn))
+        turn.task.add_done_callback(partial(self._over, turn))
         return turn
 
     def leave(self, turn: Turn, *, delivered: bool) -> None:
@@ -207,7 +199,7 @@ class Session:
     # --- a turn ----------------------------------------------------------------------------------------------
 
     async def _answer(self, turn: Turn) -> None:
-        """Sample a turn, to its end or its error."""
+        """Sample a turn, to its end or its refusal."""
         try:
             await self._sample(turn)
         except Refused as error:
@@ -216,18 +208,18 @@ class Session:
             self._refuse(turn, refusal.bad(str(error)))
         except ModelError as error:
             self._refuse(turn, refusal.spent(str(error)))
-        except asyncio.CancelledError:
+
+    def _over(self, turn: Turn, task: asyncio.Task[None]) -> None:
+        """Tell all that wait for a turn. A fault of ours or of the engine's fails the run."""
+        self._under_way.remove(turn)
+        if task.cancelled():
             turn.error = refusal.ended()
-            raise
-        # A fault of ours or of the engine's fails the run, and is told to the program too.
-        except Exception as error:
+        elif (error := task.exception()) is not None:
             self.failure = self.failure or f"the engine failed: {type(error).__name__}: {error}"
             self._refuse(turn, Refused(500, "server_error", self.failure, "engine failed"))
-        finally:
-            self._under_way.remove(turn)
-            if not turn.admitted.done():
-                turn.admitted.set_result(None)
-            turn.changed.set()
+        if not turn.admitted.done():
+            turn.admitted.set_result(None)
+        turn.changed.set()
 
     def _refuse(self, turn: Turn, error: Refused) -> None:
         turn.error = error
@@ -260,6 +252,7 @@ class Session:
         if np.array_equal(np.concatenate([self.row.context(later.at), rest_later]), context):
             place, rest = later, rest_later
         opened, ended = self.row.add(place.at, rest, completion, len(self.turns) + 1)
+        turn.new = tuple(place.rest)
         assert np.array_equal(self.row.context(opened), context), "the engine has seen what the row stores"
         self._finish(turn, completion)
         assert turn.reply is not None

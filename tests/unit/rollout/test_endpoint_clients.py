@@ -54,7 +54,7 @@ def test_openai_answers_and_the_next_request_stands_behind_the_stored_tokens(tok
             )
             assert second.choices[0].message.content == "seen 2"
             assert case.row() == "[user]a<eos>[assistant]seen 1<eos>[user]b<eos>[assistant]seen 2<eos>"
-            assert not len(case.session.row.columns().branches)
+            assert not len(case.session.row.columns([]).branches)
             assert case.counts["sampling parameters left out"] == 1
             assert [one.id for one in (await client.models.list()).data] == ["policy"]
 
@@ -149,7 +149,7 @@ def test_anthropic_calls_tools(tokenizer: Tokenizer, stream: bool) -> None:
             assert last.stop_reason == "end_turn"
             assert case.row().startswith("[tools]sum <eos>[system]Add.<eos>[user]1+2<eos>[assistant]<think>hm")
             assert case.row().endswith("<eos>[tool]3<eos>[assistant]3<eos>")
-            assert not len(case.session.row.columns().branches)
+            assert not len(case.session.row.columns([]).branches)
 
     asyncio.run(main())
 
@@ -215,7 +215,7 @@ def test_equal_requests_beside_each_other_are_siblings(tokenizer: Tokenizer) -> 
             client = openai_of(case)
             asked = [client.chat.completions.create(model="m", messages=[user("a")]) for _ in range(4)]
             await asyncio.gather(*asked)
-            columns = case.session.row.columns()
+            columns = case.session.row.columns([])
             assert len(case.engine.asked) == 4 and len({tuple(one) for one in case.engine.asked}) == 1
             assert len(columns.branches) == 3
             assert case.row() == "[user]a<eos>[assistant]" + "]".join(["hi<eos>"] * 4)
@@ -248,7 +248,7 @@ def test_litellm_finds_the_endpoint_as_any_openai_server(tokenizer: Tokenizer) -
             )
             printed, _ = await process.communicate()
             assert printed.decode().split() == ["3"]
-            assert not len(case.session.row.columns().branches)
+            assert not len(case.session.row.columns([]).branches)
 
     asyncio.run(main())
 

@@ -111,15 +111,16 @@ def test_a_second_answer_to_one_context_begins_with_its_last_token_once_more() -
     row = Row()
     assert row.add(NOTHING, of(1, 2, 3), sampled(10, 11), 1) == (2, 4)
     assert row.add(2, of(), sampled(20), 2) == (5, 6)
-    columns = row.columns()
+    columns = row.columns([2])
     assert columns.tokens.tolist() == [1, 2, 3, 10, 11, 3, 20]
     assert columns.branches.tolist() == [[5, 1]]
-    assert columns.sampled.tolist() == [0, 0, 0, 1, 1, 0, 2]
+    # Of two turns one was received.
+    assert columns.mask.tolist() == [False] * 6 + [True]
     assert (row.context(6).tolist(), row.context(4).tolist()) == ([1, 2, 3, 20], [1, 2, 3, 10, 11])
     # A third one is its sibling, and what follows the first answer goes back to it.
     assert row.add(5, of(), sampled(30), 3) == (7, 8)
     row.add(4, of(7), sampled(40), 4)
-    assert row.columns().branches.tolist() == [[5, 1], [7, 1], [9, 4]]
+    assert row.columns([]).branches.tolist() == [[5, 1], [7, 1], [9, 4]]
     assert row.context(10).tolist() == [1, 2, 3, 10, 11, 7, 40]
 
 
@@ -127,9 +128,9 @@ def test_a_new_root_follows_nothing() -> None:
     row = Row()
     row.add(NOTHING, of(1), sampled(10), 1)
     row.add(NOTHING, of(2), sampled(20), 2)
-    assert row.columns().branches.tolist() == [[2, -1]] and row.context(3).tolist() == [2, 20]
+    assert row.columns([]).branches.tolist() == [[2, -1]] and row.context(3).tolist() == [2, 20]
     row.add(0, of(), sampled(30), 3)
-    assert row.context(5).tolist() == [1, 30] and row.columns().branches.tolist() == [[2, -1], [4, -1]]
+    assert row.context(5).tolist() == [1, 30] and row.columns([]).branches.tolist() == [[2, -1], [4, -1]]
 
 
 # --- a naive twin ---------------------------------------------------------------------------------------------
@@ -172,10 +173,10 @@ def test_every_context_is_the_one_that_a_naive_twin_finds(data: st.DataObject) -
         assert row.context(ended).tolist() == [*context, *completion.tokens.tolist()]
         tree.add(asked, said(answer), after=place, opened=opened, ended=ended)
         known.append(Known([*messages, ("assistant", answer)], context, [*context, *completion.tokens.tolist()]))
-    columns = row.columns()
+    columns = row.columns(range(1, len(known) + 1))
     # Each sampled token stands once, behind the token that it was sampled behind.
     assert [token for token in columns.tokens.tolist() if token >= 1000] == [1001 + n for n in range(len(known))]
-    assert not set(columns.branches[:, 0].tolist()) & set(np.flatnonzero(columns.sampled).tolist())
+    assert not set(columns.branches[:, 0].tolist()) & set(np.flatnonzero(columns.mask).tolist())
 
 
 def twins(known: list[Known], messages: list[tuple[str, str]]) -> list[list[int]]:
