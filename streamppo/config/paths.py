@@ -57,7 +57,7 @@ def _walk(table: Tree, names: tuple[str, ...], change: Callable[[str], str]) -> 
         elif isinstance(value, list) and name in names:
             table[name] = [_changed(one, change) for one in cast("list[object]", value)]
         elif name in names:
-            table[name] = _changed(value, change)
+            table[name] = _changed(cast(object, value), change)
 
 
 def _changed(value: object, change: Callable[[str], str]) -> object:

@@ -9,6 +9,7 @@ unblocks     nobody: what is under way at an agent's end is cancelled
 """
 
 import asyncio
+import contextlib
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -88,9 +89,11 @@ class Agents:
                 timeout_s=config.timeout_s + GRACE_S,
                 memory_mib=MEMORY_MIB,
             )
-            pool = _OnDemand(runs, Forks(runs, await template.start(runs)))
             await self._endpoint.start()
-            self._pool = pool
+            async with contextlib.AsyncExitStack() as on_failure:
+                on_failure.push_async_callback(self._endpoint.stop)
+                self._pool = _OnDemand(runs, Forks(runs, await template.start(runs)))
+                on_failure.pop_all()
 
     async def close(self) -> None:
         """End every run and process, and listen no more."""

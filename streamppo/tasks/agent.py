@@ -40,6 +40,8 @@ KEPT_BYTES = 2**16
 """Of a run's output so much is kept, from its end."""
 SHOWN = 1000
 """Characters of it that a failure quotes."""
+LATE = object()
+"""In place of what a run returned that was too late."""
 OURS = ("prompt", "base_url", "api_key")
 """Parameters that are no columns."""
 
@@ -90,14 +92,16 @@ class Agent:
         assert self._function is not None and self._runner is not None
         prompt = [one.plain() for one in trajectory.messages] if trajectory.messages else trajectory.prompt
         ours = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
+        if missing := _missing(self._function, {**columns, **ours}):
+            return Outcome(reason=missing)
         given = _asked_for(self._function, {**columns, **ours})
         output = _Tail()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 value = plugins.call("the agent", _run, self._runner, self._function, given, call.timeout_s)
-                return _outcome(value)
         except TaskError as error:
             return Outcome(reason=f"{error}{output.quoted()}")
+        return Outcome(reason=late(call.timeout_s)) if value is LATE else _outcome(value)
 
     # --- a program -------------------------------------------------------------------------------------------
 
@@ -129,10 +133,7 @@ class Agent:
         if code:
             how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
             return Outcome(reason=f"the agent {how}{errors.quoted() or printed.quoted()}")
-        try:
-            return _outcome(_last_line(printed.text))
-        except TaskError as error:
-            return Outcome(reason=str(error))
+        return _outcome(_last_line(printed.text))
 
 
 class _Tail(io.TextIOBase):
@@ -202,14 +203,19 @@ def _adopt_orphans() -> None:
 
 
 def _asked_for(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
-    """Choose what a function names, or all of it with **kwargs. Raises `TaskError` for what is missing."""
+    """Choose what a function names, or all of it with **kwargs."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: value for name, value in given.items() if takes_all or name in parameters}
+
+
+def _missing(function: Callable[..., object], given: Mapping[str, object]) -> str:
+    """Say which column a function asks for that is not there; "" for none."""
     parameters = inspect.signature(function).parameters.values()
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    named = {one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
-    if missing := [name for name, one in named.items() if name not in given and one.default is one.empty]:
-        columns = sorted(given.keys() - set(OURS))
-        raise TaskError(f"the agent asks for the column {missing[0]!r}; columns are {', '.join(columns) or 'none'}")
-    return {name: value for name, value in given.items() if takes_all or name in named}
+    named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    missing = [one.name for one in named if one.name not in given and one.default is one.empty]
+    columns = ", ".join(sorted(given.keys() - set(OURS))) or "none"
+    return f"the agent asks for the column {missing[0]!r}; columns are {columns}" if missing else ""
 
 
 def _run(
@@ -220,14 +226,16 @@ def _run(
 
 
 async def _in_time(awaitable: Any, timeout_s: float) -> object:
-    """Await a run, and cancel what it leaves behind. Raises `TaskError` if it takes too long."""
+    """Await a run, and cancel what it leaves behind; `LATE` if it takes too long."""
+    limit = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with limit:
             return await cast("Coroutine[Any, Any, object]", awaitable)
-    except TimeoutError as error:
-        if limit.expired():
-            raise TaskError(late(timeout_s)) from error
-        raise
+    except TimeoutError:
+        # Another one is the agent's own.
+        if not limit.expired():
+            raise
+        return LATE
     finally:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
@@ -247,7 +255,7 @@ def _last_line(text: str) -> object:
 
 
 def _outcome(value: object) -> Outcome:
-    """Read what a run returned. Raises `TaskError` for what is no reward."""
+    """Read what a run returned."""
     match value:
         case None:
             return Outcome()
@@ -264,7 +272,9 @@ def _outcome(value: object) -> Outcome:
     try:
         made = plain(reward)
     except ValueError as error:
-        raise TaskError(f"the agent returned {repr(value)[:SHOWN]}, {error}") from error
+        return Outcome(reason=f"the agent returned {repr(value)[:SHOWN]}, {error}")
     if made.tokens:
-        raise TaskError("the agent returned rewards of single tokens, which it does not see: give score and turns")
+        return Outcome(
+            reason="the agent returned rewards of single tokens, which it does not see: give score and turns"
+        )
     return Outcome(score=made.score, turns=made.turns, components=made.components, explanation=made.explanation)

@@ -80,7 +80,7 @@ class Row:
             self._candidates[turn] = completion.candidates
         self.versions_known &= completion.versions_known
         if completion.routes_SE is not None:
-            self._note_routes(np.concatenate([path, np.arange(begin, len(self))]), completion.routes_SE)
+            self._note_routes(np.concatenate([path, np.arange(begin, len(self), dtype=np.int32)]), completion.routes_SE)
         return opened, opened + count
 
     def columns(self, turns: Iterable[int]) -> Columns:
