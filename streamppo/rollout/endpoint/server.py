@@ -11,7 +11,6 @@ name a loopback host, so that no page of a browser reaches it through a name of 
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
 import socket
@@ -19,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Generator
 from typing import cast
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
@@ -293,8 +293,8 @@ async def _body(request: HttpRequest) -> Body:
             raise Refused(413, "request_too_large", message, "too large a body")
         parts.append(part)
     try:
-        found = json.loads(b"".join(parts))
-    except (ValueError, RecursionError) as error:
+        found = msgspec.json.decode(b"".join(parts))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise refusal.bad(f"the body is no JSON: {error}", "broken JSON") from error
     if not isinstance(found, dict):
         raise refusal.bad("the body is no JSON object", "broken JSON")
