@@ -69,7 +69,7 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
         return "" if made else found[0]
 
     content = CALLS.sub(take, rest)
-    return Reply(content.strip() if calls else content, reasoning, tuple(calls))
+    return Reply(content.rstrip() if calls else content, reasoning, tuple(calls))
 
 
 def so_far(text: str, *, opened: bool = False) -> Reply:

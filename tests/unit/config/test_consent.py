@@ -113,6 +113,11 @@ PLACES = {
         'environment={ name = "streamppo.tasks.library.calculator:Calculator", arguments = { environment = "evil" } }',
         "evil",
     ),
+    "AgentEnvironment.agent": ('environment={ kind = "agent", agent = "mine:run" }', "mine:run"),
+    "AgentEnvironment.command": (
+        'environment={ kind = "agent", command = ["python", "my agent.py"] }',
+        "python 'my agent.py'",
+    ),
     "Rollout.limit": ("rollout.limit=limits:of", "limits:of"),
     "OwnAdvantage.function": ('algorithm.advantage={ kind = "function", function = "mine:a" }', "mine:a"),
     "OwnLoss.function": ('algorithm.policy_loss={ kind = "function", function = "mine:l" }', "mine:l"),
