@@ -102,6 +102,17 @@ def test_an_environment_gives_a_second_chance(tmp_path: Path) -> None:
     assert all(0.0 <= line["reward_first"] <= line["reward"] <= 1.0 for line in found)
 
 
+def test_an_agent_with_two_tools_trains_a_run_and_is_replayed_without_it(tmp_path: Path) -> None:
+    python("-m", "streamppo", "run", "examples/calculator_agent.toml", "--runs", str(tmp_path), *SHORT)
+    run = tmp_path / "calculator_agent"
+    found = updates(run)
+    assert len(found) == 3
+    assert all(0.0 <= line["reward_right"] == line["reward"] <= 1.0 for line in found)
+    counted = json.loads((run / "summary.json").read_text())["engines"]["agents"]
+    assert counted["runs"] >= 48 and counted["requests"] >= counted["runs"]
+    assert "bit for bit" in python("-m", "streamppo", "replay", str(run))
+
+
 def test_a_loss_of_the_user_trains_a_run(tmp_path: Path) -> None:
     own = "algorithm.policy_loss={kind='function', function='examples/own_loss.py:loss'}"
     sizes = (*SHORT, "queue.batch_size=64", "learner.minibatches=4")
