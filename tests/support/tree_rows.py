@@ -1,6 +1,6 @@
 """Batches whose rows have random branches, and a policy that scores each path of a row by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -54,11 +54,10 @@ class Leaf(NamedTuple):
     own: set[int]
 
 
-def leaves_of(rows: PaddedBatch) -> list[Leaf]:
+def leaves_of(columns: Sequence[bytes], widths: Sequence[int]) -> list[Leaf]:
     """The paths of all rows, found by following each token by itself."""
     made: list[Leaf] = []
-    columns = rows.branches or (b"",) * len(rows.start_B)
-    for row, (column, width) in enumerate(zip(columns, (rows.start_B + rows.length_B).tolist(), strict=True)):
+    for row, (column, width) in enumerate(zip(columns, widths, strict=True)):
         other = {int(start): int(parent) for start, parent in branches.pairs(column)}
         follows = [other.get(token, token - 1) for token in range(width)]
         known: set[int] = set()
@@ -74,7 +73,8 @@ def leaves_of(rows: PaddedBatch) -> list[Leaf]:
 
 def unrolled(plain: Callable[[PaddedBatch, Part], Scored], rows: PaddedBatch, part: Part) -> Scored:
     """Scores by the forward pass `plain` of linear rows: each path is a row, and each token is of its first path."""
-    leaves, start_B, mask_BT = leaves_of(rows), rows.start_B.tolist(), rows.mask_BT.tolist()
+    start_B, mask_BT = rows.start_B.tolist(), rows.mask_BT.tolist()
+    leaves = leaves_of(rows.branches or (b"",) * len(start_B), (rows.start_B + rows.length_B).tolist())
     like = case.batch().trajectories[0]
     lines = [rows.inputs_BL[leaf.row, leaf.path].numpy().astype(np.int32) for leaf in leaves]
     made = [_line(like, line) for line in lines]
@@ -89,6 +89,14 @@ def unrolled(plain: Callable[[PaddedBatch, Part], Scored], rows: PaddedBatch, pa
     spread = [
         into.index_put((row, column), found[line, place]) for into, found in zip(whole[:3], scored[:3], strict=True)
     ]
+    # The value before a completion counts as well where its first token was not sampled.
+    states = torch.cat([scored.values_BT, scored.values_BT.new_zeros(len(leaves), 1)], 1)
+    states[torch.arange(len(leaves)), [max(1, len(leaf.path) - 1) for leaf in leaves]] = scored.bootstrap_B
+    for number, leaf in reversed(list(enumerate(leaves))):
+        if (before := start_B[leaf.row] - 1) in leaf.own:
+            spread[2] = spread[2].index_put(
+                (torch.tensor(leaf.row), torch.tensor(0)), states[number, leaf.path.index(before)]
+            )
     last = [max(number for number, leaf in enumerate(leaves) if leaf.row == one) for one in range(len(start_B))]
     return Scored(*spread, scored.bootstrap_B[torch.tensor(last)])
 
