@@ -14,6 +14,7 @@ from fake_flash import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from test_routing import SGLANG, routed
 from test_update import CHOICES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -22,6 +23,7 @@ from streamppo.errors import ModelError
 from streamppo.learner import attention, pretrained, tree
 from streamppo.learner.batch import Host, PaddedBatch, micro_batches, pad
 from streamppo.learner.policy import Policy, Scored
+from streamppo.queue import parts
 from streamppo.types import Batch, branches
 
 ROWS = pad(tree_rows.batch())
@@ -295,3 +297,53 @@ def test_choices_that_compute_rows_as_lines_refuse_a_tree_by_name(folder: Path, 
         made.slices = made.slices._replace(ranks=2)
     with pytest.raises(ModelError, match=r"rows with branches take no queue.segments and no learner.mesh.context"):
         made(ROWS, "policy")
+
+
+# --- candidates, experts, ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone")
+def test_candidates_are_those_of_each_token_in_a_tree_and_in_its_paths(folder: Path) -> None:
+    rows = pad(case.cut(tree_rows.batch()))
+    made, paths = (stepped(folder, rows, f"model.attention={name}", by_paths=False) for name in ("sdpa", "eager"))
+    case.assert_same(made, paths)
+    whole = stepped(folder, ROWS, "model.attention=sdpa", by_paths=False)
+    assert made[1]["entropy"] < whole[1]["entropy"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_token_has_the_engines_experts_wherever_it_is_computed(tmp_path: Path) -> None:
+    model_families.make("Qwen3Moe", tmp_path)
+    rows = pad(routed(tree_rows.batch()))
+    results = [
+        stepped(tmp_path, rows, *SGLANG, f"model.attention={name}", by_paths=False) for name in ("sdpa", "eager")
+    ]
+    case.assert_same(*results)
+    assert 0 < results[0][1]["routes_own"] < 1, "some of the engine's choices are not the routers' own"
+    own = stepped(tmp_path, rows, *SGLANG[:1], "model.attention=sdpa", by_paths=False)
+    assert abs(own[1]["log_ppl_learner"] - results[0][1]["log_ppl_learner"]) > 1e-3
+
+
+def test_a_rank_divides_a_batch_alike_before_and_after_it_has_the_tokens(folder: Path) -> None:
+    batch = tree_rows.batch()
+    for implementation in ("sdpa", "eager"):
+        made = policy(folder, implementation)
+        outline = pad(parts.join(parts.outline_of(batch), []))
+        known, whole = made.sizes(outline.on_host), made.sizes(pad(batch).on_host)
+        assert known.lines_B is not None and whole.lines_B is not None
+        assert torch.equal(known.tokens_B, whole.tokens_B) and torch.equal(known.lines_B, whole.lines_B)
+
+
+@given(columns_of(), st.sampled_from([(attention.padded, True), (attention.padded, False), (attention.joined, False)]))
+@settings(max_examples=150, deadline=None)
+def test_the_source_of_each_token_is_its_place_in_the_rows(
+    rows: tuple[list[list[tuple[int, int]]], list[int]], way: tuple[attention.Layout, bool]
+) -> None:
+    host = host_of(*rows)
+    reading = tree.read(host, way[0], masked=way[1])
+    tokens_N, source_N = reading.arguments["input_ids"].flatten(), reading.source_N
+    assert source_N is not None
+    assert torch.equal(tokens_N, torch.where(source_N < 0, 0, host.inputs_BL.flatten()[source_N]))
+    place_BL = torch.arange(host.inputs_BL.numel()).view_as(host.inputs_BL)
+    real_BL = torch.arange(host.inputs_BL.shape[1]) < torch.tensor(rows[1])[:, None]
+    assert torch.equal(source_N[reading.place_BL[real_BL]], place_BL[real_BL])
