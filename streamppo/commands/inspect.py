@@ -15,7 +15,7 @@ from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made, SavedSlot
 from streamppo.queue.slot import SlotState
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, flags, floats, ints
+from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
 
 LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
 """The learner's numbers of each token, and their names here: its log-probs stand below those of sampling."""
@@ -134,7 +134,7 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
     if trajectory.explanation:
         yield f"  explained   {trajectory.explanation!r}"
     yield f"  prompt      {tokenizer.decode(ints(trajectory.prompt_tokens))!r}"
-    yield f"  completion  {tokenizer.decode(ints(trajectory.tokens))!r}"
+    yield from _texts(trajectory, tokenizer)
     yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"
     yield f"  log-probs   {_numbers(floats(trajectory.logprobs))}"
     for name, column in learned.items():
@@ -146,6 +146,21 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
     yield f"  versions    {_runs(versions)}; oldest token {batch.version - trajectory.oldest_version} versions old"
     if not flags(trajectory.mask).all():
         yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum())} tokens"
+
+
+def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
+    """The completion, or each branch of it with the token of the row that it follows."""
+    if not trajectory.branches:
+        yield f"  completion  {tokenizer.decode(ints(trajectory.tokens))!r}"
+        return
+    prompt, row = len(trajectory.prompt_tokens) // 4, ints(trajectory.prompt_tokens + trajectory.tokens)
+    for start, end, parent in branches.pieces(trajectory.branches, len(row)):
+        text = repr(tokenizer.decode(row[max(start, prompt) : end]))
+        if start == 0 and end > prompt:
+            yield f"  completion  tokens {prompt} to {end - 1}: {text}"
+        elif start:
+            behind = "nothing" if parent < 0 else f"token {parent}"
+            yield f"  branch      tokens {start} to {end - 1}, after {behind}: {text}"
 
 
 def _row(row: Row) -> Iterator[str]:

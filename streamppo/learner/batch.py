@@ -33,7 +33,8 @@ class Host:
     Not a tuple: FSDP would move its tensors to the GPU with a pass's other arguments.
 
     `expert` is the largest expert number in the routes of the whole batch, -1 without routes. `widths` are the lengths
-    in tokens of a selection's longest completion and of its longest row.
+    in tokens of a selection's longest completion and of its longest row. `branches` are those of each row, None if none
+    has any.
     """
 
     inputs_BL: Tensor
@@ -41,12 +42,14 @@ class Host:
     length_B: Tensor
     expert: int = -1
     widths: tuple[int, int] = (0, 0)
+    branches: tuple[bytes, ...] | None = None
 
     def select(self, rows: Tensor) -> "Host":
         """The trajectories at `rows`, cut to the longest one."""
         start_B, length_B = self.start_B[rows], self.length_B[rows]
         widths = int(length_B.max()), int((start_B + length_B).max())
-        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, self.expert, widths)
+        branches = None if self.branches is None else _some([self.branches[row] for row in rows.tolist()])
+        return Host(self.inputs_BL[rows][:, : widths[1]], start_B, length_B, self.expert, widths, branches)
 
 
 class PaddedBatch(NamedTuple):
@@ -58,8 +61,8 @@ class PaddedBatch(NamedTuple):
     `truncated_B`: the completion was truncated. `cut_B`: another segment follows. `prefix_B` is the number of tokens in
     earlier segments, which count as the prompt's. `candidates` [B, T] is None unless tokens were sampled with top-p or
     top-k. `teacher_logprobs_BT` is None unless a teacher's server gave some, and NaN for a trajectory without them.
-    `routes_BLE` are the engine's experts for each token, layer by layer, -1 where unknown. `host` has the columns that
-    lay out passes, for a batch on a GPU.
+    `routes_BLE` are the engine's experts for each token, layer by layer, -1 where unknown. `branches` make a tree of each
+    row's tokens, if any has branches. `host` has the columns that lay out passes, for a batch on a GPU.
     """
 
     version: int
@@ -80,12 +83,15 @@ class PaddedBatch(NamedTuple):
     candidates: Candidates | None = None
     teacher_logprobs_BT: Tensor | None = None
     routes_BLE: Tensor | None = None
+    branches: tuple[bytes, ...] | None = None
     host: Host | None = None
 
     @property
     def on_host(self) -> Host:
         """The columns that lay out passes."""
-        return self.host or Host(self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu())
+        if self.host is not None:
+            return self.host
+        return Host(self.inputs_BL.cpu(), self.start_B.cpu(), self.length_B.cpu(), branches=self.branches)
 
     @property
     def largest_expert(self) -> int:
@@ -111,7 +117,7 @@ class PaddedBatch(NamedTuple):
             if tensor.dim() > 1:
                 picked[name] = tensor[:, : width_L if name.endswith(("L", "LE")) else width_T]
         candidates = None if self.candidates is None else self.candidates.at((here, slice(width_T)))
-        return self._replace(**picked, candidates=candidates, host=self.host and host)
+        return self._replace(**picked, candidates=candidates, branches=host.branches, host=self.host and host)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
@@ -146,7 +152,13 @@ def pad(batch: Batch) -> PaddedBatch:
         candidates=_candidates(trajectories, length_B),
         teacher_logprobs_BT=_teacher_logprobs(trajectories, length_B),
         routes_BLE=_routes(trajectories, start_B + length_B),
+        branches=_some([one.branches for one in trajectories]),
     )
+
+
+def _some(columns: Sequence[bytes]) -> tuple[bytes, ...] | None:
+    """The columns, or None if none of them has anything."""
+    return tuple(columns) if any(columns) else None
 
 
 def _routes(trajectories: Sequence[Trajectory], width_B: Tensor) -> Tensor | None:
@@ -231,11 +243,12 @@ def micro_batches(
     *,
     padded: bool = True,
     work: Callable[[int], float] = float,
+    lines_B: Tensor | None = None,
 ) -> list[list[Tensor]]:
     """Split `rows` into micro-batches of at most `budget` tokens; entry r is for rank r.
 
     If rows are `padded`, each counts the tokens of its micro-batch's longest row. `work` is the cost of a row by its
-    number of tokens, by default that number.
+    number of tokens, by default that number. A row may be several lines, `lines_B`, of at most `tokens_B` tokens.
 
     Every micro-batch is a collective, so every rank gets the same number of them: some are empty where rows run out.
     Rows go longest first, each to the rank with the least work so far: padding is short, and loads differ by at most
@@ -243,25 +256,33 @@ def micro_batches(
     most of the work, so short rows get micro-batches apart from long ones.
     """
     by_length = rows[torch.argsort(tokens_B[rows], descending=True, stable=True)]
-    split = _split_padded if padded else _split_joined
-    dealt = [by_length] if ranks == 1 else _dealt(by_length, tokens_B, ranks, work)
-    shares = [split(mine, tokens_B[mine].tolist(), budget) for mine in dealt]
+    lines_B = torch.ones_like(tokens_B) if lines_B is None else lines_B
+    dealt = [by_length] if ranks == 1 else _dealt(by_length, tokens_B, lines_B, ranks, work)
+    shares = [
+        _split_padded(mine, tokens_B[mine].tolist(), lines_B[mine].tolist(), budget)
+        if padded
+        else _split_joined(mine, tokens_B[mine].tolist(), budget)
+        for mine in dealt
+    ]
     most = max(map(len, shares))
     return [share + [by_length[:0]] * (most - len(share)) for share in shares]
 
 
-def _dealt(by_length: Tensor, tokens_B: Tensor, ranks: int, work: Callable[[int], float]) -> list[Tensor]:
+def _dealt(
+    by_length: Tensor, tokens_B: Tensor, lines_B: Tensor, ranks: int, work: Callable[[int], float]
+) -> list[Tensor]:
     """The rows of each rank: each row, in order, goes to the rank with the least work so far."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
-    for row, tokens in zip(by_length.tolist(), tokens_B[by_length].tolist(), strict=True):
+    rows = zip(by_length.tolist(), tokens_B[by_length].tolist(), lines_B[by_length].tolist(), strict=True)
+    for row, tokens, lines in rows:
         lightest = loads.index(min(loads))
         dealt[lightest].append(row)
-        loads[lightest] += work(tokens)
+        loads[lightest] += lines * work(tokens)
     return [torch.tensor(some, dtype=torch.long) for some in dealt]
 
 
-def _split_padded(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
+def _split_padded(rows: Tensor, tokens: list[int], lines: list[int], budget: int) -> list[Tensor]:
     """Rows are longest first, so the first row of a micro-batch is its width.
 
     A row begins another micro-batch if it is at most half of the width, and padding would exceed `MUCH` of the budget.
@@ -269,10 +290,12 @@ def _split_padded(rows: Tensor, tokens: list[int], budget: int) -> list[Tensor]:
     pieces: list[Tensor] = []
     start = 0
     while start < len(tokens):
-        width, end, padding = tokens[start], start, 0
-        for count in tokens[start : start + max(1, budget // width)]:
-            padding += width - count
-            if padding > MUCH * budget and 2 * count <= width:
+        width, end, padding, used = tokens[start], start, 0, 0
+        while end < len(tokens):
+            used += lines[end]
+            padding += (width - tokens[end]) * lines[end]
+            is_much = padding > MUCH * budget and 2 * tokens[end] <= width
+            if end > start and (is_much or used * width > budget):
                 break
             end += 1
         pieces.append(rows[start:end])

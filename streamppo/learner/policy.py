@@ -18,7 +18,7 @@ from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
 from streamppo.config.sections import FLASH
 from streamppo.errors import ModelError
-from streamppo.learner import adapters, attention, context, head, layers, parallel, shared, ulysses
+from streamppo.learner import adapters, attention, context, head, layers, parallel, shared, tree, ulysses
 from streamppo.learner.attention import Layout, Reading
 from streamppo.learner.batch import Host, PaddedBatch
 from streamppo.learner.device import to_device
@@ -79,8 +79,8 @@ class Policy(nn.Module):
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Policy
     and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass when that is
-    cheaper (learner/shared.py). `detach_context` computes the context of completions without gradient
-    (learner/context.py). Rows are split into `slices`, and each of their ranks gets the scores of all tokens
+    cheaper (learner/shared.py). A row with branches is a tree (learner/tree.py). `detach_context` computes the context
+    of completions without gradient (learner/context.py). Rows are split into `slices`, and each of their ranks gets the scores of all tokens
     (learner/ulysses.py). With `replays_routes`, tokens go to the engine's experts (learner/routing.py). `unknown_V`
     excludes tokens from the distribution (learner/head.py). A `working_copy` has the weights in the type of
     computation, unless FSDP casts them for each pass (learner/working_copy.py).
@@ -183,6 +183,16 @@ class Policy(nn.Module):
         """The policy's transformer, and the critic's own if it has one."""
         return [self.lm.base_model, *([] if self.critic is None else [self.critic])]
 
+    @property
+    def masks_trees(self) -> bool:
+        """True if a row with branches is computed as one, by a mask, in place of each of its paths."""
+        masked = (one.config._attn_implementation == "sdpa" for one in self.transformers)
+        return all(masked) and all(attention.looks_at_all(one.config, ulysses.KNOWN) for one in self.transformers)
+
+    def sizes(self, host: Host) -> tree.Sizes:
+        """The tokens of each row in a pass, for micro-batches."""
+        return tree.sizes(host, self.layout, masked=host.branches is not None and self.masks_trees)
+
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """The critic's own parameters: its transformer, if it has one, and the value head."""
         own = [] if self.critic is None else list(self.critic.parameters())
@@ -190,6 +200,10 @@ class Policy(nn.Module):
 
     def _reading(self, host: Host, device: torch.device) -> Reading:
         inputs_BL, start_B, width_B = host.inputs_BL, host.start_B, host.start_B + host.length_B
+        if host.branches is not None:
+            if self.detach_context or self.slices.ranks > 1:
+                raise ModelError("rows with branches take no queue.segments and no learner.mesh.context or tensor")
+            return tree.read(host, self.layout, device, masked=self.masks_trees)
         if self.detach_context:
             if self.layout is attention.joined:
                 return context.joined(inputs_BL, start_B, width_B, device)

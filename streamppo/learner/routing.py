@@ -62,9 +62,12 @@ class Routers:
         real_N[place_M] = self.counts
         real_N, routes_NE = to_device(real_N, tokens_BL.device), None
         if routes_BLE is not None:
-            entry_M, place_M = (
-                to_device(one, tokens_BL.device) for one in (real_BL.flatten().nonzero()[:, 0], place_M)
-            )
+            entry_M = real_BL.flatten().nonzero()[:, 0]
+            if reading.source_N is not None:
+                # Tokens that are computed several times have the same experts each time.
+                place_M = (reading.source_N >= 0).nonzero()[:, 0]
+                entry_M = reading.source_N[place_M]
+            entry_M, place_M = (to_device(one, tokens_BL.device) for one in (entry_M, place_M))
             routes_NE = routes_BLE.new_full((tokens, routes_BLE.shape[-1]), -1)
             routes_NE[place_M] = routes_BLE.flatten(0, 1)[entry_M]
         for router in self._routers:

@@ -130,8 +130,8 @@ class Updater:
 
     def own_rows(self, batch: PaddedBatch) -> list[int]:
         """The rows of `batch` whose tokens this rank reads in its update; `batch` may be without tokens."""
-        chosen, tokens_B = idle_rows.find(self.config, batch), batch.start_B + batch.length_B
-        return self.division.own_rows(tokens_B, batch.version, self.objective.epochs, chosen)
+        chosen, (tokens_B, lines_B) = idle_rows.find(self.config, batch), self.policy.sizes(batch.on_host)
+        return self.division.own_rows(tokens_B, batch.version, self.objective.epochs, chosen, lines_B)
 
     def update(self, batch: PaddedBatch, epochs: Sequence[Epoch] | None = None) -> Updated:
         """Train on `batch` for `epochs`, by default those of the objective.
@@ -229,7 +229,8 @@ class Updater:
         return pieces or [rows[:0]] * bool(chosen.idle_B[rows].any())
 
     def _micro_batches(self, batch: PaddedBatch, rows: Tensor) -> list[Tensor]:
-        return self.division.micro_batches(batch.on_host.start_B + batch.on_host.length_B, rows)
+        tokens_B, lines_B = self.policy.sizes(batch.on_host)
+        return self.division.micro_batches(tokens_B, rows, lines_B)
 
     def _current(self, batch: PaddedBatch, rows: Tensor, part: Part, graph: Scored | None) -> Scored:
         """The scores of `rows` by the current weights: `graph` if it can be reused, else a new pass."""

@@ -22,7 +22,7 @@ from streamppo.tasks.rewards.client import Client
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import QUOTED
 from streamppo.tasks.tokenizer import Tokenizer
-from streamppo.types import Floats, Ints, ScorerReport, utf8_safe
+from streamppo.types import Floats, Ints, ScorerReport, branches, utf8_safe
 
 COMPARED = 4096
 """Tokens at most whose texts are compared, evenly over the policy's."""
@@ -72,15 +72,38 @@ class Teacher:
     async def score(self, episode: Episode) -> bytes:
         """Return the column [T] of log-probs of an episode, 0 for tokens that the policy did not sample.
 
-        Raises `TeacherFailed`.
+        Each path of an episode with branches is a call of its own. Raises `TeacherFailed`.
         """
-        scored = await self._guard.score(episode.prompt_tokens, episode.tokens)
-        if scored.logprobs is None:
-            raise TeacherFailed(scored.reason)
-        column = np.where(episode.mask, scored.logprobs, np.float32(0))
+        if episode.branches:
+            logprobs = await self._score_paths(episode)
+        else:
+            logprobs = await self._scored(episode.prompt_tokens, episode.tokens)
+        column = np.where(episode.mask, logprobs, np.float32(0))
         if not np.isfinite(column).all():
             raise TeacherFailed(f"{self._url}: a log-prob is not finite")
         return column.astype("<f4").tobytes()
+
+    async def _score_paths(self, episode: Episode) -> Floats:
+        """The log-probs [T]: each sampled token's by the first path that has it."""
+        prompt, width = len(episode.prompt_tokens), len(episode.prompt_tokens) + len(episode.tokens)
+        row, sampled = np.concatenate([episode.prompt_tokens, episode.tokens]), np.zeros(width, np.bool_)
+        sampled[prompt:] = episode.mask
+        calls: list[tuple[Ints, int]] = []
+        for path in branches.paths(episode.branches, width):
+            if len(new := np.flatnonzero(sampled[path])):
+                calls.append((path, int(new[0])))
+                sampled[path] = False
+        found = await asyncio.gather(*(self._scored(row[path[:at]], row[path[at:]]) for path, at in calls))
+        logprobs = np.zeros(width, np.float32)
+        for (path, at), numbers in reversed(list(zip(calls, found, strict=True))):
+            logprobs[path[at:]] = numbers
+        return logprobs[prompt:]
+
+    async def _scored(self, prompt: Ints, tokens: Ints) -> Floats:
+        scored = await self._guard.score(prompt, tokens)
+        if scored.logprobs is None:
+            raise TeacherFailed(scored.reason)
+        return scored.logprobs
 
     async def check(self, tokenizer: Tokenizer) -> None:
         """Raise `ModelError` if the server gives no log-probs, or reads the policy's tokens as other texts."""

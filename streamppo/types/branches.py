@@ -14,6 +14,7 @@ A sampled token is predicted by the token before it in the row, so a branch begi
 two answers to one context have its last token each, the second one as the beginning of a branch.
 """
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -80,12 +81,11 @@ def paths(column: bytes, width: int) -> list[Ints]:
     """The tokens from a root to each token that none follows, in the order of these last tokens."""
     made: list[Ints] = []
     cut = pieces(column, width)
-    parents, before = {one.parent for one in cut}, list[Ints]()
+    starts, parents, before = [one.start for one in cut], {one.parent for one in cut}, list[Ints]()
     for start, end, parent in cut:
         whole = np.arange(start, end, dtype=np.int32)
         if parent >= 0:
-            at = next(number for number, one in enumerate(cut) if one.start <= parent < one.end)
-            above = before[at]
+            above = before[bisect_right(starts, parent) - 1]
             whole = np.concatenate([above[: int(np.searchsorted(above, parent)) + 1], whole])
         before.append(whole)
         if end - 1 not in parents:
@@ -99,3 +99,38 @@ def trees(column: bytes, width: int) -> list[Ints]:
     for start, end, parent in pieces(column, width):
         root[start:end] = root[parent] if parent >= 0 else start
     return [np.flatnonzero(root == one).astype(np.int32) for one in np.unique(root)]
+
+
+def tree_lengths(column: bytes, width: int) -> list[int]:
+    """The number of tokens under each root, as `trees` has them."""
+    cut, roots, lengths = pieces(column, width), list[int](), dict[int, int]()
+    starts = [one.start for one in cut]
+    for number, (start, end, parent) in enumerate(cut):
+        roots.append(roots[bisect_right(starts, parent) - 1] if parent >= 0 else number)
+        lengths[roots[-1]] = lengths.get(roots[-1], 0) + end - start
+    return list(lengths.values())
+
+
+def path_lengths(column: bytes, width: int) -> list[int]:
+    """The number of tokens of each path, as `paths` has them."""
+    cut, depths = pieces(column, width), list[int]()
+    starts, parents = [one.start for one in cut], {one.parent for one in cut}
+    for _, _, parent in cut:
+        at = bisect_right(starts, parent) - 1
+        depths.append(depths[at] + parent - starts[at] + 1 if parent >= 0 else 0)
+    return [depth + one.end - one.start for depth, one in zip(depths, cut, strict=True) if one.end - 1 not in parents]
+
+
+def seen(column: bytes, width: int) -> tuple[Ints, Flags]:
+    """[width] the piece of each token; and [P, width] the tokens that a piece has or follows.
+
+    A token follows those of its piece that are before it in the row.
+    """
+    cut = pieces(column, width)
+    piece = np.repeat(np.arange(len(cut), dtype=np.int32), [one.end - one.start for one in cut])
+    sees = np.zeros((len(cut), width), np.bool_)
+    for number, (start, end, parent) in enumerate(cut):
+        if parent >= 0:
+            sees[number, : parent + 1] = sees[piece[parent], : parent + 1]
+        sees[number, start:end] = True
+    return piece, sees

@@ -22,7 +22,7 @@ from streamppo.driver.report import Decode
 from streamppo.errors import JournalError
 from streamppo.queue import archive
 from streamppo.telemetry.report import plot
-from streamppo.types import Batch, Floats, Ints, Trajectory, flags, floats, ints
+from streamppo.types import Batch, Floats, Ints, Trajectory, branches, flags, floats, ints
 
 KEPT = 4
 """Batches that are kept in memory."""
@@ -226,6 +226,11 @@ def _columns(batch: Batch, one: Trajectory, learned: Mapping[str, Floats]) -> li
         found.append(
             _column("reward", "the part of the reward that stands on it", "both", floats(one.token_rewards), mask)
         )
+    if one.branches:
+        prompt, width = len(one.prompt_tokens) // 4, len(one.prompt_tokens) // 4 + one.num_tokens
+        piece, _ = branches.seen(one.branches, width)
+        text = "the branch that it is of, in the order of time; 0: the prompt's own"
+        found.append(_column("branch", text, "more", piece[prompt:], mask))
     if one.candidate_counts:
         counts = ints(one.candidate_counts)
         text = "tokens that top-p and top-k left to draw from; 0: the whole vocabulary"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_archive import recorded
 
+from streamppo.commands import inspect as inspection
+from streamppo.commands.watching import trajectories as watching
 from streamppo.config.sections import Config
 from streamppo.queue import parts
 from streamppo.queue.columns import of_batch, to_batch, verify
 from streamppo.queue.defects import Limits, defect, defects, limits_of
 from streamppo.queue.slot import record_of
+from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Batch, Learned, Trajectory, branches, decode, encode
 
 PROMPT, MASK = (3, 4, 5), [False, True, False, True, False, True]
@@ -142,3 +146,24 @@ def test_branches_that_are_no_tree_do_not_hide_among_sound_rows() -> None:
     sound = [branched((5, 1)) for _ in range(3)]
     assert defects(sound, Limits(17, 9, None)) == [None] * 3
     assert defects([*sound, branched((6, 1))], Limits(17, 9, None))[3] is not None
+
+
+# --- for people --------------------------------------------------------------------------------------------------
+
+
+def test_inspect_and_watch_show_the_branch_of_each_token() -> None:
+    tokenizer = character_tokenizer("0123456789+=")
+    text: Callable[..., str] = tokenizer.decode
+    one = replace(TREE, token_rewards=b"")
+    shown = list(inspection._texts(one, cast("Tokenizer", tokenizer)))
+    assert shown == [
+        f"  completion  tokens 3 to 4: {text([5, 6])!r}",
+        f"  branch      tokens 5 to 6, after token 1: {text([7, 8])!r}",
+        f"  branch      tokens 7 to 8, after nothing: {text([9, 10])!r}",
+    ]
+    linear = trajectory([5, 6])
+    assert list(inspection._texts(linear, cast("Tokenizer", tokenizer))) == [f"  completion  {text([5, 6])!r}"]
+    batch = Batch(version=3, min_version=0, trajectories=(one, linear))
+    columns = {column["name"]: column["values"] for column in watching._columns(batch, one, {})}
+    assert columns["branch"] == [None, 0.0, None, 1.0, None, 2.0]
+    assert "branch" not in {column["name"] for column in watching._columns(batch, linear, {})}
