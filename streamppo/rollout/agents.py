@@ -198,14 +198,16 @@ class _OnDemand(Pool):
         """Run a call in some process. Raises `Orphaned`."""
         self._free = [one for one in self._free if not one.ended]
         process = self._free.pop() if self._free else await self._forks.fork()
+        answered = False
         try:
-            return await self._ask(process, texts, columns, left_s)
+            outcomes = await self._ask(process, texts, columns, left_s)
+            answered = True
         except Lost:
             return (Outcome(reason="its process was killed"),)
-        # Also a cancellation: the call is still in it.
-        except BaseException:
-            self._forks.end(process)
-            raise
         finally:
-            if not process.ended:
+            if not answered:
+                # After a cancellation the call is still in it.
+                self._forks.end(process)
+            elif not process.ended:
                 self._free.append(process)
+        return outcomes

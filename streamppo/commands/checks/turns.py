@@ -74,7 +74,7 @@ def _played(source: str, prompt: Prompt, config: Config, tokenizer: Tokenizer) -
         if episode.opening is not None and episode.opening.messages and not episode.observations:
             tokenizer.observation((Message(role="user", content="?"),), episode.opening.template)
     except EnvironmentFailed as error:
-        state = "note" if str(error).startswith("step") else "error"
+        state = "note" if str(error).startswith("step") or error.tokens else "error"
         return Finding(subject, state, f"{source}: it fails on the row's answer as a turn: {error}")
     except TaskError as error:
         return Finding(subject, "error", f"{source}: no turn can be played: {error}")

@@ -1,4 +1,4 @@
-"""A turn's text is read: reasoning, text, tool calls; what is no call stays text; a stream is a beginning of the whole."""
+"""A turn's text is read: reasoning, text, tool calls; a stream is a beginning of the whole."""
 
 import json
 from typing import Any
