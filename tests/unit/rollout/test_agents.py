@@ -1,7 +1,9 @@
 """Agents of every kind behind the endpoint: what each comes to, its sentence if it fails, and nobody left behind."""
 
 import asyncio
+import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -249,3 +251,41 @@ def test_an_agent_that_cannot_be_loaded_stops_the_run(name: str, tokenizer: Toke
 
     with pytest.raises(TaskError, match=r"environment\.agent"):
         asyncio.run(main())
+
+
+ACTOR = """
+import asyncio, sys
+sys.path[:0] = {path!r}
+import agent_case
+from pathlib import Path
+from streamppo.config.task import AgentEnvironment
+from streamppo.rollout.engine import Sampling
+from streamppo.rollout.episode import Player
+from streamppo.types import Prompt
+
+async def main():
+    tokenizer = agent_case.tokenizer(Path(sys.argv[1]))
+    config = AgentEnvironment(command=("sh", "-c", "setsid sleep 613 & sleep 613"))
+    player = Player(agent_case.Speaks(tokenizer, str), tokenizer, config)
+    await asyncio.gather(*(player.play(Prompt(text="a", columns={{}}), Sampling(9)) for _ in range(2)))
+
+asyncio.run(main())
+"""
+
+
+def test_agents_and_all_that_they_started_end_with_their_actor(tmp_path: Path) -> None:
+    code = ACTOR.format(path=[str(SUPPORT), str(SUPPORT.parent)])
+    actor = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    try:
+        wait_until(lambda: len(left(613)) == 4)
+    finally:
+        actor.kill()
+        actor.wait()
+    wait_until(lambda: not left(613))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 50
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
