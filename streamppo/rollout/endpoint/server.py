@@ -1,6 +1,7 @@
 """The endpoint of one rollout actor: one port, answered in the actor's event loop; a key leads to its session.
 
     POST /v1/chat/completions                    OpenAI's chat completions
+    POST /v1/responses                           OpenAI's responses
     POST /v1/messages, /v1/messages/count_tokens    Anthropic's messages
     POST /v1/reward                              {"reward": 1.0, "response_id": "..."} of the run, or of one response
     GET  /v1/models, /v1/models/NAME             the policy, by any name
@@ -32,6 +33,7 @@ from streamppo.rollout.endpoint import refusal
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import Chat
 from streamppo.rollout.endpoint.dialects.messages import Messages
+from streamppo.rollout.endpoint.dialects.responses import Responses
 from streamppo.rollout.endpoint.dialects.wire import Body, Dialect
 from streamppo.rollout.endpoint.refusal import Refused
 from streamppo.rollout.endpoint.session import Session, Turn
@@ -116,9 +118,10 @@ class Endpoint:
     # --- requests --------------------------------------------------------------------------------------------
 
     def _application(self) -> Starlette:
-        chat, messages = Chat(), Messages()
+        chat, messages, responses = Chat(), Messages(), Responses()
         routes = [
             self._route("/v1/chat/completions", chat, self._generating(chat)),
+            self._route("/v1/responses", responses, self._generating(responses)),
             self._route("/v1/messages", messages, self._generating(messages)),
             self._route("/v1/messages/count_tokens", messages, _counting(messages)),
             self._route("/v1/reward", chat, _rewarding),

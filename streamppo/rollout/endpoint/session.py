@@ -88,7 +88,13 @@ class Turn:
     error: Exception | None = None
     task: asyncio.Task[None] | None = None
     names: tuple[str, ...] = ()
+    """The ids by which the turn is known, beside its own."""
     new: tuple[Message, ...] = ()
+
+    @property
+    def message_id(self) -> str:
+        """The id of its message, in dialects that have one."""
+        return f"msg_{self.id}"
 
 
 class Policy(NamedTuple):
@@ -144,6 +150,7 @@ class Session:
         if self.ended:
             raise refusal.ended()
         self._counts["requests"] += 1
+        request = self._followed(request)
         if (turn := self._abandoned(request)) is not None:
             self._counts["joined"] += 1
             turn.listeners += 1
@@ -187,6 +194,27 @@ class Session:
                 self._counts["cut off at the end"] += 1
                 turn.task.cancel()
         self._counts["undelivered tokens"] += self.undelivered
+
+    def _followed(self, request: Request) -> Request:
+        """Put the messages up to the answer that a request goes on from before its own. Raises `Refused`."""
+        if not request.after:
+            return request
+        turn = next((one for one in self.turns if one.id == request.after), None)
+        if turn is None or turn.reply is None:
+            raise refusal.bad(f"no response of this run is called {request.after!r}", "unknown response")
+        answer, own = turn.reply.message, request.messages
+        named = Message(
+            role="assistant",
+            content=answer.content,
+            tool_calls=answer.tool_calls,
+            fields={**answer.fields, "id": turn.id},
+        )
+        before, first = turn.request.messages, own[:1]
+        if first and first[0].role == "system":
+            # Instructions are those of the request, not of the one before.
+            rest = before[1:] if before[0].role == "system" else before
+            before, own = (*first, *rest), own[1:]
+        return request._replace(messages=(*before, named, *own))
 
     def _abandoned(self, request: Request) -> Turn | None:
         """An equal request that nobody listens to and whose answer nobody received."""
@@ -266,7 +294,7 @@ class Session:
         turn.finish, turn.tokens = completion.finish, len(completion.tokens)
         turn.text = self._policy.stop.text(completion.tokens, completion.finish, tokenizer.completion)
         turn.reply = reply.read(turn.text, opened=turn.opened, parse=tokenizer.response_parser())
-        turn.names = tuple(call.id for call in turn.reply.calls)
+        turn.names = (turn.message_id, *(call.id for call in turn.reply.calls))
         self.turns.append(turn)
         turn.number = len(self.turns)
 

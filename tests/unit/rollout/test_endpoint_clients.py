@@ -154,6 +154,50 @@ def test_anthropic_calls_tools(tokenizer: Tokenizer, stream: bool) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_openais_responses_call_tools_and_go_on(tokenizer: Tokenizer, stream: bool, stored: bool) -> None:
+    """With all items sent back, or with the id of the response before alone."""
+
+    async def main() -> None:
+        say = lambda text: "3" if "[tool]" in text else f"<think>hm</think>Let me see. {CALL}"  # noqa: E731
+        async with served(tokenizer, say) as case:
+            case.engine.pace_s = 0.0005
+            client = openai_of(case)
+            given: Any = {
+                "model": "any",
+                "instructions": "Add.",
+                "tools": [{"type": "function", "name": "sum", "parameters": {"type": "object"}, "strict": False}],
+            }
+            if stream:
+                async with client.responses.stream(**given, input="1+2") as events:
+                    seen = [event async for event in events]
+                    made = await events.get_final_response()
+                texts = [one.delta for one in seen if one.type == "response.output_text.delta"]
+                assert "".join(texts) == "Let me see." and len(texts) > 1
+                assert [one.sequence_number for one in seen] == sorted({one.sequence_number for one in seen})
+            else:
+                made = await client.responses.create(**given, input="1+2")
+            assert made.status == "completed" and made.output_text == "Let me see."
+            assert [one.type for one in made.output] == ["reasoning", "message", "function_call"]
+            call = made.output[2]
+            assert call.type == "function_call" and json.loads(call.arguments) == {"a": 1, "b": 2}
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+            if stored:
+                last = await client.responses.create(**given, input=[result], previous_response_id=made.id)
+            else:
+                items = [user("1+2"), *(one.model_dump(exclude_none=True) for one in made.output), result]
+                last = await client.responses.create(**given, input=items)
+            assert last.output_text == "3"
+            assert case.row().startswith("[tools]sum <eos>[system]Add.<eos>[user]1+2<eos>[assistant]<think>hm")
+            assert case.row().endswith("<eos>[tool]3<eos>[assistant]3<eos>")
+            assert not len(case.session.row.columns([]).branches)
+            with pytest.raises(openai.BadRequestError, match="no response of this run is called 'resp_x'"):
+                await client.responses.create(model="m", input="a", previous_response_id="resp_x")
+
+    asyncio.run(main())
+
+
 def _without(given: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key != name}
 

@@ -90,6 +90,29 @@ def test_a_request_that_cannot_be_read_has_its_sentence_and_its_counter(
 
 
 @pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"input": 5}, "input is a list of objects"),
+        ({"input": []}, "input is empty"),
+        ({"input": [{"type": "computer_call"}]}, "an item of the input is a message, a function call or its output"),
+        ({"input": "a", "background": True}, "background is not possible here"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "format is not possible here"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "a tool is a function, not 'web_search'"),
+        ({"input": "a", "max_output_tokens": -1}, "max_output_tokens is a number of tokens above 0"),
+        ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "a tool call has no name"),
+    ],
+)
+def test_a_request_for_a_response_that_cannot_be_answered_is_refused(
+    body: dict[str, Any], said: str, tokenizer: Tokenizer
+) -> None:
+    async def test(case: Case, client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/responses", json=body)
+        assert answer.status_code == 400 and said in sentence(answer) and not case.engine.asked
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize(
     "parameter",
     [
         {"n": 2},
