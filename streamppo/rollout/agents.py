@@ -161,6 +161,8 @@ class Agents:
             template=Template(tools=first.tools),
         )
         self.counts["runs"] += 1
+        # Of a run that has failed they are among the tokens of the failure.
+        self.counts["undelivered tokens"] += session.undelivered
         columns, row = session.row.columns([turn.number for turn in turns]), slice(session.row.prompt, None)
         # The tokens of turns lie in the order of the turns.
         ends = np.flatnonzero(columns.mask[row])[np.cumsum([turn.tokens for turn in turns]) - 1]

@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import IO, Any, cast
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
@@ -174,9 +175,13 @@ def load(name: str) -> Callable[..., object]:
 
 
 def variables(call: Call, prompt: str) -> dict[str, str]:
-    """Return the environment variables in which programs find their endpoint. A prompt too long for one is left out."""
+    """Return the environment variables in which programs find their endpoint."""
     found = {"OPENAI_BASE_URL": f"{call.address}/v1", "OPENAI_API_KEY": call.key}
     found |= {"ANTHROPIC_BASE_URL": call.address, "ANTHROPIC_API_KEY": call.key}
+    # No proxy of the machine's is on the way to the endpoint.
+    host = urlsplit(call.address).hostname or ""
+    direct = [one for one in os.environ.get("NO_PROXY", "").split(",") if one and one != host]
+    found |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join([*direct, host]))
     return {**found, "STREAMPPO_PROMPT": prompt.replace("\0", "")}
 
 

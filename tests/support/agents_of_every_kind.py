@@ -103,6 +103,16 @@ async def hangs_up(prompt: str, base_url: str, api_key: str) -> float:
     return 1.0
 
 
+async def hangs_up_once(prompt: str, base_url: str, api_key: str) -> float:
+    """The first answer takes too long, and another question is asked."""
+    try:
+        await ask(base_url, api_key, user(prompt), read_s=0.3)
+    except httpx.ReadTimeout:
+        await asyncio.sleep(0.8)
+    await ask(base_url, api_key, user("another"))
+    return 1.0
+
+
 async def dies(prompt: str, base_url: str, api_key: str) -> float:
     os._exit(3)
 

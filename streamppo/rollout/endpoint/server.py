@@ -47,6 +47,8 @@ KEEP_ALIVE_S = 5.0
 REMEMBERED = 10_000
 """Runs that have ended whose keys are still known."""
 CLOSING_S = 1
+IDLE_S = 300
+"""A connection stays open between two requests of a program whose tools take long."""
 
 log = logging.getLogger(__name__)
 Answering = Callable[[HttpRequest, Session, Body], Awaitable[Response]]
@@ -85,6 +87,7 @@ class Endpoint:
             ws="none",
             server_header=False,
             timeout_graceful_shutdown=CLOSING_S,
+            timeout_keep_alive=IDLE_S,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))

@@ -193,7 +193,6 @@ class Session:
             if turn.task is not None and not turn.task.done():
                 self._counts["cut off at the end"] += 1
                 turn.task.cancel()
-        self._counts["undelivered tokens"] += self.undelivered
 
     def _followed(self, request: Request) -> Request:
         """Put the messages up to the answer that a request goes on from before its own. Raises `Refused`."""
@@ -235,6 +234,7 @@ class Session:
         except TaskError as error:
             self._refuse(turn, refusal.bad(str(error)))
         except ModelError as error:
+            self.truncated = True
             self._refuse(turn, refusal.spent(str(error)))
 
     def _over(self, turn: Turn, task: asyncio.Task[None]) -> None:

@@ -180,7 +180,18 @@ def test_what_nobody_received_is_counted_and_not_trained_on(played: Callable[...
 
     reason, tokens, counts = played("hangs_up", ask)
     assert reason == "the agent received no answer: it hung up on each of its requests"
-    assert counts["undelivered tokens"] == tokens == 3
+    # They are the failure's, and counted once.
+    assert tokens == 3 and "undelivered tokens" not in counts
+
+
+def test_of_a_run_that_is_trained_what_nobody_received_is_counted_beside_it(played: Callable[..., Any]) -> None:
+    async def ask(player: Player) -> tuple[Episode, dict[str, int]]:
+        player.engine.pace_s = 0.4  # pyright: ignore
+        return await once(player)
+
+    episode, counts = played("hangs_up_once", ask)
+    assert episode.num_sampled == 3 and counts["undelivered tokens"] == 3 and counts["requests"] == 2
+    assert len(episode.tokens) - episode.num_sampled >= 3
 
 
 def test_many_runs_are_played_side_by_side_in_as_many_processes(played: Callable[..., Any]) -> None:
