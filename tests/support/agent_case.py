@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 
 from streamppo.config.task import AgentEnvironment
+from streamppo.rollout.endpoint import session
 from streamppo.rollout.endpoint.server import Endpoint
 from streamppo.rollout.endpoint.session import Policy, Session
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
@@ -127,7 +129,9 @@ async def served(
     await endpoint.start()
     case = Case(endpoint, Speaks(tokenizer, say), AgentEnvironment(agent="a:b", **limits))
     try:
-        yield case
+        # Every piece is shown, however fast it comes.
+        with mock.patch.object(session, "STREAM_S", 0.0):
+            yield case
     finally:
         await case.close()
         await endpoint.stop()

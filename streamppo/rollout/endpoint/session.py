@@ -34,8 +34,8 @@ from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Ints, Message, Prompt, Template
 
-STREAMED = 4
-"""Tokens between two pieces of a stream."""
+STREAMED, STREAM_S = 4, 0.2
+"""Tokens, and seconds, between two pieces of a stream: each is read from the turn's beginning."""
 MOST_UNDER_WAY = 256
 """Requests of one run under way at once."""
 NO_REPLY = Reply("")
@@ -78,6 +78,7 @@ class Turn:
     number: int = 0
     context: int = 0
     partial: Reply = NO_REPLY
+    shown_s: float = 0.0
     opened: bool = False
     text: str = ""
     reply: Reply | None = None
@@ -300,7 +301,10 @@ class Session:
 
     def _progress(self, turn: Turn, part: Completion) -> None:
         """Note what is sampled so far; a schema's text is read at its end alone."""
-        tokenizer = self._policy.tokenizer
+        tokenizer, present = self._policy.tokenizer, time.monotonic()
+        if present - turn.shown_s < STREAM_S:
+            return
+        turn.shown_s = present
         if tokenizer.response_parser() is None and not self._policy.stop.strings:
             text = tokenizer.completion(part.tokens)
             # Bytes of a character that is not whole yet.

@@ -224,6 +224,9 @@ class SGLangEngine:
 
     async def _sample(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None) -> Completion:
         self._requests += 1
+        if self._setup.routes:
+            # A stream brings none: the completion comes in one piece.
+            cuts = None
         link, rid = self._life.link, f"{self._run}-{self._requests}"
         fields = wire.request(
             prompt,
