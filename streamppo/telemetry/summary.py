@@ -6,7 +6,7 @@ are of the whole run. Only engines know the rest; it is of the engines at work a
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import msgspec
 
@@ -95,7 +95,7 @@ class OfEngines(TypedDict):
     scorers: list[dict[str, object]]
     too_long: dict[str, int]
     stalls: dict[str, int]
-    agents: dict[str, int]
+    agents: NotRequired[dict[str, int]]
 
 
 class Summary(OfLines, OfQueue):
