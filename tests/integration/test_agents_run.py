@@ -45,7 +45,8 @@ def test_sub_agents_are_branches_of_one_trajectory_trained_once_and_replayed(tmp
         assert len(pairs) in (1, 2) and -1 in pairs[:, 1] and len(whole) <= 64 + 9
     summary = json.loads((run / "summary.json").read_text())
     counted = summary["engines"]["agents"]
-    assert counted["requests"] == 3 * counted["runs"] and not counted["undelivered tokens"]
+    # Runs that were under way at the end have asked, too.
+    assert counted["requests"] >= 3 * counted["runs"] > 0 and not counted.get("undelivered tokens")
     ledger = summary["tokens"]
     assert ledger["delivered"] == sum(count for name, count in ledger.items() if name != "delivered")
     assert "bit for bit" in streamppo("replay", str(run))
