@@ -60,6 +60,10 @@ def test_depths_paths_and_trees_are_those_of_tokens_followed_one_by_one(
     leaves = sorted(set(range(width)) - set(follows))
     assert [path.tolist() for path in branches.paths(column, width)] == [chains[leaf] for leaf in leaves]
     roots = [chain[0] for chain in chains]
+    assert [(one.tokens, one.paths) for one in branches.sizes(column, width)] == [
+        (roots.count(root), [len(chains[leaf]) for leaf in leaves if roots[leaf] == root])
+        for root in sorted(set(roots))
+    ]
     assert [tree.tolist() for tree in branches.trees(column, width)] == [
         [token for token in range(width) if roots[token] == root] for root in sorted(set(roots))
     ]
@@ -153,7 +157,7 @@ def test_branches_that_are_no_tree_do_not_hide_among_sound_rows() -> None:
 
 def test_inspect_and_watch_show_the_branch_of_each_token() -> None:
     tokenizer = character_tokenizer("0123456789+=")
-    text: Callable[..., str] = tokenizer.decode
+    text = cast("Callable[[list[int]], str]", tokenizer.decode)
     one = replace(TREE, token_rewards=b"")
     shown = list(inspection._texts(one, cast("Tokenizer", tokenizer)))
     assert shown == [
