@@ -61,8 +61,8 @@ class PaddedBatch(NamedTuple):
     `truncated_B`: the completion was truncated. `cut_B`: another segment follows. `prefix_B` is the number of tokens in
     earlier segments, which count as the prompt's. `candidates` [B, T] is None unless tokens were sampled with top-p or
     top-k. `teacher_logprobs_BT` is None unless a teacher's server gave some, and NaN for a trajectory without them.
-    `routes_BLE` are the engine's experts for each token, layer by layer, -1 where unknown. `branches` make a tree of each
-    row's tokens, if any has branches. `host` has the columns that lay out passes, for a batch on a GPU.
+    `routes_BLE` are the engine's experts for each token, layer by layer, -1 where unknown. `branches` make a tree of
+    each row's tokens, if any has branches. `host` has the columns that lay out passes, for a batch on a GPU.
     """
 
     version: int

@@ -80,10 +80,10 @@ class Policy(nn.Module):
     The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Policy
     and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass when that is
     cheaper (learner/shared.py). A row with branches is a tree (learner/tree.py). `detach_context` computes the context
-    of completions without gradient (learner/context.py). Rows are split into `slices`, and each of their ranks gets the scores of all tokens
-    (learner/ulysses.py). With `replays_routes`, tokens go to the engine's experts (learner/routing.py). `unknown_V`
-    excludes tokens from the distribution (learner/head.py). A `working_copy` has the weights in the type of
-    computation, unless FSDP casts them for each pass (learner/working_copy.py).
+    of completions without gradient (learner/context.py). Rows are split into `slices`, and each of their ranks gets the
+    scores of all tokens (learner/ulysses.py). With `replays_routes`, tokens go to the engine's experts
+    (learner/routing.py). `unknown_V` excludes tokens from the distribution (learner/head.py). A `working_copy` has the
+    weights in the type of computation, unless FSDP casts them for each pass (learner/working_copy.py).
     """
 
     def __init__(
@@ -184,14 +184,15 @@ class Policy(nn.Module):
         return [self.lm.base_model, *([] if self.critic is None else [self.critic])]
 
     @property
-    def masks_trees(self) -> bool:
-        """True if a row with branches is computed as one, by a mask, in place of each of its paths."""
+    def masked_width(self) -> int | None:
+        """The model's width if a row with branches may be computed by a mask, in place of each of its paths."""
         masked = (one.config._attn_implementation == "sdpa" for one in self.transformers)
-        return all(masked) and all(attention.looks_at_all(one.config, ulysses.KNOWN) for one in self.transformers)
+        known = (attention.looks_at_all(one.config, ulysses.KNOWN) for one in self.transformers)
+        return self.lm.config.hidden_size if all(masked) and all(known) else None
 
     def sizes(self, host: Host) -> tree.Sizes:
         """The tokens of each row in a pass, for micro-batches."""
-        return tree.sizes(host, self.layout, masked=host.branches is not None and self.masks_trees)
+        return tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
 
     def critic_parameters(self) -> Iterable[nn.Parameter]:
         """The critic's own parameters: its transformer, if it has one, and the value head."""
@@ -203,7 +204,7 @@ class Policy(nn.Module):
         if host.branches is not None:
             if self.detach_context or self.slices.ranks > 1:
                 raise ModelError("rows with branches take no queue.segments and no learner.mesh.context or tensor")
-            return tree.read(host, self.layout, device, masked=self.masks_trees)
+            return tree.read(host, self.layout, self.masked_width, device)
         if self.detach_context:
             if self.layout is attention.joined:
                 return context.joined(inputs_BL, start_B, width_B, device)

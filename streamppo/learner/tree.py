@@ -2,15 +2,19 @@
 
 B trajectories, L prompt + completion tokens (padded), G lines, W tokens of a line (padded), P pieces of all lines.
 
-    row       0  1  2  3  4  5  6  7  8       branches (5, 2) and (8, -1)
-    trees     0  1  2  3  4  5  6  7          one line for each root, for SDPA: a token sees the tokens that it follows,
-              8                               and its position is their number; nothing is computed twice
-    paths     0  1  2  3  4                   one line for each last token, for flash-attn, sliding windows, and models
-              0  1  2  5  6  7                with other state than keys and values: linear, as any row
-              8
+    row      0  1  2  3  4  5  6  7  8        branches (5, 2) and (8, -1)
 
-Both give the same scores and gradients. A token's result is taken from the first line that has it; in other lines it is
-context alone, whose gradient adds up to that of the one token.
+    masked   0  1  2  3  4  5  6  7           a tree as one line: a token sees the tokens that it follows, and its
+             8                                position is their number; nothing is computed twice
+
+    paths    0  1  2  3  4                    a line for each token that none follows; it is linear, as any row
+             0  1  2  5  6  7
+             8
+
+SDPA masks a tree where that is less work than its paths: W * W pairs of tokens may be more than those of many short
+paths. Other attention, sliding windows, and models with other state than keys and values compute paths. Both give the
+same scores and gradients. A token's result is taken from the first line that has it; in other lines it is context
+alone.
 """
 
 from itertools import groupby
@@ -23,7 +27,9 @@ from torch import Tensor
 from streamppo.learner.attention import CPU, Layout, Reading, padded
 from streamppo.learner.batch import Host
 from streamppo.learner.device import to_device
+from streamppo.learner.shared import work
 from streamppo.types import Ints, branches
+from streamppo.types.branches import Size
 
 
 class Sizes(NamedTuple):
@@ -40,24 +46,39 @@ class Line(NamedTuple):
     tokens: Ints
 
 
-def sizes(host: Host, layout: Layout, *, masked: bool) -> Sizes:
-    """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `masked` are those of `read`."""
+def sizes(host: Host, layout: Layout, hidden: int | None) -> Sizes:
+    """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `hidden` are those of `read`."""
     width_B = host.start_B + host.length_B
     if host.branches is None:
         return Sizes(width_B)
-    lengths = [
-        branches.tree_lengths(column, width) if masked else branches.path_lengths(column, width)
-        for column, width in zip(host.branches, width_B.tolist(), strict=True)
-    ]
+    lengths = [_lengths(*row, hidden) for row in zip(host.branches, width_B.tolist(), strict=True)]
     if layout is not padded:
         return Sizes(torch.tensor([sum(one) for one in lengths]))
     return Sizes(torch.tensor([max(one) for one in lengths]), torch.tensor([len(one) for one in lengths]))
 
 
-def read(host: Host, layout: Layout, device: torch.device = CPU, *, masked: bool) -> Reading:
-    """Lay out the rows of `host`, which has branches: trees if they may be `masked`, else paths in `layout`."""
+def _lengths(column: bytes, width: int, hidden: int | None) -> list[int]:
+    """The tokens of each of a row's lines."""
+    found = branches.sizes(column, width)
+    return [length for one in found for length in ([one.tokens] if _is_masked(one, hidden) else one.paths)]
+
+
+def _is_masked(tree: Size, hidden: int | None) -> bool:
+    """True if a tree may be masked, and is less work so than its paths; a single path is as it is."""
+    return (
+        hidden is not None
+        and len(tree.paths) > 1
+        and work(1, tree.tokens, hidden) <= sum(work(1, path, hidden) for path in tree.paths)
+    )
+
+
+def read(host: Host, layout: Layout, hidden: int | None, device: torch.device = CPU) -> Reading:
+    """Lay out the rows of `host`, which has branches. Trees may be masked for a model of width `hidden`, if not None.
+
+    Paths alone are in `layout`, which is `padded` where trees may be masked.
+    """
     assert host.branches is not None
-    lines = _lines(host.branches, (host.start_B + host.length_B).tolist(), masked=masked)
+    lines, masked = _lines(host.branches, (host.start_B + host.length_B).tolist(), hidden)
     width_G = torch.tensor([len(one.tokens) for one in lines])
     B, L = host.inputs_BL.shape
     source_GW = torch.full((len(lines), int(width_G.max())), -1)
@@ -75,20 +96,27 @@ def read(host: Host, layout: Layout, device: torch.device = CPU, *, masked: bool
     return made._replace(place_BL=place_N.view(B, L), source_N=source_N)
 
 
-def _lines(columns: tuple[bytes, ...], widths: list[int], *, masked: bool) -> list[Line]:
-    cut = branches.trees if masked else branches.paths
-    rows = enumerate(zip(columns, widths, strict=True))
-    return [Line(row, tokens) for row, (column, width) in rows for tokens in cut(column, width)]
+def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) -> tuple[list[Line], bool]:
+    """The lines of all rows, and whether one of them is more than a path."""
+    lines, masked = list[Line](), False
+    for row, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        paths = branches.paths(column, width)
+        for tree, size in zip(branches.trees(column, width), branches.sizes(column, width), strict=True):
+            is_masked = _is_masked(size, hidden)
+            own = [tree] if is_masked else [path for path in paths if path[0] == tree[0]]
+            lines += [Line(row, tokens) for tokens in own]
+            masked |= is_masked
+    return lines, masked
 
 
 def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[Line], device: torch.device) -> Reading:
-    """Trees as lines: positions are depths, and a token sees itself and those that it follows; padding sees all."""
+    """Lines by a mask: positions are depths, and a token sees itself and those that it follows; padding sees all."""
     G, W = inputs_GW.shape
     position_GW, piece_GW = np.zeros((G, W), np.int64), np.zeros((G, W), np.int64)
     sees, count = [np.ones((1, W), np.bool_)], 1
     for row, own in groupby(enumerate(lines), key=lambda one: one[1].row):
         some = list(own)
-        width = sum(len(line.tokens) for _, line in some)
+        width = 1 + max(int(line.tokens[-1]) for _, line in some)
         depth, piece, sees_row = branches.depths(columns[row], width), *branches.seen(columns[row], width)
         for number, (_, tokens) in some:
             numbers, piece_W = np.unique(piece[tokens], return_inverse=True)

@@ -30,6 +30,13 @@ class Piece(NamedTuple):
     parent: int
 
 
+class Size(NamedTuple):
+    """The tokens under a root, and the tokens of each path from it."""
+
+    tokens: int
+    paths: list[int]
+
+
 def pairs(column: bytes) -> Ints:
     """[K, 2] the (start, parent) of each branch."""
     return ints(column).reshape(-1, 2)
@@ -101,24 +108,18 @@ def trees(column: bytes, width: int) -> list[Ints]:
     return [np.flatnonzero(root == one).astype(np.int32) for one in np.unique(root)]
 
 
-def tree_lengths(column: bytes, width: int) -> list[int]:
-    """The number of tokens under each root, as `trees` has them."""
-    cut, roots, lengths = pieces(column, width), list[int](), dict[int, int]()
-    starts = [one.start for one in cut]
-    for number, (start, end, parent) in enumerate(cut):
-        roots.append(roots[bisect_right(starts, parent) - 1] if parent >= 0 else number)
-        lengths[roots[-1]] = lengths.get(roots[-1], 0) + end - start
-    return list(lengths.values())
-
-
-def path_lengths(column: bytes, width: int) -> list[int]:
-    """The number of tokens of each path, as `paths` has them."""
-    cut, depths = pieces(column, width), list[int]()
+def sizes(column: bytes, width: int) -> list[Size]:
+    """The sizes of `trees`, in their order."""
+    cut, roots, depths, made = pieces(column, width), list[int](), list[int](), dict[int, Size]()
     starts, parents = [one.start for one in cut], {one.parent for one in cut}
-    for _, _, parent in cut:
+    for start, end, parent in cut:
         at = bisect_right(starts, parent) - 1
+        roots.append(roots[at] if parent >= 0 else start)
         depths.append(depths[at] + parent - starts[at] + 1 if parent >= 0 else 0)
-    return [depth + one.end - one.start for depth, one in zip(depths, cut, strict=True) if one.end - 1 not in parents]
+        tokens, paths = made.get(roots[-1], Size(0, []))
+        ends = [depths[-1] + end - start] if end - 1 not in parents else []
+        made[roots[-1]] = Size(tokens + end - start, paths + ends)
+    return list(made.values())
 
 
 def seen(column: bytes, width: int) -> tuple[Ints, Flags]:

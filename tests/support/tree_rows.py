@@ -98,7 +98,8 @@ def unrolled(plain: Callable[[PaddedBatch, Part], Scored], rows: PaddedBatch, pa
                 (torch.tensor(leaf.row), torch.tensor(0)), states[number, leaf.path.index(before)]
             )
     last = [max(number for number, leaf in enumerate(leaves) if leaf.row == one) for one in range(len(start_B))]
-    return Scored(*spread, scored.bootstrap_B[torch.tensor(last)])
+    logprobs_BT, entropy_BT, values_BT = spread
+    return Scored(logprobs_BT, entropy_BT, values_BT, scored.bootstrap_B[torch.tensor(last)])
 
 
 def _line(like: Trajectory, line: np.ndarray) -> Trajectory:

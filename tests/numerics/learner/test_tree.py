@@ -11,13 +11,14 @@ import pytest
 import torch
 import tree_rows
 from fake_flash import Call
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from test_attention import MAMBA
 from test_routing import SGLANG, routed
 from test_update import CHOICES
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import FalconH1Config, FalconH1ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.errors import ModelError
 from streamppo.learner import attention, pretrained, tree
@@ -27,6 +28,10 @@ from streamppo.queue import parts
 from streamppo.types import Batch, branches
 
 ROWS = pad(tree_rows.batch())
+WIDE = 10**9
+"""The width of a model for which a tree is always less work than its paths."""
+NARROW = 3
+"""That of one for which this is so with some trees."""
 
 
 def policy(folder: Path, implementation: str = "sdpa", temperature: float = 0.7) -> Policy:
@@ -69,20 +74,23 @@ def test_a_tree_has_the_scores_and_gradients_of_its_paths(
 ) -> None:
     calls: list[Call] = fake_flash.install(monkeypatch)
     made = policy(folder, implementation)
-    assert made.masks_trees is (implementation == "sdpa")
+    assert (made.masked_width is not None) is (implementation == "sdpa")
     assert_scores_paths(made, policy(folder), ROWS)
     assert bool(calls) is (implementation == "flash_attention_2")
 
 
-@pytest.mark.parametrize("family", ["sliding", "FalconH1", "Qwen3Next", "Qwen3Moe", "Llama", "Gemma3Text", "Mistral"])
+@pytest.mark.parametrize("family", ["sliding", "FalconH1", "Qwen3Next", "Qwen3Moe", "Llama", "Gemma3Text"])
 def test_every_kind_of_attention_reads_a_tree_as_its_paths(family: str, tmp_path: Path) -> None:
     if family == "sliding":
         sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
         Qwen2ForCausalLM(Qwen2Config(**case.SMALL, **sliding, initializer_range=0.3)).save_pretrained(tmp_path)
+    elif family == "FalconH1":
+        hybrid = FalconH1Config(**case.SMALL, **MAMBA, mamba_n_groups=1, initializer_range=0.3)
+        FalconH1ForCausalLM(hybrid).save_pretrained(tmp_path)
     else:
         model_families.make(family, tmp_path)
     made = policy(tmp_path)
-    assert made.masks_trees is (family in ("Qwen3Moe", "Llama"))
+    assert (made.masked_width is not None) is (family in ("Qwen3Moe", "Llama"))
     assert_scores_paths(made, policy(tmp_path), ROWS)
 
 
@@ -122,14 +130,15 @@ def test_micro_batches_change_nothing(folder: Path) -> None:
         case.assert_same(whole, one)
 
 
-def _made(ranks: int, folder: Path, attends: str) -> tuple[case.Weights, dict[str, float]]:
-    choices = (f"learner.ranks={ranks}", f"model.attention={attends}", "learner.micro_batch_tokens=60")
-    return stepped(folder, ROWS, *TWICE, *choices, by_paths=False)
+def _made(ranks: int, folder: Path) -> list[tuple[case.Weights, dict[str, float]]]:
+    choices = (*TWICE, f"learner.ranks={ranks}", "learner.micro_batch_tokens=60")
+    return [stepped(folder, ROWS, *choices, f"model.attention={name}", by_paths=False) for name in ("sdpa", "eager")]
 
 
-@pytest.mark.parametrize("attends", ["sdpa", "eager"])
-def test_ranks_change_nothing(folder: Path, tmp_path: Path, attends: str) -> None:
-    case.assert_same(*(case.by_ranks(_made, ranks, tmp_path, folder, attends) for ranks in (1, 2)))
+def test_ranks_and_attention_change_nothing(folder: Path, tmp_path: Path) -> None:
+    first, *others = (one for ranks in (1, 2) for one in case.by_ranks(_made, ranks, tmp_path, folder))
+    for one in others:
+        case.assert_same(first, one)
 
 
 @pytest.mark.usefixtures("alone")
@@ -158,6 +167,15 @@ def columns_of(draw: st.DrawFn) -> tuple[list[list[tuple[int, int]]], list[int]]
     return made, widths
 
 
+WAYS = (
+    (attention.padded, WIDE),
+    (attention.padded, NARROW),
+    (attention.padded, None),
+    (attention.joined, None),
+)
+"""Layouts, with the width of a model whose trees may be masked."""
+
+
 def host_of(pairs: list[list[tuple[int, int]]], widths: list[int]) -> Host:
     """Rows of different tokens; each prompt is one token."""
     width_B = torch.tensor(widths)
@@ -165,13 +183,14 @@ def host_of(pairs: list[list[tuple[int, int]]], widths: list[int]) -> Host:
     return Host(inputs_BL, torch.ones_like(width_B), width_B - 1, branches=tuple(map(branches.column, pairs)))
 
 
-@given(columns_of())
-@settings(max_examples=150, deadline=None)
+@given(columns_of(), st.sampled_from([WIDE, NARROW]))
+@settings(max_examples=300, deadline=None)
 def test_a_token_sees_those_that_it_follows_and_its_position_is_their_number(
-    rows: tuple[list[list[tuple[int, int]]], list[int]],
+    rows: tuple[list[list[tuple[int, int]]], list[int]], hidden: int
 ) -> None:
     host = host_of(*rows)
-    reading = tree.read(host, attention.padded, masked=True)
+    reading = tree.read(host, attention.padded, hidden)
+    assume("attention_mask" in reading.arguments)
     tokens_N, position_N, sees_GWW = (
         reading.arguments["input_ids"].flatten(),
         reading.arguments["position_ids"].flatten(),
@@ -180,7 +199,9 @@ def test_a_token_sees_those_that_it_follows_and_its_position_is_their_number(
     G, W, _ = sees_GWW.shape
     assert sees_GWW.any(-1).all(), "a token that sees nothing has no softmax"
     assert reading.source_N is not None
-    assert (reading.source_N >= 0).sum() == sum(rows[1]), "no token is computed twice"
+    if hidden == WIDE:
+        assert (reading.source_N >= 0).sum() == sum(rows[1]), "no token is computed twice"
+        assert sum(len(branches.trees(branches.column(one), width)) for one, width in zip(*rows, strict=True)) == G
     for row, (pairs, width) in enumerate(zip(*rows, strict=True)):
         follows = [dict(pairs).get(token, token - 1) for token in range(width)]
         for token in range(width):
@@ -193,7 +214,6 @@ def test_a_token_sees_those_that_it_follows_and_its_position_is_their_number(
             line, at = divmod(place, W)
             seen = line * W + sees_GWW[line, at].nonzero().flatten()
             assert tokens_N[seen].tolist() == host.inputs_BL[row, chain].tolist()
-    assert sum(len(branches.trees(branches.column(one), width)) for one, width in zip(*rows, strict=True)) == G
 
 
 @given(columns_of(), st.sampled_from([attention.padded, attention.joined]))
@@ -202,9 +222,10 @@ def test_a_path_is_a_linear_row_and_a_tokens_result_is_of_the_first(
     rows: tuple[list[list[tuple[int, int]]], list[int]], layout: attention.Layout
 ) -> None:
     host = host_of(*rows)
-    reading = tree.read(host, layout, masked=False)
+    reading = tree.read(host, layout, None)
     assert "attention_mask" not in reading.arguments
-    leaves = tree_rows.leaves_of(host.branches or (), rows[1])
+    # Lines are in the order of roots, and then of last tokens.
+    leaves = sorted(tree_rows.leaves_of(host.branches or (), rows[1]), key=lambda leaf: (leaf.row, leaf.path[0]))
     lines = _lines(reading, [len(leaf.path) for leaf in leaves])
     for leaf, line in zip(leaves, lines, strict=True):
         assert [token for token, _ in line] == host.inputs_BL[leaf.row, leaf.path].tolist()
@@ -259,18 +280,25 @@ def test_a_context_of_1000_tokens_that_8_answers_share_is_computed_once(folder: 
     assert policy(folder).sizes(rows.on_host) == tree.Sizes(torch.tensor([1167]), torch.tensor([1]))
 
 
+def test_many_short_paths_are_not_one_wide_square(folder: Path) -> None:
+    turns, context, made = 60, 20, policy(folder)
+    rows = pad(shared(context, turns, 20))
+    reading = tree.read(rows.on_host, attention.padded, made.masked_width)
+    # Sixty paths of 40 tokens in place of 1,279 tokens that look at as many.
+    assert reading.arguments["input_ids"].shape == (turns, 40) and "attention_mask" not in reading.arguments
+    assert tree.read(rows.on_host, attention.padded, WIDE).arguments["input_ids"].shape == (1, 1279)
+
+
 @given(columns_of())
 @settings(max_examples=150, deadline=None)
 def test_the_sizes_for_micro_batches_are_those_of_the_lines(
     rows: tuple[list[list[tuple[int, int]]], list[int]],
 ) -> None:
     host = host_of(*rows)
-    for layout, masked in ((attention.padded, True), (attention.padded, False), (attention.joined, False)):
-        tokens_B, lines_B = tree.sizes(host, layout, masked=masked)
+    for layout, hidden in WAYS:
+        tokens_B, lines_B = tree.sizes(host, layout, hidden)
         alone = [
-            tree.read(host.select(torch.tensor([row])), layout, masked=masked)
-            for row in range(len(rows[1]))
-            if rows[0][row]
+            tree.read(host.select(torch.tensor([row])), layout, hidden) for row in range(len(rows[1])) if rows[0][row]
         ]
         shapes = [one.arguments["input_ids"].shape for one in alone]
         some = torch.tensor([bool(one) for one in rows[0]])
@@ -334,13 +362,13 @@ def test_a_rank_divides_a_batch_alike_before_and_after_it_has_the_tokens(folder:
         assert torch.equal(known.tokens_B, whole.tokens_B) and torch.equal(known.lines_B, whole.lines_B)
 
 
-@given(columns_of(), st.sampled_from([(attention.padded, True), (attention.padded, False), (attention.joined, False)]))
+@given(columns_of(), st.sampled_from(WAYS))
 @settings(max_examples=150, deadline=None)
 def test_the_source_of_each_token_is_its_place_in_the_rows(
-    rows: tuple[list[list[tuple[int, int]]], list[int]], way: tuple[attention.Layout, bool]
+    rows: tuple[list[list[tuple[int, int]]], list[int]], way: tuple[attention.Layout, int | None]
 ) -> None:
     host = host_of(*rows)
-    reading = tree.read(host, way[0], masked=way[1])
+    reading = tree.read(host, *way)
     tokens_N, source_N = reading.arguments["input_ids"].flatten(), reading.source_N
     assert source_N is not None
     assert torch.equal(tokens_N, torch.where(source_N < 0, 0, host.inputs_BL.flatten()[source_N]))

@@ -6,7 +6,8 @@ from typing import cast
 
 import numpy as np
 import pytest
-from conftest import trajectory
+import torch
+from conftest import COUNTERS, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -15,12 +16,15 @@ from test_archive import recorded
 from streamppo.commands import inspect as inspection
 from streamppo.commands.watching import trajectories as watching
 from streamppo.config.sections import Config
+from streamppo.learner.batch import pad
 from streamppo.queue import parts
 from streamppo.queue.columns import of_batch, to_batch, verify
 from streamppo.queue.defects import Limits, defect, defects, limits_of
+from streamppo.queue.journal import Journal
+from streamppo.queue.records import Changes, SavedSlot
 from streamppo.queue.slot import record_of
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.types import Batch, Learned, Trajectory, branches, decode, encode
+from streamppo.types import Batch, Learned, Trajectory, branches, encode
 
 PROMPT, MASK = (3, 4, 5), [False, True, False, True, False, True]
 """Tokens 0 to 2 of the row, and tokens 3 to 8: those at 4, 6 and 8 are sampled."""
@@ -60,6 +64,10 @@ def test_depths_paths_and_trees_are_those_of_tokens_followed_one_by_one(
     leaves = sorted(set(range(width)) - set(follows))
     assert [path.tolist() for path in branches.paths(column, width)] == [chains[leaf] for leaf in leaves]
     roots = [chain[0] for chain in chains]
+    assert [(one.tokens, one.paths) for one in branches.sizes(column, width)] == [
+        (roots.count(root), [len(chains[leaf]) for leaf in leaves if roots[leaf] == root])
+        for root in sorted(set(roots))
+    ]
     assert [tree.tolist() for tree in branches.trees(column, width)] == [
         [token for token in range(width) if roots[token] == root] for root in sorted(set(roots))
     ]
@@ -131,7 +139,24 @@ def test_branches_come_back_from_the_archive_and_linear_rows_have_no_column_of_t
     assert not any("branches" in name for name in made.columns(4))
     assert to_batch(*of_batch(mixed, Learned())) == mixed
     assert b"branches" not in encode(plain), "nor has the journal"
-    assert decode(encode(TREE), Trajectory) == TREE
+
+
+def test_branches_come_back_from_the_journal_and_make_the_same_batch_as_from_the_archive(tmp_path: Path) -> None:
+    slots = tuple(
+        SavedSlot(number=n, identity=one.identity, actor=None, call=0, failures=0, trajectory=one)
+        for n, one in enumerate([TREE, branched((3, 1))])
+    )
+    (tmp_path / "waiting").mkdir()
+    Journal(tmp_path / "waiting" / "journal.sqlite").write(Changes(COUNTERS, slots))
+    waiting = [one.trajectory for one in Journal(tmp_path / "waiting" / "journal.sqlite").slots()]
+    batch = Batch(version=3, min_version=0, trajectories=tuple(one for one in waiting if one is not None))
+    assert batch.trajectories == tuple(one.trajectory for one in slots)
+    taken, replayed = pad(batch), pad(recorded(tmp_path, batch).batch(3))
+    assert taken.branches == replayed.branches == (TREE.branches, branches.column([(3, 1)]))
+    assert all(torch.equal(one, other) for one, other in zip(taken, replayed, strict=True) if torch.is_tensor(one))
+    assert taken.select(torch.tensor([1])).branches == (branches.column([(3, 1)]),)
+    linear = pad(Batch(version=3, min_version=0, trajectories=(trajectory([5]), TREE))).select(torch.tensor([0]))
+    assert linear.branches is None, "a micro-batch of linear rows is computed as without branches"
 
 
 def test_every_rank_has_the_branches_of_all_rows_and_a_record_has_none() -> None:
@@ -153,7 +178,7 @@ def test_branches_that_are_no_tree_do_not_hide_among_sound_rows() -> None:
 
 def test_inspect_and_watch_show_the_branch_of_each_token() -> None:
     tokenizer = character_tokenizer("0123456789+=")
-    text: Callable[..., str] = tokenizer.decode
+    text = cast("Callable[[list[int]], str]", tokenizer.decode)
     one = replace(TREE, token_rewards=b"")
     shown = list(inspection._texts(one, cast("Tokenizer", tokenizer)))
     assert shown == [

@@ -99,6 +99,7 @@ def test_of_a_tree_every_sampled_token_has_its_log_prob_on_its_path_and_no_token
     expected = [first[1, 5], first[2, 6], 0.0, second[1, 7], 0.0, third[3, 1], 0.0, root[0, 2]]
     assert floats(column).tolist() == pytest.approx([float(number) for number in expected], abs=1e-6)
     assert report.calls == 4
+    assert one.trajectory(Identity(task="t", prompt=0, sample=0), "a", Reward(), column).branches == one.branches
     starts = sorted((tuple(call["input_ids"]), call["logprob_start_len"]) for call in server.asked)
     assert starts == [((3, 2), 0), ((3, 4, 5, 6), 1), ((3, 4, 5, 6, 1), 3), ((3, 4, 7), 1)]
     failed, _ = asked(server.url + "/nowhere", one, attempts=1)
