@@ -38,6 +38,8 @@ TWO_RANKS_WITH_DELTAS = (
     "model.dtype=bfloat16",
     "learner.lr=1e-6",
 )
+STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
+STEERED_SEGMENTS = (*STEERED, "queue.segments={max_tokens = 2}", "queue.too_old=mask")
 RPC_FAILURES = {
     "CoreWorkerService.grpc_client.PushTask": {
         "num_failures": 20,
@@ -123,7 +125,7 @@ def all_accounted(run: Path) -> chaos.Trial:
         ),
         pytest.param(
             ["shard", "rollout", "learner", "queue", "driver"],
-            ("queue.shards=2", "queue.max_lag=1"),
+            ("queue.shards=2", *STEERED_SEGMENTS),
             id="every-kind",
         ),
         pytest.param(
@@ -173,6 +175,8 @@ def test_a_dozen_kills_lose_nothing_and_train_nothing_twice(
     assert (trial.lost, trial.twice) == (0, 0)
     assert trial.consumed == 40 * 64
     assert trial.replayed, "the weights are not those that the archive gives"
+    if STEERED[0] in overrides:
+        assert len(decisions(tmp_path / "chaos")) > 1, "nothing was steered"
     if "learner.deltas=on" in overrides:
         pushed = [row["push_mib"] for row in updates(tmp_path, "chaos")]
         assert statistics.median(pushed) < max(pushed) / 20, "versions went as deltas"
@@ -468,23 +472,21 @@ REFERENCE = {
 ADAPTERS = {"lora": ("model.lora={rank=4}", "algorithm.kl.loss_beta=0.1", "learner.lr=5e-3")}
 SIGNS = {"topr": ("algorithm.correction.kind=topr", "algorithm.negative_weight=0.25", "learner.minibatches=2")}
 SAMPLING = {"top-p": ("rollout.top_p=0.9", *PROXIMAL["behavior"])}
-STEERED = ("queue.max_lag={kind = 'adaptive', at_most = 4, ess = 0.9}", "learner.lr=5e-3")
 QUEUES = {
     "segments": ("queue.segments={max_tokens = 2}", "queue.too_old=mask"),
     "detached": ("queue.segments={max_tokens = 2, prefix = 'detached'}", "queue.too_old=mask", "learner.minibatches=2"),
     "windowed": ("queue.too_old=windowed", "queue.max_lag=4"),
     "mean": ("queue.admission=mean", "queue.too_old=keep"),
     "adaptive": STEERED,
-    "adaptive segments": (*STEERED, "queue.segments={max_tokens = 2}", "queue.too_old=mask"),
+    "adaptive segments": STEERED_SEGMENTS,
 }
-ALWAYS = ("adaptive segments",)
-"""Those that are tried in every run of the tests; the others are slow."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(overrides, id=name, marks=() if name in ALWAYS else pytest.mark.slow)
+        pytest.param(overrides, id=name)
         for name, overrides in {
             **ESTIMATORS,
             **PROXIMAL,
