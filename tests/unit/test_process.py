@@ -25,6 +25,8 @@ from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry.live.screen import Row, Screen
 from streamppo.types import Crossing, Identity, Trajectory
 
+pytestmark = pytest.mark.process
+
 COUNT = 100
 
 
