@@ -130,6 +130,8 @@ def test_a_loss_an_advantage_and_a_correction_of_the_user_train_a_run_that_is_re
     assert "bit for bit" in python("-m", "streamppo", "replay", str(tmp_path / "math"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_page_about_python_runs_as_it_stands(tmp_path: Path) -> None:
     """All boxes of docs/python.md, one after another, in a folder that has the configurations: a run and its resume."""
     page = (REPOSITORY / "docs" / "python.md").read_text()
@@ -155,7 +157,6 @@ def test_the_page_about_python_runs_as_it_stands(tmp_path: Path) -> None:
         assert found["pass_at"]["1"]["mean"] <= found["pass_at"]["2"]["mean"]
 
 
-@pytest.mark.slow
 def test_a_run_from_python_shows_its_metrics_and_its_archive(tmp_path: Path) -> None:
     shown = python("examples/first_run.py", "2", str(tmp_path))
     assert re.search(r"'update': 2(\.0)?,", shown)

@@ -133,6 +133,7 @@ def test_a_teacher_at_a_url_is_asked_later_and_its_key_is_missed_here(checked: C
     assert "http://a:1 is asked when the run starts; the environment has no NO_SUCH_KEY here" in output
 
 
+@pytest.mark.process
 def test_neither_ray_nor_a_gpu_is_touched() -> None:
     code = (
         "import sys, torch; from streamppo.cli import main; code = main(['check', sys.argv[1]]);"
