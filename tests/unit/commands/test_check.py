@@ -90,6 +90,7 @@ def test_every_shipped_configuration_is_in_order(checked: Callable[..., tuple[in
     assert "task ok the first prompt is" in output
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_memory_that_a_comment_names_is_the_memory_that_check_computes(
     checked: Callable[..., tuple[int, str]], tmp_path: Path, name: str
