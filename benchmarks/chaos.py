@@ -26,10 +26,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 
@@ -54,6 +54,8 @@ SHORT = ("queue.batch_size=64", "evaluation.prompts=64", "evaluation.every=0", "
 STUCK_S = 300.0
 MAX_ROLLOUTS = 3
 """With `--scale` there are one to so many rollout actors."""
+Replays: TypeAlias = Callable[[Path], bool]
+"""Whether a replay makes every version of a run again bit for bit; None stands for `replay`."""
 
 
 def environment() -> dict[str, str]:
@@ -146,11 +148,11 @@ class Victim:
             time.sleep(0.05)
         return True
 
-    def finish(self, kills: list[Kill]) -> Trial:
+    def finish(self, kills: list[Kill], replays: Replays | None = None) -> Trial:
         """Wait for the end of the run, and make its account. Raises `RuntimeError` if it failed."""
         if self.driver.wait(STUCK_S * 3):
             raise RuntimeError(f"the run ended with {self.driver.returncode}:\n{self.log.read_text()[-3000:]}")
-        return account(self.run, kills)
+        return account(self.run, kills, replays)
 
     def end(self) -> None:
         """Until no process is left; whoever will not go by himself is killed."""
@@ -171,8 +173,9 @@ def trial(
     *,
     scale: bool = False,
     watch: bool = False,
+    replays: Replays | None = None,
 ) -> Trial:
-    """One run with one kill of each of `kinds`, in that order.
+    """One run with one kill of each of `kinds`, in that order; at its end `replays` says if it is made again.
 
     With `scale`, of a changing number of rollout actors; with `watch`, its page is asked from its first update to its
     end.
@@ -181,9 +184,9 @@ def trial(
     try:
         victim.wait_for(1)
         if not watch:
-            return killed(victim, kinds, seed, scale=scale)
+            return killed(victim, kinds, seed, scale=scale, replays=replays)
         with polled(victim.run, environment()) as page:
-            made = killed(victim, kinds, seed, scale=scale)
+            made = killed(victim, kinds, seed, scale=scale, replays=replays)
         return made._replace(page_replies=page.replies, page_errors=dict(page.errors))
     finally:
         if victim.driver.poll() is None:
@@ -191,7 +194,7 @@ def trial(
         victim.end()
 
 
-def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool) -> Trial:
+def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool, replays: Replays | None = None) -> Trial:
     """Kill one of each of `kinds` at random instants, and wait for the end of the run."""
     generator, kills = random.Random(seed), list[Kill]()
     for kind in kinds:
@@ -203,10 +206,16 @@ def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool) -> Trial
         if victim.driver.poll() is None and victim.kill(kind):
             recovered = victim.wait_for(before + 1)
             kills.append(Kill(kind, time.monotonic() - start if recovered else None))
-    return victim.finish(kills)
+    return victim.finish(kills, replays)
 
 
-def account(run: Path, kills: list[Kill]) -> Trial:
+def replay(run: Path) -> bool:
+    """Whether `streamppo replay` makes every version of a run again bit for bit."""
+    command = [sys.executable, "-m", "streamppo", "replay", str(run)]
+    return not subprocess.run(command, capture_output=True, text=True, check=False, env=environment()).returncode
+
+
+def account(run: Path, kills: list[Kill], replays: Replays | None = None) -> Trial:
     """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
     journal = Journal.of(run)
     saved, ended = journal.read(), journal.ended()
@@ -223,15 +232,13 @@ def account(run: Path, kills: list[Kill]) -> Trial:
     segments = Counter(one.identity for one in (*trained, *waiting) if one.finish == "cut")
     # Of segments that grew too old the rest is never sampled again.
     old = {one.number for one in ended if one.state == "too_old" and any(segments)}
-    command = [sys.executable, "-m", "streamppo", "replay", str(run)]
-    replay = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     return Trial(
         kills=kills,
         opened=saved.counters.opened,
         consumed=len(trained),
         lost=len(set(range(saved.counters.opened)) - set(ends) - old),
         twice=sum(count - 1 for count in (*ends.values(), *segments.values())),
-        replayed=replay.returncode == 0,
+        replayed=(replays or replay)(run),
         restarts=json.loads((run / "summary.json").read_text())["restarts"],
         page_replies=0,
         page_errors={},

@@ -34,7 +34,7 @@ USUAL = draws.Draw(
     turns=2,
 )
 """A draw without anything unusual."""
-SLICE = 30
+SLICE = 10
 """Draws of the campaign that the default tests play."""
 SEED = 42
 

@@ -247,6 +247,7 @@ def test_the_file_is_read_in_one_sitting() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_it_learns_from_fresh_data_and_from_old(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,6 +176,7 @@ def test_a_window_is_used_to_its_end() -> None:
     assert max(lags) == 4 > settings("windowed", 4, 1).flow_lag
 
 
+@pytest.mark.process
 def test_the_rules_differ_in_how_long_the_learner_waits_and_in_what_they_lose() -> None:
     told = {rule: [world(rule, 8, seed) for seed in range(3)] for rule in RULES}
     waited = {rule: statistics.mean(one.waited for one in some) for rule, some in told.items()}

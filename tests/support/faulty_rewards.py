@@ -142,7 +142,7 @@ async def beside(trajectory: ScoredText) -> float:
             time.sleep(0.6)
             return 1.0
         case "naps":
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
             return 1.0
         case "process":
             return float(os.getpid())

@@ -21,6 +21,8 @@ from benchmarks.gpu_day import Part
 from benchmarks.latency import LATENCY
 from benchmarks.runs import Run
 
+pytestmark = pytest.mark.process
+
 
 def commands(document: str, script: str) -> list[list[str]]:
     """The arguments of every such command in a document."""
@@ -81,7 +83,9 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other_and_says_why(tmp_pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the parts are what they are for, and take their time")
-@pytest.mark.parametrize("name", ["device", "head", "update", "layers", "end_to_end"])
+@pytest.mark.parametrize(
+    "name", ["device", "head", "update", "layers", pytest.param("end_to_end", marks=pytest.mark.slow)]
+)
 def test_every_part_that_needs_no_gpu_is_rehearsed(name: str) -> None:
     found: Any = gpu_day.measured(name, 200)
     assert set(found) == {"result"}, found

@@ -17,6 +17,8 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks import chaos, draw
 from benchmarks.runs import PLAIN
 
+pytestmark = pytest.mark.process
+
 KINDS = [one for name in ("correction", "advantage", "policy_loss", "exploration") for one in draw.choices()[name]]
 
 

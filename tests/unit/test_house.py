@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import LONGEST, REPOSITORY
 
 from tests import house
 
@@ -19,18 +19,22 @@ def tool(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 def test_ruff_finds_nothing_to_format() -> None:
     tool(sys.executable, "-m", "ruff", "format", "--check", ".")
 
 
+@pytest.mark.process
 def test_ruff_finds_nothing_to_lint() -> None:
     tool(sys.executable, "-m", "ruff", "check", ".")
 
 
+@pytest.mark.process
 def test_pyright_finds_no_error() -> None:
     tool(sys.executable, "-m", "pyright", "--pythonpath", sys.executable)
 
 
+@pytest.mark.process
 def test_imports_go_down_only() -> None:
     tool(str(Path(sys.executable).parent / "lint-imports"))
 
@@ -53,6 +57,14 @@ def test_no_two_test_modules_share_a_name() -> None:
     # pytest imports each by its bare name: the second of two would not be collected.
     names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_tests_that_come_first_are_there() -> None:
+    for name in LONGEST:
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (REPOSITORY / file).read_text() if function else (REPOSITORY / file).is_file(), (
+            name
+        )
 
 
 # --- the measures find what they are for: one fault each in a package of two rooms ----------------------------

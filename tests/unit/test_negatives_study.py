@@ -16,6 +16,8 @@ from streamppo.config.correction import Topr
 from streamppo.learner import tiny
 from streamppo.types import ScoredText
 
+pytestmark = pytest.mark.process
+
 TINY = ("queue.batch_size=16", "model.tiny.max_steps=1", "evaluation.prompts=16")
 
 

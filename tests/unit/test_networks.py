@@ -12,6 +12,8 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks import networks
 from benchmarks.networks import longest_wait
 
+pytestmark = pytest.mark.process
+
 REFUSAL = networks.refusal()
 needs_networks = pytest.mark.skipif(bool(REFUSAL), reason=f"no networks: {REFUSAL}")
 

@@ -19,6 +19,8 @@ from streamppo.learner import tiny
 from streamppo.learner.batch import pad
 from streamppo.types import ScoredText
 
+pytestmark = pytest.mark.process
+
 TINY = (
     "queue.batch_size=16",
     "rollout.slots=8",

@@ -21,6 +21,8 @@ from benchmarks.campaign import Campaign
 from benchmarks.runs import Goal, table, told
 from benchmarks.tails import Case
 
+pytestmark = pytest.mark.process
+
 DRAWS = {shape: [lengths.draw(shape, *divmod(number, 4)) for number in range(20_000)] for shape in lengths.SHAPES}
 PROMPT = Prompt(text="", columns={})
 

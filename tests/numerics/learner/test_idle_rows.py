@@ -106,15 +106,26 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+SOME = ("grpo", "grpo, kept", "entropy", "gae", "behavior", "truncated")
+"""Recipes that are tried with each batch in every run of the tests; the others with one of them."""
+
+
+def is_quick(recipe: str, name: str) -> bool:
+    return recipe in SOME or name == "old and equal"
+
+
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        pytest.param(recipe, name, marks=() if is_quick(recipe, name) else pytest.mark.slow)
+        for recipe in RECIPES
+        for name in BATCHES
+    ],
+)
 def test_weights_are_those_of_an_update_that_passes_over_all(recipe: str, name: str, folder: Path) -> None:
     made = [weights(folder, RECIPES[recipe], BATCHES[name], leave=leave) for leave in (False, True)]
     case.assert_same_weights(*made)
-
-
-SOME = ("grpo", "grpo, kept", "entropy", "gae", "behavior", "truncated")
 
 
 def of_ranks(ranks: int, folder: Path, *, leave: bool, own: bool) -> list[case.Weights]:

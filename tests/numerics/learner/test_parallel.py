@@ -36,6 +36,8 @@ FAMILIES = {
     "six": Qwen3MoeConfig(**case.SMALL, **MOE, num_experts=6, initializer_range=0.3),
     "mixtral": MixtralConfig(**case.SMALL, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.3),
 }
+QUICK = ("qwen2", "llama", "qwen3_moe")
+"""Every kind of cut; the others are slow."""
 T2, E2 = "learner.mesh.tensor=2", "learner.mesh.expert=2"
 CASES = {
     "qwen2": (
@@ -79,7 +81,9 @@ def made(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[A
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_an_update_of_cut_weights_is_that_of_whole_ones(family: str, tmp_path: Path) -> None:
     save_model(tmp_path / "model", family)
     whole, cut = (case.by_ranks(made, n, tmp_path, tmp_path / "model", CASES[family]) for n in (1, RANKS))

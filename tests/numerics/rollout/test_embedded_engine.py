@@ -411,7 +411,9 @@ def test_the_engine_decodes_while_the_weights_of_a_push_are_copied(monkeypatch: 
     monkeypatch.setattr(Decoder, "fuse", lambda *arguments: (gate.wait(20), fuse(*arguments))[1])
 
     async def scenario() -> None:
+        gate.set()
         running = engine(make(), eos=-1)
+        gate.clear()
         swap = asyncio.create_task(running.update_weights(1, tensors(make(seed=1))))
         done = await asyncio.wait_for(running.generate(prompts(1)[0], Sampling(20)), 10)
         assert set(done.versions.tolist()) == {0} and not swap.done()

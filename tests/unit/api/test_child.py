@@ -14,6 +14,8 @@ import streamppo
 from streamppo.api.messages import Request, line
 from streamppo.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.process
+
 CHILD = [sys.executable, "-m", "streamppo.api.child"]
 
 

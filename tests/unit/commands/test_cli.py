@@ -18,6 +18,8 @@ from streamppo import cli
 from streamppo.commands.echo import console, table
 from streamppo.errors import ConfigError, Interrupted, RunError
 
+pytestmark = pytest.mark.process
+
 PROGRAM = [sys.executable, "-m", "streamppo"]
 
 

@@ -28,6 +28,8 @@ from streamppo.errors import RunError
 from streamppo.queue.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 
+pytestmark = pytest.mark.process
+
 LOOKS = {
     "summary": ["summary", "RUN"],
     "summary as JSON": ["summary", "RUN", "--json"],
@@ -195,7 +197,7 @@ def test_data_that_are_nested_for_ever_are_told_in_a_sentence(
 
 
 # Each draw changes one file of each name: 7 mutations, 105 by default and 525 in all.
-@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(n, marks=pytest.mark.slow) for n in range(15, 75))])
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 75))])
 def test_random_mutations_are_shown_or_told_in_a_sentence(
     run: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ from streamppo.telemetry import metrics_file
 from streamppo.telemetry.report import view
 from streamppo.telemetry.report.view import View
 
+pytestmark = pytest.mark.process
+
 READS, KILLS = 2000, 10
 VERSIONS = 12
 """Versions that are seen at least: a busy machine holds the writer up."""

@@ -17,6 +17,8 @@ from streamppo.config.sections import Config
 from streamppo.driver import lock
 from streamppo.telemetry import metrics_file
 
+pytestmark = pytest.mark.process
+
 UPDATES = 24
 HEAVY = ("streamppo.loop", "ray", "torch")
 

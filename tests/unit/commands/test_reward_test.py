@@ -19,6 +19,8 @@ from streamppo.tasks import task
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Message, Prompt, ScoredText
 
+pytestmark = pytest.mark.process
+
 FAULTY = SUPPORT / "faulty_rewards.py"
 
 

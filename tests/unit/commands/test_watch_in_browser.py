@@ -20,7 +20,7 @@ from streamppo.queue import archive
 from streamppo.telemetry import metrics_file
 from streamppo.types import floats
 
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.process, needs_chromium]
 SECONDS = 8
 CLICKS = """
 const until = async (found) => {

@@ -15,7 +15,7 @@ import pytest
 
 from streamppo.driver import orphans
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 
 SLEEPER = """
 import os, signal, subprocess, sys, time

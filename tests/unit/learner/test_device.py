@@ -18,6 +18,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import networks
 
+pytestmark = pytest.mark.process
+
 REFUSAL = networks.refusal()
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -14,6 +14,8 @@ from streamppo.learner import metrics, optimizer, steering
 from streamppo.learner.batch import pad
 from streamppo.learner.fetch import lag_histogram
 
+pytestmark = pytest.mark.process
+
 ADAPTIVE = "queue.max_lag={kind='adaptive', at_most=4, ess=0.5}"
 
 

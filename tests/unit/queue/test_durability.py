@@ -18,9 +18,18 @@ from streamppo.learner import manifest
 from streamppo.learner.manifest import Files, State
 from streamppo.queue.archive import Archive
 
+pytestmark = pytest.mark.process
 
-@pytest.mark.parametrize("error", ["crash", "full"])
-@pytest.mark.parametrize(("what", "fewest"), [("archive", 5), ("checkpoint", 20)])
+
+@pytest.mark.parametrize(
+    ("what", "error", "fewest"),
+    [
+        ("archive", "crash", 5),
+        ("archive", "full", 5),
+        ("checkpoint", "crash", 20),
+        pytest.param("checkpoint", "full", 20, marks=pytest.mark.slow),
+    ],
+)
 def test_a_crash_or_a_full_disk_at_any_file_system_call_leaves_the_last_good_state(
     tmp_path: Path, what: str, fewest: int, error: str
 ) -> None:

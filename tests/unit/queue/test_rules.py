@@ -601,7 +601,7 @@ def test_a_segment_that_is_too_old_as_a_whole_is_given_up_and_its_completion_goe
 
 def test_slots_that_are_consumed_or_abandoned_are_freed_without_a_pass_for_garbage() -> None:
     def alive() -> int:
-        return sum(isinstance(one, Slot) for one in gc.get_objects())
+        return sum(type(one) is Slot for one in gc.get_objects())
 
     gc.collect()
     gc.disable()

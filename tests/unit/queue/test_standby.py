@@ -29,6 +29,8 @@ from streamppo.types import Batch, Failure, Trajectory, decode, encode
 from streamppo.weights import owner
 from streamppo.weights.store import Store, summed
 
+pytestmark = pytest.mark.process
+
 OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
 """Tokens that nobody else samples."""
 ROWS = ("counters", "slots", "leases", "versions", "configs", "ended", "dead_letters")

@@ -168,9 +168,12 @@ import asyncio
 async def score(trajectory, **columns):
     return await asyncio.to_thread(len, trajectory.completion)
 """,
-    "a thread of the module that never ends": """
-import threading, time
-threading.Thread(target=time.sleep, args=(600,)).start()
+    "a thread of the module that does not end with it": """
+import pathlib, threading, time
+def wait():
+    while not pathlib.Path(__file__).with_name("end").exists():
+        time.sleep(0.05)
+threading.Thread(target=wait).start()
 def score(trajectory, **columns):
     return len(trajectory.completion)
 """,
@@ -189,3 +192,5 @@ def test_a_reward_may_work_in_any_way_and_leaves_no_process(tmp_path: Path, way:
 
     asyncio.run(story())
     assert processes() == []
+    # The module was imported here too: this process would wait for its thread.
+    (tmp_path / "end").touch()

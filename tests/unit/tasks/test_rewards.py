@@ -26,6 +26,8 @@ from streamppo.tasks.rewards.signature import recognise
 from streamppo.types import Prompt, ScoredText, decode, encode
 from streamppo.types import Reward as Given
 
+pytestmark = pytest.mark.process
+
 # --- the fault table -----------------------------------------------------------------------------------------
 
 FAULTS = [

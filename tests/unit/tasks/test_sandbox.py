@@ -33,6 +33,8 @@ from streamppo.tasks.scorers.launcher import FILE_BYTES, PROCESSES
 from streamppo.tasks.scorers.sandbox import Local, Sandbox
 from streamppo.types import Reward, ScoredText
 
+pytestmark = pytest.mark.process
+
 walled = pytest.mark.skipif(bool(bubblewrap.problem()), reason=bubblewrap.problem() or "bubblewrap works")
 LIMITS = Limits(timeout_s=30.0)
 LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"

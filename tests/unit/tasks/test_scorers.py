@@ -24,6 +24,8 @@ from streamppo.tasks.scorers.launcher import FILE_BYTES
 from streamppo.tasks.scorers.sandbox import Limits, Local, Ran
 from streamppo.types import Prompt, Reward, ScoredText
 
+pytestmark = pytest.mark.process
+
 
 def text(completion: str, finish: str = "stop", num_tokens: int = 1) -> ScoredText:
     return ScoredText(prompt="", completion=completion, finish=finish, num_tokens=num_tokens)  # pyright: ignore

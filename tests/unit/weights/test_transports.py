@@ -30,6 +30,8 @@ from streamppo.weights.ledger import Ledger, Published
 from streamppo.weights.pusher import Pusher
 from streamppo.weights.shares import Joining, Share
 
+pytestmark = pytest.mark.process
+
 KINDS = ("object_store", "folder", "nixl")
 SOMETHING = np.arange(100_000, dtype=np.uint8)
 
