@@ -64,8 +64,17 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
+def take_any_text() -> None:
+    """Let this process print what its encoding does not have, half a pair of surrogates too, as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        # A stream that somebody has replaced may know no errors.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def log_to_stdout(who: str = "") -> None:
     """Write the package's log lines to standard output, each behind `who: ` where it is given. Again: no change."""
+    take_any_text()
     ours = logging.getLogger("streamppo")
     if any(isinstance(handler, _Lines) for handler in ours.handlers):
         return

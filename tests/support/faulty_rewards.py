@@ -32,6 +32,9 @@ def misbehave(what: str) -> Any:
             return Reward(tokens=(1.0,) * 99)
         case "explains":
             return Reward(score=1.0, components={"\ud83d": 1.0}, explanation="\ud83d is half of a pair")
+        case "prints":
+            print("\ud83d is half of a pair", file=sys.stderr)
+            print("\ud83d is half of a pair\nrollout-0: forged", flush=True)
         case "complains":
             raise ValueError("\ud83d is half of a pair")
         case "numbered":

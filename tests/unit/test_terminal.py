@@ -1,6 +1,7 @@
 """Nothing that a policy, a reward or a stranger's folder says is obeyed by a terminal, or passes for a line of ours."""
 
 import io
+import json
 import logging
 import os
 import sys
@@ -9,8 +10,9 @@ import unicodedata
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray._private import ray_constants, worker
 from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
@@ -21,6 +23,7 @@ from streamppo.commands.checks.finding import Finding
 from streamppo.driver import cluster
 from streamppo.tasks.rewards.processes import output
 from streamppo.types import Reward
+from streamppo.types.crossing import utf8_safe
 
 HOSTILE = {
     "a colour": "\033[31mred\033[0m",
@@ -116,6 +119,31 @@ def test_a_line_of_an_actors_log_has_the_mark_in_every_row_and_the_drivers_has_n
     assert rows == ["5e1fqueue: one", "5e1f  two", "one", "  two"]
     assert [process.with_origin(row, "5e1f") for row in rows[:2]] == ["queue: one", "  two"]
     assert process.with_origin("queue: one", "") == "prints: queue: one"
+
+
+ANY = st.text(st.characters(exclude_categories=[]) | st.sampled_from("\ud83d\x1b\u202e\u2028\r\n\x9b"))
+
+
+@given(ANY)
+def test_any_text_of_others_reaches_a_terminal_a_file_and_json(text: str) -> None:
+    assert is_shown(terminal.harmless(text)) and is_shown(terminal.lines(text))
+    for shown in (terminal.harmless(text), terminal.lines(text), process.with_origin(text, "5e1f"), utf8_safe(text)):
+        assert json.loads(json.dumps(shown)) == shown
+        assert msgspec.json.decode(msgspec.json.encode(shown)) == shown
+        assert shown.encode().decode() == shown
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ANY, st.sampled_from(["utf-8", "ascii", "latin-1", "cp1252"]))
+def test_any_text_is_printed_in_any_encoding(monkeypatch: pytest.MonkeyPatch, text: str, encoding: str) -> None:
+    printed = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding))
+        process.take_any_text()
+        print(text)
+        echo.echo(text)
+        sys.stdout.flush()
+        assert printed.getvalue().decode(encoding)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=20), st.integers(1, 30))
