@@ -133,6 +133,11 @@ def test_any_text_of_others_reaches_a_terminal_a_file_and_json(text: str) -> Non
         assert shown.encode().decode() == shown
 
 
+def test_a_long_text_is_cut_and_says_by_how_much() -> None:
+    assert terminal.bounded("aaaaa", 3) == "aaa... (2 characters more)"
+    assert terminal.bounded("aaa", 3) == "aaa"
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ANY, st.sampled_from(["utf-8", "ascii", "latin-1", "cp1252"]))
 def test_any_text_is_printed_in_any_encoding(monkeypatch: pytest.MonkeyPatch, text: str, encoding: str) -> None:
