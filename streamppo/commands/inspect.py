@@ -119,7 +119,7 @@ def _waits(slot: SavedSlot, leased: int | None) -> str:
         case SlotState.OPEN:
             return "to be sampled"
         case SlotState.ISSUED:
-            return f"issued to {bounded(slot.actor, MOST_NAME)}"
+            return f"issued to {bounded(str(slot.actor), MOST_NAME)}"
         case state:
             return state
 

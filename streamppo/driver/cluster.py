@@ -98,6 +98,16 @@ def _clear(folder: Path, *, failed: bool) -> None:
             latest.unlink()
 
 
+def tell_origins() -> str:
+    """Show whose each line of an actor is, from the next `ray.init` on; returns the `process.MARK` of its actors."""
+    secret = secrets.token_hex(8)
+    printed = ray_logging.global_worker_stdstream_dispatcher
+    printed.remove_handler(__name__)
+    # Before Ray's own, which `ray.init` adds.
+    printed.add_handler(__name__, functools.partial(_show_lines, secret))
+    return secret
+
+
 def _show_lines(mark: str, data: dict[str, Any]) -> None:
     """Make lines of actors harmless before Ray prints them, and say which of them our log has not written."""
     rays_own = data.get("pid") in RAYS_OWN
@@ -124,11 +134,7 @@ def init_ray(config: Config, mark: str) -> None:
     cluster = config.cluster
     plugins.export_path()
     environment.quiet_pipes()
-    printed = ray_logging.global_worker_stdstream_dispatcher
-    printed.remove_handler(__name__)
-    # Before Ray's own, which `ray.init` adds.
-    secret = secrets.token_hex(8)
-    printed.add_handler(__name__, functools.partial(_show_lines, secret))
+    secret = tell_origins()
     # Some data sets use the hashes of texts, and every actor, now and after a resume, must make the same prompts.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:

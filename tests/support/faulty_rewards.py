@@ -32,9 +32,6 @@ def misbehave(what: str) -> Any:
             return Reward(tokens=(1.0,) * 99)
         case "explains":
             return Reward(score=1.0, components={"\ud83d": 1.0}, explanation="\ud83d is half of a pair")
-        case "prints":
-            print("\ud83d is half of a pair", file=sys.stderr)
-            print("\ud83d is half of a pair\nrollout-0: forged", flush=True)
         case "complains":
             raise ValueError("\ud83d is half of a pair")
         case "numbered":
@@ -58,6 +55,9 @@ def meeting(trajectory: ScoredText) -> float:
 
 
 def sync(trajectory: ScoredText) -> Any:
+    if trajectory.completion == "prints":
+        print("\ud83d is half of a pair", file=sys.stderr)
+        print("\ud83d is half of a pair\nrollout-0: forged", flush=True)
     if trajectory.completion == "spawns":
         subprocess.Popen(["sleep", "985"])
         return misbehave("holds the gil")
