@@ -7,7 +7,8 @@ that a trajectory consists of makes cycles.
 Log lines: every module logs to `logging.getLogger(__name__)`; each process of ours calls `log_to_stdout` once. A
 warning begins with that word, and on a terminal a line is broken between words. Ray
 brings an actor's standard output to the driver's, which may lose its reader (`| head`, a terminal that is closed): the
-rest then goes to a file, and the run goes on.
+rest then goes to a file, and the run goes on. What an actor logs begins with the secret in `MARK` there: the driver
+takes that away, and writes `PRINTS` before every other line of an actor's, which rewards and environments print.
 
 Phases: calls, wall seconds and CPU seconds of each phase of its work since its start. Reports carry them to the driver,
 and metrics.jsonl keeps them (`telemetry/catalogue.py` names every phase). Phases do not contain each other.
@@ -29,11 +30,15 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamppo.terminal import HANGING, lines
+from streamppo.terminal import HANGING, harmless, lines
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+MARK = "STREAMPPO_LOG_MARK"
+"""The variable of actors with the driver's secret: a line of text that a policy wrote cannot begin with it."""
+PRINTS = "prints: "
+"""Before a line that somebody else than our log prints in an actor."""
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2): a signal for this process when the thread that made it ends."""
 MORE_OBJECTS = 200_000
@@ -59,12 +64,21 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
+def take_any_text() -> None:
+    """Let this process print what its encoding does not have, half a pair of surrogates too, as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        # A stream that somebody has replaced may know no errors.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def log_to_stdout(who: str = "") -> None:
     """Write the package's log lines to standard output, each behind `who: ` where it is given. Again: no change."""
+    take_any_text()
     ours = logging.getLogger("streamppo")
     if any(isinstance(handler, _Lines) for handler in ours.handlers):
         return
-    handler = _Lines()
+    handler = _Lines(os.environ.get(MARK, "") if who else "")
     handler.setFormatter(_Named(f"{who}: " if who else ""))
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
@@ -124,15 +138,28 @@ class _Named(logging.Formatter):
 
 
 class _Lines(logging.Handler):
-    """One line for each record, on the standard output of this moment."""
+    """One line for each record, on the standard output of this moment; each row of it behind `mark`."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self._mark = mark
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line; a reader that went away stops nothing."""
         try:
-            sys.stdout.write(f"{wrap(lines(self.format(record)), _columns())}\n")
+            rows = wrap(lines(self.format(record)), _columns()).split("\n")
+            sys.stdout.write("".join(f"{self._mark}{row}\n" for row in rows))
             sys.stdout.flush()
         except OSError:
             self.handleError(record)
+
+
+def with_origin(line: str, mark: str) -> str:
+    """Make a line of an actor's output harmless: as it is if our log wrote it, behind `PRINTS` if anybody else did.
+
+    Example: mark "5e1f", "5e1fqueue: opened" -> "queue: opened", "queue: opened" -> "prints: queue: opened".
+    """
+    return harmless(line.removeprefix(mark)) if mark and line.startswith(mark) else f"{PRINTS}{harmless(line)}"
 
 
 ESCAPE = re.compile(r"\033\[[0-9;]*[A-Za-z]")

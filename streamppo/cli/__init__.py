@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected errors are one sentence on standard error."""
+    process.take_any_text()
     words = sys.argv[1:] if arguments is None else arguments
     # Ray's usage report has no place in a training log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -41,10 +41,10 @@ def reward_models(config: Config) -> "Generator[Mapping[str, ActorProxy[RewardMo
         return
     import ray
 
-    from streamppo.driver import environment, orphans
+    from streamppo.driver import cluster, environment, orphans
 
     with orphans.ends() as mark:
-        with environment.of_own_ray(mark):
+        with environment.of_own_ray(mark, cluster.tell_origins()):
             ray.init(
                 address=LOCAL,
                 include_dashboard=False,

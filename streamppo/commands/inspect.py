@@ -15,8 +15,11 @@ from streamppo.queue.journal import Journal
 from streamppo.queue.records import Made, SavedSlot
 from streamppo.queue.slot import SlotState
 from streamppo.tasks.tokenizer import Tokenizer
+from streamppo.terminal import bounded
 from streamppo.types import Batch, Floats, Identity, Ints, Trajectory, branches, flags, floats, ints
 
+MOST_TEXT, MOST_SAID, MOST_NAME = 20_000, 2_000, 100
+"""Characters that are shown of a prompt or a completion, of an explanation or a reason, and of a name."""
 LEARNED = {"values": "values", "proximal_logprobs": "learner's", "advantages": "advantages"}
 """The learner's numbers of each token, and their names here: its log-probs stand below those of sampling."""
 
@@ -51,7 +54,11 @@ def inspect_dead_letters(run: Path, count: int) -> int:
         trajectory = letter.trajectory
         # Their columns may not even be whole numbers of entries.
         tokens = ints(trajectory.tokens[: len(trajectory.tokens) // 4 * 4]).tolist()
-        echo("", f"{_title(trajectory)}: {letter.reason}", f"  tokens      {' '.join(map(str, tokens))}")
+        echo(
+            "",
+            f"{_title(trajectory)}: {bounded(letter.reason, MOST_SAID)}",
+            f"  tokens      {' '.join(map(str, tokens))}",
+        )
     return 0
 
 
@@ -83,7 +90,10 @@ def _in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
     if counters is None:
         return {}
     numbers = counters.shape.slots_of(prompt)
-    attempts = {one.identity: f"{one.state.replace('_', ' ')}: {one.reason}" for one in journal.ended(numbers)}
+    attempts = {
+        one.identity: f"{one.state.replace('_', ' ')}: {bounded(one.reason, MOST_SAID)}"
+        for one in journal.ended(numbers)
+    }
     leases = {place: lease.version for lease in journal.leases() for place in lease.slots}
     held = journal.slots(numbers)
     return attempts | {slot.identity: _waits(slot, leases.get((slot.number, slot.part))) for slot in held}
@@ -109,7 +119,7 @@ def _waits(slot: SavedSlot, leased: int | None) -> str:
         case SlotState.OPEN:
             return "to be sampled"
         case SlotState.ISSUED:
-            return f"issued to {slot.actor}"
+            return f"issued to {bounded(str(slot.actor), MOST_NAME)}"
         case state:
             return state
 
@@ -118,7 +128,7 @@ def _title(trajectory: Trajectory) -> str:
     identity = trajectory.identity
     name = f"{identity.task} prompt {identity.prompt} sample {identity.sample} attempt {identity.attempt}"
     goes_on = identity.segment or trajectory.finish == "cut"
-    return f"{name}{_segment(identity) if goes_on else ''}, by {trajectory.actor}"
+    return f"{name}{_segment(identity) if goes_on else ''}, by {bounded(trajectory.actor, MOST_NAME)}"
 
 
 def _segment(identity: Identity) -> str:
@@ -127,13 +137,13 @@ def _segment(identity: Identity) -> str:
 
 def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], tokenizer: Tokenizer) -> Iterator[str]:
     versions = ints(trajectory.versions)
-    components = "".join(f", {name} {value:g}" for name, value in trajectory.components.items())
+    components = "".join(f", {bounded(name, MOST_NAME)} {value:g}" for name, value in trajectory.components.items())
     end = f"{trajectory.finish}, {trajectory.num_tokens} tokens"
     yield ""
     yield f"{_title(trajectory)}: reward {trajectory.reward:g}{components}, {end}"
     if trajectory.explanation:
-        yield f"  explained   {trajectory.explanation!r}"
-    yield f"  prompt      {tokenizer.decode(ints(trajectory.prompt_tokens))!r}"
+        yield f"  explained   {bounded(trajectory.explanation, MOST_SAID)!r}"
+    yield f"  prompt      {bounded(tokenizer.decode(ints(trajectory.prompt_tokens)), MOST_TEXT)!r}"
     yield from _texts(trajectory, tokenizer)
     yield f"  tokens      {' '.join(map(str, ints(trajectory.tokens).tolist()))}"
     yield f"  log-probs   {_numbers(floats(trajectory.logprobs))}"
@@ -151,11 +161,11 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
 def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
     """The completion, or each branch of it with the token of the row that it follows."""
     if not trajectory.branches:
-        yield f"  completion  {tokenizer.decode(ints(trajectory.tokens))!r}"
+        yield f"  completion  {bounded(tokenizer.decode(ints(trajectory.tokens)), MOST_TEXT)!r}"
         return
     prompt, row = len(trajectory.prompt_tokens) // 4, ints(trajectory.prompt_tokens + trajectory.tokens)
     for start, end, parent in branches.pieces(trajectory.branches, len(row)):
-        text = repr(tokenizer.decode(row[max(start, prompt) : end]))
+        text = repr(bounded(tokenizer.decode(row[max(start, prompt) : end]), MOST_TEXT))
         if start == 0 and end > prompt:
             yield f"  completion  tokens {prompt} to {end - 1}: {text}"
         elif start:
@@ -166,7 +176,8 @@ def _texts(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[str]:
 def _row(row: Row) -> Iterator[str]:
     """The columns of the row, the answer behind its own name."""
     for name, value in row.columns:
-        yield f"  {name:<12}{value}" if name == "answer" else f"  row         {name} = {value}"
+        shown = bounded(name, MOST_NAME)
+        yield f"  {shown:<12}{value}" if name == "answer" else f"  row         {shown} = {value}"
     if row.missing:
         yield f"  row         {row.missing}"
 

@@ -1,7 +1,9 @@
 """Ray: how a run starts and ends it, how its errors read, and the attributes that it calls private."""
 
+import functools
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -14,11 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray import ObjectRef
-from ray._private import ray_logging, worker
+from ray._private import ray_constants, ray_logging, worker
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from streamppo import errors
+from streamppo import errors, process
 from streamppo.config.sections import LOCAL, Config
 from streamppo.driver import environment, orphans
 from streamppo.driver.interrupts import Interrupts
@@ -38,6 +41,11 @@ CLOSING_S = 10.0
 
 TOO_LATE = "timed out during startup"
 """A part of what Ray says when its processes have not started after 30 s, which nothing can change."""
+
+RAYS_OWN = ("raylet", "gcs_server", "autoscaler")
+"""What Ray has in place of a number for processes of its own: nobody else prints there."""
+ORDERS = (RAY_TQDM_MAGIC, ray_constants.LOG_PREFIX_INFO_MESSAGE)
+"""Words in a line by which Ray draws a bar, or leaves out what stands before them."""
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +98,29 @@ def _clear(folder: Path, *, failed: bool) -> None:
             latest.unlink()
 
 
-def _show_lines(data: dict[str, Any]) -> None:
-    """Make lines of actors harmless before Ray prints them: rewards and environments print what they like."""
-    data["lines"] = [harmless(line) for line in data.get("lines", ())]
+def tell_origins() -> str:
+    """Show whose each line of an actor is, from the next `ray.init` on; returns the `process.MARK` of its actors."""
+    secret = secrets.token_hex(8)
+    printed = ray_logging.global_worker_stdstream_dispatcher
+    printed.remove_handler(__name__)
+    # Before Ray's own, which `ray.init` adds.
+    printed.add_handler(__name__, functools.partial(_show_lines, secret))
+    return secret
+
+
+def _show_lines(mark: str, data: dict[str, Any]) -> None:
+    """Make lines of actors harmless before Ray prints them, and say which of them our log has not written."""
+    rays_own = data.get("pid") in RAYS_OWN
+    shown = ((harmless(line) if rays_own else process.with_origin(line, mark)) for line in data.get("lines", ()))
+    data["lines"] = [line if rays_own else functools.reduce(_without, ORDERS, line) for line in shown]
+    # A printed line can name them, for the lines after it.
+    for name in ("actor_name", "task_name"):
+        if isinstance(data.get(name), str):
+            data[name] = harmless(data[name])
+
+
+def _without(line: str, order: str) -> str:
+    return line.replace(order, "·")
 
 
 def _end_without_ray(error: BaseException | None) -> None:
@@ -106,14 +134,11 @@ def init_ray(config: Config, mark: str) -> None:
     cluster = config.cluster
     plugins.export_path()
     environment.quiet_pipes()
-    printed = ray_logging.global_worker_stdstream_dispatcher
-    printed.remove_handler(__name__)
-    # Before Ray's own, which `ray.init` adds.
-    printed.add_handler(__name__, _show_lines)
+    secret = tell_origins()
     # Some data sets use the hashes of texts, and every actor, now and after a resume, must make the same prompts.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
-        variables = environment.carried(os.environ, environment.named(config))
+        variables = environment.carried(os.environ, environment.named(config)) | {process.MARK: secret}
         ray.init(
             address=cluster.address,
             log_to_driver=True,
@@ -121,7 +146,7 @@ def init_ray(config: Config, mark: str) -> None:
             runtime_env={"env_vars": variables},
         )
         return
-    with environment.of_own_ray(mark), _in_a_sentence():
+    with environment.of_own_ray(mark, secret), _in_a_sentence():
         ray.init(
             address=LOCAL,
             num_cpus=cluster.cpus or int(plan(config).total("CPU")),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ray._private import ray_constants
 
+from streamppo import process
 from streamppo.config.reward import Remote
 from streamppo.config.sections import Config
 from streamppo.driver.orphans import MARK
@@ -76,10 +77,10 @@ def quiet_pipes() -> None:
 
 
 @contextmanager
-def of_own_ray(mark: str) -> Generator[None]:
-    """Start a Ray of our own in the block: nobody but this machine can reach it, and its processes have the mark."""
+def of_own_ray(mark: str, log_mark: str) -> Generator[None]:
+    """Start a Ray of our own in the block: nobody but this machine can reach it, and its processes have both marks."""
     before = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[MARK] = mark
+    os.environ |= {MARK: mark, process.MARK: log_mark}
     for name, value in OWN_RAY.items():
         os.environ.setdefault(name, value)
     # It was read when Ray was imported.
@@ -92,4 +93,4 @@ def of_own_ray(mark: str) -> Generator[None]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         os.environ.pop(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, None)
-        del os.environ[MARK]
+        del os.environ[MARK], os.environ[process.MARK]

@@ -8,6 +8,7 @@ classes, its files must lie in the checkpoint's folder, and other values are loa
 # pyright: standard
 
 import io
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -44,6 +45,8 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
 
     Raises `CheckpointError` for files that lack a tensor or contain a name that is not allowed.
     """
+    root = logging.getLogger()
+    root.addFilter(_is_no_fallback)
     try:
         dcp.load(  # pyright: ignore[reportPrivateImportUsage]
             tensors, storage_reader=Reader(path), planner=Planner(), no_dist=alone
@@ -51,6 +54,13 @@ def load(tensors: dict[str, Any], path: Path, *, alone: bool = False) -> None:
     except dcp.api.CheckpointException as error:
         reasons = [str(failure) for failure, _ in error.failures.values()]
         raise CheckpointError(f"{path}: cannot be loaded: {reasons[0]}") from error
+    finally:
+        root.removeFilter(_is_no_fallback)
+
+
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    """False for torch's traceback, on the root logger, of metadata that cannot be read: the error says it."""
+    return record.module != "state_dict_loader"
 
 
 class Reader(FileSystemReader):

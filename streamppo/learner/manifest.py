@@ -90,7 +90,8 @@ def write(folder: Path, state: State, files: Files) -> None:
 def read(path: Path, past: "History | None" = None) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises `Damaged`, also if it is not of the run's `past`."""
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        with durable.reading(path / MANIFEST) as file:
+            manifest = msgspec.json.decode(file.read(), type=Manifest)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST}: cannot be read: {error}") from error
     if manifest.check != _check(manifest.state, manifest.files) or path.name != f"{manifest.state.version:08d}":

@@ -205,7 +205,7 @@ def test_random_mutations_are_shown_or_told_in_a_sentence(
     for name in FILES:
         file = rng.choice(places(run, name))
         if file.exists():
-            file.write_bytes(_mutated(file.read_bytes(), rng))
+            file.write_bytes(mutated(file.read_bytes(), rng))
     _look_at_all(run, capsys)
 
 
@@ -219,7 +219,7 @@ def _look_at_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 0 or (shown.out + shown.err).strip(), arguments
 
 
-def _mutated(data: bytes, rng: random.Random) -> bytes:
+def mutated(data: bytes, rng: random.Random) -> bytes:
     """Flip, cut, double or insert a few bytes."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):

@@ -235,6 +235,8 @@ def test_no_word_of_a_stranger_is_obeyed(made: Path, name: str, capfd: pytest.Ca
     assert len(told.out) + len(told.err) < MOST
     assert code == 0 or told.err.strip() or told.out.strip()
     assert REACHED.get(name, "") in told.out + told.err
+    if name.startswith("inspect"):
+        assert LONG[:5_000] not in told.out, "a word of a stranger is shown whole"
     if "JSON" in name:
         assert json.loads(told.out)
 

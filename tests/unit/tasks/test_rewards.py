@@ -102,6 +102,29 @@ def test_a_row_that_cannot_be_sent_to_a_process_fails_its_trajectory_alone(funct
     asyncio.run(story())
 
 
+def test_what_a_reward_prints_says_whose_it_is_also_with_half_a_pair_of_surrogates(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def story() -> None:
+        async with started(faulty("sync")) as rewards:
+            assert await total(rewards, "prints") == 1.0
+
+    asyncio.run(story())
+    shown = [line.partition(": ") for line in wait_for_lines(capfd, 3)]
+    assert all(head.startswith("reward ") and head.endswith(":sync") for head, _, _ in shown)
+    half = r"\ud83d is half of a pair"
+    assert [text for _, _, text in shown] == [half, half, "rollout-0: forged"]
+
+
+def wait_for_lines(capfd: pytest.CaptureFixture[str], count: int) -> list[str]:
+    """Lines of a thread that may be behind."""
+    printed, end = "", time.monotonic() + 10
+    while printed.count("\n") < count and time.monotonic() < end:
+        printed += capfd.readouterr().out
+        time.sleep(0.01)
+    return printed.splitlines()
+
+
 @pytest.mark.parametrize("function", ["sync", "awaiting"])
 def test_words_that_utf8_does_not_hold_cross_with_a_question_mark(function: str) -> None:
     async def story() -> None:

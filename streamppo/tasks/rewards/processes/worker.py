@@ -49,6 +49,7 @@ LOOK_S = 0.001
 def main(fd: int) -> None:
     """Live as the template. `fd` is its socket to the actor."""
     reaper.stand()
+    process.take_any_text()
     channel = socket.socket(fileno=fd)
     setup = receive(channel, Setup)
     try:
