@@ -98,7 +98,8 @@ class Cuts(NamedTuple):
 class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
-    `restarts` counts how often its processes have died and were started again.
+    `restarts` counts how often its processes have died and were started again. Of the `prompted` tokens of prompts
+    `reused` came from the cache.
     """
 
     tokens: int
@@ -107,6 +108,8 @@ class Usage(NamedTuple):
     swaps: int
     swap_s: float
     restarts: int = 0
+    prompted: int = 0
+    reused: int = 0
 
 
 class Engine(Protocol):
