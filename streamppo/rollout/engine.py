@@ -54,8 +54,8 @@ class Completion(NamedTuple):
     greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t. If
     the engine does not know it (`versions_known` is false), it is the oldest version that can have been. `candidates`
     are there exactly if the sampling parameters cut the distribution. `routes_SE` are the experts to which the S tokens
-    of prompt and completion but the last were sent, if the engine was asked for them. `cached` tokens of the prompt were
-    in the cache of a server.
+    of prompt and completion but the last were sent, if the engine was asked for them. `cached` tokens of the prompt
+    were in the cache of a server.
     """
 
     tokens: Ints
