@@ -16,6 +16,9 @@ import numpy as np
 
 from streamppo.types import Ints
 
+LEAST = 32
+"""Fewer tokens than this are computed anew: on a small model that is faster than to copy them."""
+
 
 class Prefix(NamedTuple):
     """A row's `tokens`, of which the first `cached` are in the cache, and the first `root` were its first prompt."""
@@ -28,12 +31,13 @@ class Prefix(NamedTuple):
         """The number of cached tokens from which `prompt` can begin; one of its tokens at least is left to compute."""
         tokens, root = self.tokens, self.root
         # Most rows differ from most prompts in one of these two tokens.
-        if min(len(prompt), len(tokens)) <= root or prompt[root] != tokens[root] or prompt[0] != tokens[0]:
+        if min(len(prompt), len(tokens)) <= max(root, LEAST) or prompt[root] != tokens[root] or prompt[0] != tokens[0]:
             return 0
         both = min(len(prompt), len(tokens))
         differ = np.flatnonzero(prompt[:both] != tokens[:both])
         common = int(differ[0]) if len(differ) else both
-        return min(common, self.cached, len(prompt) - 1) if common > root else 0
+        usable = min(common, self.cached, len(prompt) - 1)
+        return usable if common > root and usable >= LEAST else 0
 
 
 class Start(NamedTuple):
@@ -54,8 +58,9 @@ class Prefixes:
         return len(self._rows)
 
     def add(self, row: int, prefix: Prefix) -> None:
-        """Note that `row`, which has ended, holds `prefix`."""
-        self._rows[row] = prefix
+        """Note that `row`, which has ended, holds `prefix`, if it is long enough to be of use."""
+        if prefix.cached >= LEAST:
+            self._rows[row] = prefix
 
     def clear(self) -> None:
         """Forget all: the weights that computed them are no longer those of the model."""

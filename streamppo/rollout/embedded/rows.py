@@ -15,7 +15,7 @@ import torch
 
 from streamppo.process import phase
 from streamppo.rollout import cuts
-from streamppo.rollout.embedded import spans
+from streamppo.rollout.embedded import prefixes, spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.prefixes import Prefix, Prefixes
 from streamppo.rollout.embedded.sampling import Draws, sample
@@ -207,7 +207,7 @@ class Rows:
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
-    def _begin(self, requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], np.ndarray]:
+    def _begin(self, requests: Sequence[Request], kept: Prefixes) -> tuple[list[Request], np.ndarray]:
         """Copy the cached beginnings of prompts to the rows that they get; without one they come first, then the short.
 
         Returns the requests in their new order, and the number of tokens that each of them has in the cache.
@@ -218,13 +218,13 @@ class Rows:
             for row, request in enumerate(self.requests)
             if self._root[row] < len(request.prompt)
         ]
-        found = prefixes.starts([request.prompt for request in requests], running)
+        found = kept.starts([request.prompt for request in requests], running)
         new = [start.common and len(one.prompt) - start.common for one, start in zip(requests, found, strict=True)]
         order = np.argsort(new, kind="stable")
         starts = [found[n] for n in order]
         self._root[first:end] = [start.root for start in starts]
         copies = [(start.row, row, start.common) for row, start in enumerate(starts, first) if start.common]
-        copies += prefixes.make_room(first, end, self._capacity)
+        copies += kept.make_room(first, end, self._capacity)
         if copies:
             sources, targets, lengths = (np.array(column) for column in zip(*copies, strict=True))
             self._copy_cache(sources, targets, int(lengths.max()))
@@ -243,8 +243,8 @@ class Rows:
             tokens_BP = np.zeros((len(new[part]), int(new[part].max())), np.int64)
             for row, prompt, start in zip(tokens_BP, prompts[part], starts[part], strict=True):
                 row[: len(prompt) - start] = prompt[start:]
-            columns = [torch.from_numpy(column).to(device) for column in (tokens_BP, starts[part], new[part])]
-            logits.append(self._decoder.extend(*columns, first + begin, int(lengths[part].max())))
+            tokens, behind, counts = (torch.from_numpy(one).to(device) for one in (tokens_BP, starts[part], new[part]))
+            logits.append(self._decoder.extend(tokens, behind, counts, first + begin, int(lengths[part].max())))
             begin = part.stop
         return logits
 
@@ -345,11 +345,12 @@ class Rows:
         goes_on = np.ones(self.count, np.bool_)
         goes_on[rows] = False
         holes, last = rows[rows < left], np.flatnonzero(goes_on[left:]) + left
-        if len(holes) and self._prefixes is None:
-            self._copy(last, holes)
-        elif len(holes):
+        keeps = self._prefixes is not None and bool((self._at[rows] >= prefixes.LEAST).any())
+        if len(holes) and keeps:
             self._copy(np.concatenate([last, holes]), np.concatenate([holes, last]))
-        if self._prefixes is not None:
+        elif len(holes):
+            self._copy(last, holes)
+        if self._prefixes is not None and keeps:
             for row, request in enumerate(self.requests[left:], left):
                 text = np.concatenate([request.prompt, self._out[row, : self._length[row]]])
                 self._prefixes.add(row, Prefix(text, int(self._at[row]), int(self._root[row])))

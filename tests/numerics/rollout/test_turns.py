@@ -9,12 +9,22 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from streamppo.rollout.embedded import prefixes
 from streamppo.rollout.embedded import rows as rows_module
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Ints
+
+LEAST = prefixes.LEAST
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of a test are short."""
+    monkeypatch.setattr(prefixes, "LEAST", 1)
+
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,
@@ -96,19 +106,22 @@ def checked(model: Any, played: Sequence[tuple[Ints, Completion]]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_twenty_equal_turns_cost_no_more_than_twenty_units_of_prefill(name: str) -> None:
+def test_twenty_equal_turns_cost_no_more_than_twenty_units_of_prefill(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A unit is a completion and its answer, as long as the prompt; computed anew they are 210 units."""
-    model, unit = make(name), 10
+    monkeypatch.setattr(prefixes, "LEAST", LEAST)
+    model, unit = make(name), 40
 
     async def scenario(turns: bool) -> int:
-        running = engine(model, turns=turns)
-        checked(model, await episode(running, 1, 20))
+        running = engine(model, turns=turns, max_total_tokens=1024)
+        checked(model, await episode(running, 1, 20, sampled=10, observed=30))
         assert running.usage().prompted == 210 * unit
         return computed(running)
 
     assert asyncio.run(scenario(turns=False)) == 210 * unit
     # The prompt, and then 19 observations, each with the token before it, which was sampled and never fed.
-    assert asyncio.run(scenario(turns=True)) == unit + 19 * (4 + 1) <= 20 * unit
+    assert asyncio.run(scenario(turns=True)) == unit + 19 * (30 + 1) <= 20 * unit
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 24])
@@ -268,6 +281,21 @@ def test_without_turns_nothing_is_kept_and_nothing_is_looked_for(monkeypatch: py
         assert running.usage().reused == 0
 
     asyncio.run(scenario())
+
+
+def test_short_contexts_are_computed_anew_with_the_bits_that_they_get_without_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefixes, "LEAST", LEAST)
+    model = make()
+
+    async def scenario(turns: bool) -> bytes:
+        running = engine(model, turns=turns)
+        played = await episode(running, 1, 3)
+        assert running.usage().reused == 0
+        return b"".join(done.logprobs.tobytes() for _, done in played)
+
+    assert asyncio.run(scenario(turns=True)) == asyncio.run(scenario(turns=False))
 
 
 def test_a_cancelled_turn_leaves_a_row_that_is_continued_rightly() -> None:

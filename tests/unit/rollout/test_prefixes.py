@@ -3,10 +3,17 @@
 import numpy as np
 import pytest
 
+from streamppo.rollout.embedded import prefixes as prefixes_module
 from streamppo.rollout.embedded.prefixes import Prefix, Prefixes, Start
 from streamppo.types import Ints
 
 NOWHERE = -1
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a test are short."""
+    monkeypatch.setattr(prefixes_module, "LEAST", 1)
 
 
 def ints(*tokens: int) -> Ints:
