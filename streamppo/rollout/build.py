@@ -88,6 +88,8 @@ async def engine(
                 device="cuda" if config.rollout.gpus else "cpu",
             )
             made.reserve(model.room)
+            if config.environment is not None:
+                made.keep_turns()
             return made
         case SGLangEngine() as chosen:
             positions.check(model.hf_config, model.room)

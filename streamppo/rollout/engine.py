@@ -54,7 +54,8 @@ class Completion(NamedTuple):
     greedy tokens carry their log-prob at temperature 1. `versions[t]` is the weight version that sampled token t. If
     the engine does not know it (`versions_known` is false), it is the oldest version that can have been. `candidates`
     are there exactly if the sampling parameters cut the distribution. `routes_SE` are the experts to which the S tokens
-    of prompt and completion but the last were sent, if the engine was asked for them.
+    of prompt and completion but the last were sent, if the engine was asked for them. `cached` tokens of the prompt
+    were in the cache of a server.
     """
 
     tokens: Ints
@@ -64,6 +65,7 @@ class Completion(NamedTuple):
     versions_known: bool = True
     candidates: Candidates | None = None
     routes_SE: Routes | None = None
+    cached: int = 0
 
 
 NEVER = 2**62
@@ -98,7 +100,8 @@ class Cuts(NamedTuple):
 class Usage(NamedTuple):
     """Counters since the engine started. `idle_s` is the wall time in which it had nothing to decode.
 
-    `restarts` counts how often its processes have died and were started again.
+    `restarts` counts how often its processes have died and were started again. Of the `prompted` tokens of prompts
+    `reused` came from the cache.
     """
 
     tokens: int
@@ -107,6 +110,8 @@ class Usage(NamedTuple):
     swaps: int
     swap_s: float
     restarts: int = 0
+    prompted: int = 0
+    reused: int = 0
 
 
 class Engine(Protocol):

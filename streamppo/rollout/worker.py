@@ -356,6 +356,8 @@ class Worker:
             push_ms=self._follower.push_ms,
             checksum=self._follower.digest,
             restarts=usage.restarts,
+            prompted=usage.prompted,
+            reused=usage.reused,
             scorers=(*self._rewards.report(), *([self._teacher.report()] if self._teacher else [])),
             too_long=self._task.lengths(),
             stalls=self._player.stalls(),

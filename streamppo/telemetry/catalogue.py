@@ -10,7 +10,8 @@ LINES = {
     "evaluation": "the version after which it was asked for; accuracy, prompts with and without a score, versions seen",
     "phases": "a process, with all its phases since it started: calls, wall seconds, CPU seconds; now and then",
     "queue": "trajectories that are ready, and those that are being sampled; now and then",
-    "engine": "a rollout actor: its version, tokens and busy and idle seconds since it started, and one completion",
+    "engine": "a rollout actor: its version, tokens, busy and idle seconds since it started, one completion; "
+    "`prefix_reused`: share of the tokens of its prompts that came from the engine's cache",
     "restart": "the stage that died and is started again; why",
     "end": "the driver ends: `finished`, or why it ends early; a driver that was killed has no such line",
 }
@@ -142,6 +143,8 @@ TRACKED = {
     "engine_tokens_": "tokens that a rollout actor has sampled since it started",
     "engine_busy_s_": "seconds that a rollout actor's engine was busy since it started",
     "engine_idle_s_": "seconds that a rollout actor's engine had nothing to do since it started",
+    "engine_prefix_reused_": "share of the tokens of a rollout actor's prompts that its engine had in its cache: turns "
+    "and samples that share a context",
     "restarts_": "deaths of a stage that this part of the run has survived",
 }
 """Beside the metrics of updates, in trackers and in Prometheus alone: numbers of the other lines, named as above."""

@@ -98,7 +98,10 @@ class Sampled(TypedDict):
 
 
 class EngineLine(TypedDict):
-    """Counters of a rollout actor since it started, and the completion that was the newest one."""
+    """Counters of a rollout actor since it started, and the completion that was the newest one.
+
+    `prefix_reused` is there once a prompt has come.
+    """
 
     engine: str
     wall_s: float
@@ -106,6 +109,7 @@ class EngineLine(TypedDict):
     tokens: int
     busy_s: float
     idle_s: float
+    prefix_reused: NotRequired[float]
     sampled: Sampled | None
 
 

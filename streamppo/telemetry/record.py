@@ -172,6 +172,8 @@ class Record:
 
     def _engine(self, report: EngineReport, *, written: bool) -> None:
         counters = {name: getattr(report, name) for name in ("version", "tokens", "busy_s", "idle_s")}
+        if report.prompted:
+            counters["prefix_reused"] = report.reused / report.prompted
         self._tell("engine", report.actor, {**counters, "sampled": _sampled(report.sample)}, written=written)
 
     def tick(self, doing: str) -> None:

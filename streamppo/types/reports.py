@@ -60,8 +60,8 @@ class EngineReport(Crossing, frozen=True):
 
     `too_long` counts the prompts that were skipped or truncated when the task was loaded, `restarts` the deaths of the
     engine's processes that it has survived, `stalls` the steps of environments that held the actor, by file and line,
-    `agents` the requests of agents and what became of them.
-    `sample` is its newest completion.
+    `agents` the requests of agents and what became of them. Of the `prompted` tokens of prompts `reused` came from the
+    engine's cache. `sample` is its newest completion.
     """
 
     actor: str
@@ -75,6 +75,8 @@ class EngineReport(Crossing, frozen=True):
     push_ms: float
     checksum: str
     restarts: int = 0
+    prompted: int = 0
+    reused: int = 0
     scorers: tuple[ScorerReport, ...] = ()
     too_long: dict[str, int] = {}
     stalls: dict[str, int] = {}

@@ -21,7 +21,7 @@ CONFIG = Qwen2Config(
 class Fake:
     """An SGLang, the link to it and the carrier of its weights in one.
 
-    `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts.
+    `gate` holds completions back; `swallows` loses pushes; `deadly` kills over prompts. `cached` tokens are found.
     """
 
     version, ranks = (0, 5, 21), 1
@@ -36,7 +36,7 @@ class Fake:
         self.look.set()
         self.dead = ""
         self.swallows = self.deadly = self.barren = False
-        self.running = self.most = self.stopped = 0
+        self.running = self.most = self.stopped = self.cached = 0
         self.loaded, self.norm, self.staged = -1, 0.0, 0.0
 
     async def start(self, life: int) -> "Fake":
@@ -76,7 +76,12 @@ class Fake:
         spans = [{"version": str(self.loaded), "start": 0, "end": 1}]
         finish = {"type": "length"}
         return {
-            "meta_info": {"finish_reason": finish, "output_token_logprobs": [(-1.0, 7, None)], "weight_versions": spans}
+            "meta_info": {
+                "finish_reason": finish,
+                "output_token_logprobs": [(-1.0, 7, None)],
+                "weight_versions": spans,
+                "cached_tokens": self.cached,
+            }
         }
 
     def stream(self, **fields: object) -> AsyncGenerator[Any]:

@@ -99,6 +99,13 @@ class EmbeddedEngine:
         """Let the cache hold rows of so many tokens, before any comes. Raises `ModelError` if there is no memory."""
         self._rows.reserve(min(tokens, self._most))
 
+    def keep_turns(self) -> None:
+        """Keep rows that have ended as long as there is room; a prompt that continues one is prefilled from there on.
+
+        `kv` holds for them as for running rows. To be called before any request comes.
+        """
+        self._rows.keep_turns()
+
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""
         if prompt is not self._checked:
@@ -133,7 +140,8 @@ class EmbeddedEngine:
 
     def usage(self) -> Usage:
         """See `Engine.usage`."""
-        return Usage(self._rows.tokens, self._busy_s, self._idle_s, self._swaps, self._swap_s)
+        rows, swaps = self._rows, (self._swaps, self._swap_s)
+        return Usage(rows.tokens, self._busy_s, self._idle_s, *swaps, prompted=rows.prompted, reused=rows.reused)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
@@ -198,7 +206,7 @@ class EmbeddedEngine:
         self._rows.hand_over()
         self._decoder.adopt(parameters)
         self._version = version
-        if self._kv == "recompute" and self._rows.count:
+        if self._kv == "recompute":
             await self._run(self._rows.recompute)
         self._swaps += 1
         self._swap_s += time.perf_counter() - begin

@@ -98,6 +98,7 @@ class SGLangEngine:
         self._streams = Streams(self._certain)
         self._cancel_calls: set[Callable[[], bool]] = set()
         self._tokens = self._swaps = self._in_flight = self._requests = self._restarts = 0
+        self._prompted = self._reused = 0
         self._busy_s = self._swap_s = 0.0
         self._begin = self._since = time.perf_counter()
         self._watch = asyncio.create_task(self._keep_alive())
@@ -146,7 +147,8 @@ class SGLangEngine:
         """See `Engine.usage`."""
         self._count(0)
         idle_s = time.perf_counter() - self._begin - self._busy_s
-        return Usage(self._tokens, self._busy_s, idle_s, self._swaps, self._swap_s, self._restarts)
+        counts = (self._swaps, self._swap_s, self._restarts, self._prompted, self._reused)
+        return Usage(self._tokens, self._busy_s, idle_s, *counts)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
@@ -252,6 +254,8 @@ class SGLangEngine:
         except ValueError as refused:
             raise ModelError(f"SGLang refuses a prompt of {len(prompt)} tokens: {refused}") from refused
         self._tokens += len(completion.tokens)
+        self._prompted += len(prompt)
+        self._reused += min(completion.cached, len(prompt))
         return completion
 
     async def _at_once(self, routed: int, link: Link, fields: Fields, *, candidates: bool) -> Completion:

@@ -290,6 +290,7 @@ def whole(got: Drawn, meta: Mapping[str, Answer], oldest: int, kv: Literal["keep
         finish=finish,
         versions_known=spans is not None,
         candidates=got.candidates,
+        cached=meta.get("cached_tokens") or 0,
     )
 
 

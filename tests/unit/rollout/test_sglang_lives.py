@@ -129,6 +129,18 @@ def test_no_more_is_sent_than_it_runs_at_once() -> None:
     run(case())
 
 
+def test_tokens_that_its_cache_had_are_counted() -> None:
+    async def case() -> None:
+        fake = Fake()
+        engine = await opened(fake)
+        for fake.cached in (0, 1, 1):
+            await engine.generate(PROMPT, Sampling(1))
+        assert (engine.usage().prompted, engine.usage().reused) == (6, 2)
+        await engine.stop()
+
+    run(case())
+
+
 def test_a_request_that_nobody_waits_for_is_aborted() -> None:
     async def case() -> None:
         fake = Fake()

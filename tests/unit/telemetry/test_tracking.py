@@ -32,6 +32,10 @@ OTHERS: list[Any] = [
     {"part": 1, "wall_s": 1.0, "version": 0},
     {"queue": 7, "wall_s": 2.0, "in_flight": 5},
     {"engine": "rollout-0", "wall_s": 3.0, "version": 2, "tokens": 9, "busy_s": 1.5, "idle_s": 0.5, "sampled": None},
+    {
+        **{"engine": "rollout-1", "wall_s": 3.5, "version": 2, "tokens": 9, "busy_s": 1.5, "idle_s": 0.5},
+        **{"prefix_reused": 0.75, "sampled": None},
+    },
     {"restart": "rollout", "wall_s": 4.0, "reason": "killed"},
     {"restart": "rollout", "wall_s": 5.0, "reason": "killed"},
     {"evaluation": 3, "wall_s": 6.0, "accuracy": None, "count": 0, "failed": 4, "versions": [3, 3]},
@@ -132,6 +136,7 @@ def test_other_lines_have_names_of_the_catalogue_too() -> None:
     assert found == [
         (2, 102.0, {"queue_ready": 7, "queue_in_flight": 5}),
         (2, 103.0, {f"engine_{name}_rollout-0": value for name, value in engine.items()}),
+        (2, 103.5, {f"engine_{name}_rollout-1": value for name, value in {**engine, "prefix_reused": 0.75}.items()}),
         (2, 104.0, {"restarts_rollout": 1}),
         (2, 105.0, {"restarts_rollout": 2}),
         (3, 106.0, {"evaluation_failed": 4}),
