@@ -33,14 +33,15 @@ from streamppo import durable, process
 from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import disk, inputs, preflight, remake, report
-from streamppo.driver.cluster import ray_session
+from streamppo.driver import inputs, preflight, rebuild_metrics, report
 from streamppo.driver.evaluation import evaluate
-from streamppo.driver.interrupts import Interrupts
+from streamppo.driver.folder import disk
+from streamppo.driver.ray.cluster import ray_session
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.driver.stages import Stages
-from streamppo.driver.watch import Stage
+from streamppo.driver.watch.watch import Stage
 from streamppo.errors import Interrupted, LearnerLost, RunError, StreamppoError
-from streamppo.learner import manifest, remote
+from streamppo.learner.checkpoint import manifest, remote
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import display
 from streamppo.telemetry.metrics_file import FINISHED
@@ -138,7 +139,7 @@ def train(stages: Stages, record: Record) -> Reports:
         try:
             start = stages.start_learner(checkpoint)
             record.begin(start)
-            remake.lost_lines(record, stages.folder)
+            rebuild_metrics.lost_lines(record, stages.folder)
             asked: deque[Asked] = deque()
             for version in range(start + 1, config.updates + 1):
                 asked.append(Asked(version, [rank.update.remote() for rank in stages.ranks]))
@@ -195,7 +196,7 @@ def _finish(stages: Stages, record: Record) -> Reports:
     exporting = [rank.export.remote(str(folder / "final")) for rank in ranks]
     record.checksum = stages.calls.wait(exporting, "exporting the model")[0]
     stages.fetch_final()
-    remake.lost_lines(record, folder)
+    rebuild_metrics.lost_lines(record, folder)
     # More than `updates`, where a run that had made more of them is resumed with fewer.
     _evaluate(stages, record, record.version)
     stages.calls.drain(Stage.EVALUATION)

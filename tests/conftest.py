@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.queue.records import Counters, Shape
+from streamppo.queue.rules.records import Counters, Shape
 from streamppo.types import Identity, Trajectory
 
 if TYPE_CHECKING:

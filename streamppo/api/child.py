@@ -18,13 +18,14 @@ import msgspec
 
 from streamppo import __version__, durable, process
 from streamppo.api.messages import Given, Request, Told, line
-from streamppo.commands import end, subject
-from streamppo.commands.checks import quick
-from streamppo.config import change, consent
+from streamppo.commands import end, run_argument
+from streamppo.commands.checks import light_checks
+from streamppo.config import consent, diff
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion, lock
-from streamppo.driver.interrupts import Interrupts
+from streamppo.driver import completion
+from streamppo.driver.folder import lock
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import StreamppoError
 
 STARTED = time.perf_counter()
@@ -59,7 +60,7 @@ def _stop_with_script(lines: BufferedReader) -> None:
 def _begin(request: Request, channel: socket.socket) -> int:
     with tempfile.TemporaryDirectory() as aside:
         config = configfile.load(Path(request.config), [*request.overrides, *_reward(request.reward, Path(aside))])
-        quick.refuse(config)
+        light_checks.refuse(config)
         log.info(f"streamppo {__version__}: {request.config}, {config.updates} updates; starting Ray")
         interrupts = Interrupts()
         from streamppo import loop
@@ -80,11 +81,11 @@ def _resume(request: Request, channel: socket.socket) -> int:
             channel.sendall(line(Told(folder=str(folder))))
             log.info(complete)
             return 0
-    subject.ask(folder, config)
+    run_argument.ask(folder, config)
     consent.give(folder, config)
-    for text in change.described(configfile.load(folder / configfile.CONFIG), config):
+    for text in diff.described(configfile.load(folder / configfile.CONFIG), config):
         log.info(text)
-    quick.refuse(config)
+    light_checks.refuse(config)
     return _train(request, config, folder, channel, Interrupts())
 
 

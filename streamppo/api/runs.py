@@ -8,19 +8,19 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamppo.api import notebook, own_reward
+from streamppo.api import custom_reward, notebook
 from streamppo.api.messages import Request
 from streamppo.api.parent import drive
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import StreamppoError
-from streamppo.learner import manifest
+from streamppo.learner.checkpoint import manifest
 from streamppo.telemetry import metrics_file, summary
 
 if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingImports]
 
-    from streamppo.queue.archive import Archive
+    from streamppo.queue.store.archive import Archive
 
 
 class Run:
@@ -75,7 +75,7 @@ class Run:
     @property
     def summary(self) -> dict[str, object]:
         """The content of summary.json, or as much of it as is known while the run is running or after it was killed."""
-        from streamppo.commands.summary import known
+        from streamppo.commands.look.summary import known
 
         return known(self.folder)
 
@@ -90,14 +90,14 @@ class Run:
 
         Raises `JournalError` if nothing was archived yet.
         """
-        from streamppo.queue import archive
+        from streamppo.queue.store import archive
 
         return archive.open(self.folder)
 
     @property
     def is_running(self) -> bool:
         """True if a process trains it at this moment."""
-        from streamppo.driver import lock
+        from streamppo.driver.folder import lock
 
         return lock.is_running(self.folder)
 
@@ -115,7 +115,7 @@ def run(
     is written to the run's folder. Ctrl-C ends the run with a last checkpoint, and raises `KeyboardInterrupt`.
     Raises `StreamppoError`, of the kind that the command reports.
     """
-    given = None if reward is None else own_reward.given(reward)
+    given = None if reward is None else custom_reward.given(reward)
     return _drive(Request(config=str(Path(config)), overrides=tuple(overrides), runs=str(Path(runs)), reward=given))
 
 

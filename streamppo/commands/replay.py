@@ -17,21 +17,22 @@ from msgspec import structs
 from ray.exceptions import RayError
 
 from streamppo import durable
-from streamppo.commands.echo import console, echo, table
+from streamppo.commands.console import console, echo, table
 from streamppo.config import file as configfile
-from streamppo.config.change import moved
+from streamppo.config.diff import moved
 from streamppo.config.sections import Config, model_path
-from streamppo.driver import orphans
-from streamppo.driver.actors import make_ranks
-from streamppo.driver.cluster import describe, here, init_ray
-from streamppo.driver.placement import Placement
+from streamppo.driver.ray import orphans
+from streamppo.driver.ray.actors import make_ranks
+from streamppo.driver.ray.cluster import describe, here, init_ray
+from streamppo.driver.ray.placement import Placement
 from streamppo.errors import Diverged, JournalError, RunError
-from streamppo.learner import history, manifest, remote
-from streamppo.learner.history import History
-from streamppo.queue import archive, continuation
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Made
-from streamppo.queue.source import ArchiveSource, as_source
+from streamppo.learner.checkpoint import history, manifest, remote
+from streamppo.learner.checkpoint.history import History
+from streamppo.queue import resume_checks
+from streamppo.queue.batch_source import ArchiveSource, as_source
+from streamppo.queue.rules.records import Made
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.types import UpdateReport, decode
 
@@ -58,7 +59,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
     """
     journal = Journal.of(run)
     recorded = journal.versions()
-    configs = continuation.configs(journal)
+    configs = resume_checks.configs(journal)
     journal.close()
     last = max(recorded, default=0) if to is None else to
     if last not in recorded:

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from streamppo.config.sections import Config
-from streamppo.learner import manifest
+from streamppo.learner.checkpoint import manifest
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.metrics_file import FINISHED
 

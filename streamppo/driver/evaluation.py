@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from ray import ObjectRef
 
-from streamppo.driver.crew import Crew
-from streamppo.driver.watch import Calls, Stage
+from streamppo.driver.watch.rollout_pool import Crew
+from streamppo.driver.watch.watch import Calls, Stage
 from streamppo.types import EvaluationReport, decode
 
 PARTS = 32

@@ -19,9 +19,10 @@ from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError, RunError
-from streamppo.queue import archive, report, snapshot
-from streamppo.queue.journal import Journal
-from streamppo.queue.state import settings_of
+from streamppo.queue import report
+from streamppo.queue.rules.state import settings_of
+from streamppo.queue.store import archive, snapshot
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.record import read_summary

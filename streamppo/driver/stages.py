@@ -25,25 +25,26 @@ from ray.exceptions import RayActorError, RayError
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.config.sections import BUILTIN, LOCAL, Config, model_path
-from streamppo.driver import lock, nodes
-from streamppo.driver.actors import make_queue, make_ranks, make_rollout, make_shards
-from streamppo.driver.cluster import actor_id, describe, inside, kill, refuse_dead_ray
-from streamppo.driver.crew import Crew
-from streamppo.driver.interrupts import Interrupts
-from streamppo.driver.memory import MemoryKills
-from streamppo.driver.placement import Placement, refuse_impossible
-from streamppo.driver.reports import Reports
-from streamppo.driver.restarts import Restarts
-from streamppo.driver.silence import Silence
-from streamppo.driver.watch import TICK_S, Calls, Stage
+from streamppo.driver.folder import lock
+from streamppo.driver.ray import nodes
+from streamppo.driver.ray.actors import make_queue, make_ranks, make_rollout, make_shards
+from streamppo.driver.ray.cluster import actor_id, describe, inside, kill, refuse_dead_ray
+from streamppo.driver.ray.interrupts import Interrupts
+from streamppo.driver.ray.placement import Placement, refuse_impossible
+from streamppo.driver.watch.heartbeats import Silence
+from streamppo.driver.watch.memory import MemoryKills
+from streamppo.driver.watch.polling import Reports
+from streamppo.driver.watch.restarts import Restarts
+from streamppo.driver.watch.rollout_pool import Crew
+from streamppo.driver.watch.watch import TICK_S, Calls, Stage
 from streamppo.errors import ConfigError, LearnerLost, RunError
-from streamppo.learner import history, manifest, remote
-from streamppo.learner.history import History
-from streamppo.queue.source import as_source
+from streamppo.learner.checkpoint import history, manifest, remote
+from streamppo.learner.checkpoint.history import History
+from streamppo.queue.batch_source import as_source
 from streamppo.tasks.rewards import reward_model
 from streamppo.telemetry.record import Record
 from streamppo.types import EngineReport, QueueReport, UpdateReport, decode
-from streamppo.weights import store, ways
+from streamppo.weights import factory, store
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -70,7 +71,7 @@ class Stages:
         self.calls = Calls(self._died, self._tick)
         self._told = remote.told(config, folder)
         self.address = self._told.checkpoint.remote
-        ways.begin(self._told)
+        factory.begin(self._told)
         self._shards = make_shards(config, folder)
         self.queue = make_queue(config, folder)
         self._placement = Placement(config)
@@ -202,7 +203,7 @@ class Stages:
             refuse_dead_ray()
             for actor in (*(seat.actor for seat in self.crew.seats), *self.ranks):
                 kill(actor)
-        ways.end(self._told)
+        factory.end(self._told)
 
     # --- lives -----------------------------------------------------------------------------------------------
 

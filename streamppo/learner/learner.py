@@ -12,29 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamppo.algorithms.exploration import Bonus
 from streamppo.algorithms.lag import Lag, lr_share
 from streamppo.config.sections import LOCAL, Config
-from streamppo.learner import (
-    checkpoint,
-    loading,
-    objective,
-    optimizer,
-    policy,
-    pretrained,
-    reference,
-    steering,
-    teacher,
-    ulysses,
-)
-from streamppo.learner.batch import PaddedBatch
-from streamppo.learner.checkpoint import Trained
-from streamppo.learner.fetch import OwnRows
-from streamppo.learner.history import History
-from streamppo.learner.manifest import State
-from streamppo.learner.policy import Policy
-from streamppo.learner.reference import Without
-from streamppo.learner.snapshot import Copies, is_on_gpu
-from streamppo.learner.speed import Size, size_of, speed
+from streamppo.learner.batch.fetch import OwnRows
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import Trained
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.checkpoint.manifest import State
+from streamppo.learner.model import hf_files, load_policy, optimizer, policy, reference, teacher
+from streamppo.learner.model.policy import Policy
+from streamppo.learner.model.reference import Without
+from streamppo.learner.model.snapshot import Copies, is_on_gpu
+from streamppo.learner.objective import adaptive_lag, objective
+from streamppo.learner.parallel import context_parallel
+from streamppo.learner.throughput import Size, size_of, speed
 from streamppo.learner.update import Updated, Updater
-from streamppo.weights import ways
+from streamppo.weights import factory
 from streamppo.weights.pusher import Publish, Pushed, Pusher
 
 log = logging.getLogger(__name__)
@@ -79,7 +71,7 @@ class Learner:
         self.updater = _updater(config, self.policy, self.optimizer, (followed, taught_by))
         moved = before.reference_moved
         self.updater.remember(before.beta, before.in_a_row, before.steered_bonus, reference_moved=moved)
-        self.lag = steering.go_on(config, self.lag)
+        self.lag = adaptive_lag.go_on(config, self.lag)
         self.config = config
 
     @property
@@ -103,10 +95,10 @@ class Learner:
         Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
         """
         made: dict[str, float] = {}
-        if self.lag is not None or steering.is_lowered_by_ess(self.config):
+        if self.lag is not None or adaptive_lag.is_lowered_by_ess(self.config):
             made["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
         if self.lag is not None:
-            self.lag = steering.steered(self.config, self.lag, self.version, metrics, tokens_by_lag)
+            self.lag = adaptive_lag.steered(self.config, self.lag, self.version, metrics, tokens_by_lag)
             made["admitted_lag"] = float(self.lag.admitted)
         return made
 
@@ -151,7 +143,7 @@ class Learner:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
         whole = policy.gathered(self.policy, self.config.model.dtype, self.config.model.lora)
         if dist.get_rank() == 0:
-            for note in pretrained.export(whole, self.model_path, folder, self.config.model.dtype):
+            for note in hf_files.export(whole, self.model_path, folder, self.config.model.dtype):
                 log.info("%s: %s", folder, note)
         return self.pusher.last.result().digest
 
@@ -171,9 +163,9 @@ def build(
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
-    slices = ulysses.slices_of(mesh.device_type, config.learner.mesh)
+    slices = context_parallel.slices_of(mesh.device_type, config.learner.mesh)
     lora, offload = config.model.lora, config.learner.offload
-    loaded = loading.load(
+    loaded = load_policy.load(
         config.model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices
     )
     loaded.set_context(config.queue.prefix)
@@ -193,7 +185,7 @@ def build(
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(
         publish,
-        ways.outlet(config, dist.get_rank()),
+        factory.outlet(config, dist.get_rank()),
         config.learner.bucket_bytes,
         deltas=config.learner.deltas == "on" or (config.learner.deltas == "auto" and config.cluster.address != LOCAL),
         rank=dist.get_rank(),
@@ -202,7 +194,7 @@ def build(
         pinned=is_on_gpu(loaded),
     )
     saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
-    lag, copies = steering.go_on(config, lag), Copies(loaded, adamw)
+    lag, copies = adaptive_lag.go_on(config, lag), Copies(loaded, adamw)
     return Learner(
         config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag, copies
     )

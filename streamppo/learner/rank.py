@@ -20,9 +20,9 @@ from ray.actor import ActorProxy
 
 from streamppo import process
 from streamppo.config.sections import Config
-from streamppo.learner import history
-from streamppo.learner.history import History
-from streamppo.queue.source import BEAT_S, BatchSource
+from streamppo.learner.checkpoint import history
+from streamppo.learner.checkpoint.history import History
+from streamppo.queue.batch_source import BEAT_S, BatchSource
 from streamppo.types import UpdateReport, decode, encode
 from streamppo.weights import store
 from streamppo.weights.ledger import Published
@@ -55,7 +55,7 @@ class Rank:
         import torch
         import transformers
 
-        from streamppo.learner.fetch import Fetcher
+        from streamppo.learner.batch.fetch import Fetcher
         from streamppo.learner.learner import build
 
         process.log_to_stdout(f"learner-{rank}")
@@ -79,7 +79,7 @@ class Rank:
     @ray.method
     def make_model(self, folder: str) -> None:
         """Create builtin:tiny at `folder`, unless it is already there or at the run's address."""
-        from streamppo.learner import tiny
+        from streamppo.learner.model import tiny
 
         store.bring_model(self._config, folder)
         if not Path(folder).exists():

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
-from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.batching import STAND_IN
 from streamppo.learner.device import add_up, to_device
-from streamppo.learner.division import STAND_IN
-from streamppo.learner.objective import Objective
-from streamppo.learner.policy import Part, Policy, Scored, nothing, release
-from streamppo.learner.reference import Without
-from streamppo.learner.targets import Frozen, Targets, find_targets, of_server
+from streamppo.learner.model.policy import Part, Policy, Scored, nothing, release
+from streamppo.learner.model.reference import Without
+from streamppo.learner.objective.objective import Objective
+from streamppo.learner.objective.targets import Frozen, Targets, find_targets, of_server
 from streamppo.process import phase
 
 

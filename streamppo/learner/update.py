@@ -22,13 +22,17 @@ from streamppo.algorithms.kl import kl, next_beta, policy_weights, stop_early
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.config.sections import Config
 from streamppo.errors import UpdateError
-from streamppo.learner import attention, idle_rows, steering
-from streamppo.learner.batch import PaddedBatch
+from streamppo.learner.attention import attention
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.batching import Division
 from streamppo.learner.device import add_up, to_device
-from streamppo.learner.division import Division
-from streamppo.learner.left_out import left_out_shares
-from streamppo.learner.loss import Loss, Share
-from streamppo.learner.metrics import (
+from streamppo.learner.model.optimizer import clip
+from streamppo.learner.model.policy import Part, Policy, Scored, device_of
+from streamppo.learner.model.reference import Without, follow
+from streamppo.learner.objective import adaptive_lag, idle_rows
+from streamppo.learner.objective.left_out import left_out_shares
+from streamppo.learner.objective.loss import Loss, Share
+from streamppo.learner.objective.metrics import (
     Minibatch,
     PolicyPass,
     Sums,
@@ -37,12 +41,9 @@ from streamppo.learner.metrics import (
     first_logprobs,
     step_metrics,
 )
-from streamppo.learner.objective import Epoch, Objective
-from streamppo.learner.optimizer import clip
-from streamppo.learner.policy import Part, Policy, Scored, device_of
-from streamppo.learner.reference import Without, follow
+from streamppo.learner.objective.objective import Epoch, Objective
+from streamppo.learner.objective.targets import Targets, in_right_answers, learned
 from streamppo.learner.scorer import Scorer, score
-from streamppo.learner.targets import Targets, in_right_answers, learned
 from streamppo.process import phase
 from streamppo.types import Learned
 
@@ -143,7 +144,7 @@ class Updater:
             objective = objective.warm_up()
         chosen = idle_rows.find(self.config, batch)
         targets, graph = self._scorer(batch, chosen).prepare(objective, batch, beta=self.beta)
-        age = steering.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
+        age = adaptive_lag.lower_by_ess(self.config, self.optimizer, batch, targets.scored)
         scored = time.perf_counter()
         loss = Loss(objective, self.config.algorithm, batch, targets, self.bonus.weight)
         minibatches: list[Minibatch] = []

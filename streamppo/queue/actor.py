@@ -28,22 +28,25 @@ import ray
 from msgspec import structs
 
 from streamppo import process
-from streamppo.config.change import learning
+from streamppo.config.diff import learning
 from streamppo.config.sections import Config
 from streamppo.errors import Diverged, QueueError
-from streamppo.queue import continuation, handout, report, snapshot, standby
-from streamppo.queue.archive import Archive, checksums
-from streamppo.queue.commits import Commits, Transaction
-from streamppo.queue.defects import limits_of
-from streamppo.queue.handout import BatchRef, Handout, Put
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Archived, Made
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.shards import Shards
-from streamppo.queue.slot import Record
-from streamppo.queue.source import ArchivedRuns
-from streamppo.queue.state import QueueState, Settings, settings_of
-from streamppo.queue.waiting import BatchWaiters, Polls, TicketLine, VersionWaiters
+from streamppo.queue import report, resume_checks
+from streamppo.queue.batch_source import ArchivedRuns
+from streamppo.queue.group_commit import Commits, Transaction
+from streamppo.queue.replication import standby
+from streamppo.queue.rules.records import Archived, Made
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.slot import Record
+from streamppo.queue.rules.state import QueueState, Settings, settings_of
+from streamppo.queue.rules.validation import limits_of
+from streamppo.queue.shards import batch_refs
+from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
+from streamppo.queue.shards.shards import Shards
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.types import Batch, Failure, Identity, Learned, Push, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, Published
 from streamppo.weights.shares import Joining, Share, Told
@@ -66,13 +69,13 @@ class QueueActor(ArchivedRuns):
         config: bytes,
         run: str,
         model_path: str,
-        put: Put = handout.put,
+        put: Put = batch_refs.put,
         shards: Callable[[Config], Shards] = Shards.of,
     ) -> None:
         process.log_to_stdout("queue")
         self.config = msgspec.msgpack.decode(config, type=Config)
         self._model_path = model_path
-        continuation.refuse_without_journal(Path(run))
+        resume_checks.refuse_without_journal(Path(run))
         self._journal = standby.journal_of(Path(run), self.config)
         self._journal.fence()
         self._queue = _rebuilt(settings_of(self.config), self._journal)
@@ -103,8 +106,8 @@ class QueueActor(ArchivedRuns):
         """
         self._queue.lost_all()
         self._tickets.lost_all()
-        before, newest = continuation.newest_config(self._journal), self._queue.state.version
-        continuation.refuse_other(before, self.config)
+        before, newest = resume_checks.newest_config(self._journal), self._queue.state.version
+        resume_checks.refuse_other(before, self.config)
         if version < newest:
             log.info("versions %d to %d are made again, as they were made", version + 1, newest)
         if before is None or learning(before) != learning(self.config):
@@ -301,7 +304,7 @@ class QueueActor(ArchivedRuns):
             self._made[version] = Made(version=version, digest=digest, archived=archived)
             self._commits.publish(self._made[version], consumed)
             self._archiving.pop(version - 1, None)
-        elif known.digest != digest and continuation.is_exact(continuation.configs(self._journal), version):
+        elif known.digest != digest and resume_checks.is_exact(resume_checks.configs(self._journal), version):
             raise Diverged(
                 f"version {version} was made again and has other weights ({digest[:12]}, first "
                 f"{known.digest[:12]}): the software, the device or the number of ranks is another one"

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from streamppo.queue.records import GIVEN_UP, Ending
-from streamppo.queue.slot import ISSUED, OPEN, READY
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue.rules.records import GIVEN_UP, Ending
+from streamppo.queue.rules.slot import ISSUED, OPEN, READY
+from streamppo.queue.rules.state import QueueState, Settings
 from streamppo.types import QueueReport
 
 DROPPED: tuple[Ending, ...] = ("too_old", *GIVEN_UP)

@@ -13,11 +13,10 @@ import msgspec
 from streamppo import durable
 from streamppo.config import file as configfile
 from streamppo.errors import CheckpointError, JournalError
-from streamppo.queue import continuation, copies, shards
-from streamppo.queue.archive import Archive, checksums
-from streamppo.queue.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RUN, SHARDS
-from streamppo.queue.journal import Journal
-from streamppo.queue.standby import (
+from streamppo.queue import resume_checks
+from streamppo.queue.replication import copies
+from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIFE, LIVES, RUN, SHARDS
+from streamppo.queue.replication.standby import (
     BASE,
     DIGITS,
     FILES,
@@ -32,6 +31,9 @@ from streamppo.queue.standby import (
     number_of,
     token_of,
 )
+from streamppo.queue.shards import shards
+from streamppo.queue.store.archive import Archive, checksums
+from streamppo.queue.store.journal import Journal
 from streamppo.types import Identity, Trajectory, decode
 from streamppo.weights import owner, store
 from streamppo.weights.store import Store
@@ -101,7 +103,7 @@ def _restore_files(found: Store, folder: str, run: Path, journal: Journal) -> No
         if (content := _newest_whole(found, folder, file)) is not None:
             with durable.naming(run / file, CheckpointError):
                 durable.write(run / file, content)
-    config = continuation.newest_config(journal)
+    config = resume_checks.newest_config(journal)
     if not (run / configfile.CONFIG).is_file() and config is not None:
         log.info("%s/%s: no whole copy of %s: that of the journal is taken", found.address, folder, configfile.CONFIG)
         configfile.save(config, run)
@@ -171,7 +173,7 @@ def _repeat(journal: Journal, entry: Entry) -> None:
 
 def _restore_shards(found: Store, folder: str, run: Path, journal: Journal, token: str) -> None:
     """Make the journals of a run's shards. Raises `JournalError` if one lacks what the queue has a record of."""
-    config = continuation.newest_config(journal)
+    config = resume_checks.newest_config(journal)
     held = [slot.identity for slot in journal.slots() if slot.record]
     numbers = shards.numbers(config) if config else range(0)
     for number in numbers:

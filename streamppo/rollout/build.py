@@ -20,11 +20,11 @@ from streamppo.rollout import positions
 from streamppo.rollout.embedded import engine as embedded
 from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.engine import Engine, Sampling
-from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang import engine as sglang
-from streamppo.rollout.sglang import own, push, server, wire
-from streamppo.rollout.sglang.life import Setup
-from streamppo.rollout.sglang.link import Start
+from streamppo.rollout.sglang import in_process, push, server, wire
+from streamppo.rollout.sglang.client import Start
+from streamppo.rollout.sglang.session import Setup
+from streamppo.rollout.weight_checks import Architecture
 from streamppo.tasks import stop as stops
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer
@@ -176,7 +176,7 @@ def _start(
         server.check_address(url, key)
         return partial(server.connect, chosen, key, slots, strings)
     version = wire.installed()
-    chosen_settings = own.Settings(
+    chosen_settings = in_process.Settings(
         version,
         wire.arguments(config, chosen, model_path, slots * model.room, version, spells=bool(strings))
         | wire.head(chosen, untied=untied),
@@ -186,7 +186,7 @@ def _start(
         seed=seed % 2**31,
         start_s=chosen.start_s,
     )
-    return partial(own.start, chosen_settings)
+    return partial(in_process.start, chosen_settings)
 
 
 def _connect(config: Config, chosen: SGLangEngine, actor: str) -> push.Connect:

@@ -22,17 +22,17 @@ from streamppo import process
 from streamppo.config.sections import Config
 from streamppo.errors import EnvironmentFailed, RewardFailed, TaskError, TeacherFailed
 from streamppo.process import phase
-from streamppo.queue.shards import Shards
-from streamppo.queue.source import BEAT_S
+from streamppo.queue.batch_source import BEAT_S
+from streamppo.queue.shards.shards import Shards
 from streamppo.rollout import adapters, build, teacher
-from streamppo.rollout.cuts import cut_for, most_under_way
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
-from streamppo.rollout.follower import Follower
-from streamppo.rollout.handing import Handing
 from streamppo.rollout.puller import Puller
+from streamppo.rollout.segment_cuts import cut_for, most_under_way
+from streamppo.rollout.segment_writer import Handing
 from streamppo.rollout.teacher import Teacher
-from streamppo.tasks import limits
+from streamppo.rollout.weight_sync import Follower
+from streamppo.tasks import length_limit
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.task import Task
@@ -52,7 +52,7 @@ from streamppo.types import (
     encode,
     utf8_safe,
 )
-from streamppo.weights import ways
+from streamppo.weights import factory
 from streamppo.weights.content import check
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ async def start(
     rewards = Rewards(config.reward, reward_models)
     await rewards.start(task.sources())
     taught_by = await teacher.connect(config.algorithm.teacher, tokenizer)
-    puller = Puller(name, queue, ways.inlet(config))
+    puller = Puller(name, queue, factory.inlet(config))
     push, replica = await puller.newer(-1), puller.replica
     await asyncio.to_thread(check, replica.contents, replica.tensors.items())
     source = await asyncio.to_thread(adapters.source, config, model_path)
@@ -133,7 +133,7 @@ class Worker:
         self._task, self._player, self._rewards, self._teacher = task, player, rewards, teacher
         self._follower, self._engine = follower, follower.engine
         self._sampling = build.sampling(config)
-        self._limit = limits.load(config.rollout.limit, self._sampling.max_tokens)
+        self._limit = length_limit.load(config.rollout.limit, self._sampling.max_tokens)
         self._greedy = self._sampling._replace(temperature=0.0, top_p=1.0, top_k=0)
         self._room, self._call = config.rollout.in_flight, 0
         self._lacks = asyncio.Event()

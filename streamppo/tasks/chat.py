@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 
 from streamppo.errors import TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, Template
 
 ARGUMENTS = "chat_template_kwargs"

@@ -15,7 +15,7 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
-from streamppo.tasks.read import Row, Unread
+from streamppo.tasks.dataset_files import Row, Unread
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 EXACT = frozenset({Decimal, Fraction, UUID, datetime.date, datetime.time, datetime.timedelta})

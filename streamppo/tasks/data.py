@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias
 
 from streamppo.config.task import Source
 from streamppo.errors import TaskError
-from streamppo.tasks import chat, columns, files, read, split
-from streamppo.tasks.read import Row
+from streamppo.tasks import chat, columns, dataset_files, files, split
+from streamppo.tasks.dataset_files import Row
 from streamppo.types import Message, Prompt, Template
 
 SPECIALS = 8
@@ -93,7 +93,7 @@ class Data:
         folder = Path(data)
         if folder.is_dir() and (doubtful := files.find(folder, of_split).doubtful):
             self.notes.append(f"{self._name}: not read as of the split {of_split!r} in {folder}: {', '.join(doubtful)}")
-        rows = islice(read.rows(data, of_split, self._source.subset), self._limit)
+        rows = islice(dataset_files.rows(data, of_split, self._source.subset), self._limit)
         fitting = [made for where, row in rows if (made := self._prompt(row, where)) is not None]
         if not fitting:
             raise TaskError(f"{data}: no rows" + (" that are short enough" if self.lengths["skipped"] else ""))
@@ -135,13 +135,13 @@ class Data:
 def _evaluation(source: Source) -> tuple[str, str]:
     """Return data and split of the evaluation. Raises `TaskError` for those that are trained on."""
     data, of_split = source.evaluation or source.data, source.evaluation_split or source.split
-    if source.evaluation is None and not read.has_splits(data):
+    if source.evaluation is None and not dataset_files.has_splits(data):
         raise TaskError(
             f"{data} is its own split, so evaluation_split would evaluate on what is trained on: "
             "name other rows as `evaluation`, or use held_out"
         )
     same = data == source.data or Path(data).resolve() == Path(source.data).resolve()
-    if same and (of_split == source.split or not read.has_splits(data)):
+    if same and (of_split == source.split or not dataset_files.has_splits(data)):
         raise TaskError(
             f"{data} is trained on, and evaluation on it is one of memory: name other rows as `evaluation`, "
             "another evaluation_split, or leave both out and use held_out"

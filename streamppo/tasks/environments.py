@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from streamppo.config.task import Environment as Config
 from streamppo.errors import EnvironmentFailed, TaskError
-from streamppo.tasks import places, plugins
+from streamppo.tasks import plugins, user_traceback
 from streamppo.tasks.rewards.outcome import QUOTED, plain
 from streamppo.tasks.stalls import Calls, Stalls, TooLate
 from streamppo.tasks.tokenizer import Said
@@ -127,7 +127,7 @@ async def _bounded(method: str, calls: Calls, call: Callable[[], Awaitable[T]]) 
         raise EnvironmentFailed(f"{method} {error}") from error
     # Other people's environments raise anything.
     except (Exception, SystemExit) as error:
-        raise EnvironmentFailed(f"{method}: {places.told(error)}") from error
+        raise EnvironmentFailed(f"{method}: {user_traceback.told(error)}") from error
 
 
 def _plain(reward: Reward) -> Reward:

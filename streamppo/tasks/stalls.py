@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from streamppo.tasks import places
-from streamppo.tasks.steps import watched
+from streamppo.tasks import user_traceback
+from streamppo.tasks.coroutine_steps import watched
 
 HELD_S = 0.5
 """A step that runs for longer holds the event loop."""
@@ -63,7 +63,7 @@ class Stalls:
         """Name the step that runs in `thread`, if it holds the loop."""
         step = self.step
         if step is not None and not step.place and time.monotonic() - step.since_s > HELD_S:
-            self._tell(step, places.of_thread(thread))
+            self._tell(step, user_traceback.of_thread(thread))
 
     def ended(self, by: "Calls", step: _Step) -> None:
         """Count a step of `by`, and give everybody else the time back if it has held the loop."""

@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from streamppo.config.sections import Config
+from streamppo.telemetry.diagnosis_rules import EARLY, RULES
 from streamppo.telemetry.evidence import WINDOW, Evidence, Numbers
 from streamppo.telemetry.metrics_file import EvaluationLine, Line, numbers
-from streamppo.telemetry.rules import EARLY, RULES
 from streamppo.telemetry.summary import Summary
 
 

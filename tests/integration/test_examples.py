@@ -57,7 +57,7 @@ def test_a_new_project_trains_with_its_own_reward(tmp_path: Path) -> None:
 MAKE = """
 from pathlib import Path
 from streamppo.config import file as configfile
-from streamppo.learner import tiny
+from streamppo.learner.model import tiny
 tiny.make(configfile.load(Path("sorting/run.toml")), Path("model"))
 """
 
@@ -103,7 +103,7 @@ def test_an_environment_gives_a_second_chance(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_the_user_trains_a_run(tmp_path: Path) -> None:
-    own = "algorithm.policy_loss={kind='function', function='examples/own_loss.py:loss'}"
+    own = "algorithm.policy_loss={kind='function', function='examples/custom_loss.py:loss'}"
     sizes = (*SHORT, "queue.batch_size=64", "learner.minibatches=4")
     python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, *sizes)
     found = updates(tmp_path / "math")
@@ -114,7 +114,7 @@ def test_a_loss_of_the_user_trains_a_run(tmp_path: Path) -> None:
 
 
 def test_an_advantage_of_the_user_trains_a_run(tmp_path: Path) -> None:
-    own = "algorithm.advantage={kind='function', function='examples/own_advantage.py:advantage'}"
+    own = "algorithm.advantage={kind='function', function='examples/custom_advantage.py:advantage'}"
     python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, *SHORT, "queue.batch_size=64")
     found = updates(tmp_path / "math")
     assert [line["steps"] + line["empty_steps"] for line in found] == [4.0, 4.0, 4.0]
@@ -123,7 +123,7 @@ def test_an_advantage_of_the_user_trains_a_run(tmp_path: Path) -> None:
 
 
 def test_a_correction_of_the_user_trains_a_run_and_is_replayed(tmp_path: Path) -> None:
-    own = "algorithm.correction={kind='function', function='examples/own_correction.py:weights'}"
+    own = "algorithm.correction={kind='function', function='examples/custom_correction.py:weights'}"
     filters = "algorithm.filters=[{kind='truncated'}, {kind='off_policy_negative', delta=0.01}]"
     sizes = (*SHORT, "queue.batch_size=64", "learner.minibatches=4", "rollout.max_tokens=3")
     python("-m", "streamppo", "run", "configs/math.toml", "--runs", str(tmp_path), own, filters, *sizes)

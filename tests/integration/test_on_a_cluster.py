@@ -21,8 +21,8 @@ from ray.cluster_utils import Cluster
 from test_run import MARK, SHORT, family, gone, summary, wait_for_updates
 
 from streamppo.config.sections import Config
-from streamppo.driver import actors, cluster, nodes
-from streamppo.driver.cluster import inside
+from streamppo.driver.ray import actors, cluster, nodes
+from streamppo.driver.ray.cluster import inside
 
 ENDLESS = (*SHORT, "updates=100000", "evaluation.every=0", "watchdog.shutdown_s=60")
 LOOPBACK = ("127.", "::1", "::ffff:127.")

@@ -16,10 +16,12 @@ from streamppo.algorithms import chunked_head
 from streamppo.algorithms.candidates import Candidates
 from streamppo.algorithms.chunked_head import Shape, chunked_logprobs_entropy
 from streamppo.config.sections import FLASH
-from streamppo.learner import attention, device, optimizer, pretrained, scorer, snapshot, update
-from streamppo.learner import policy as model
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.loss import Loss
+from streamppo.learner import device, scorer, update
+from streamppo.learner.attention import attention
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import hf_files, optimizer, snapshot
+from streamppo.learner.model import policy as model
+from streamppo.learner.objective.loss import Loss
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.engine import Sampling
@@ -230,7 +232,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def policy(folder: Path, implementation: str, dtype: torch.dtype = torch.bfloat16) -> model.Policy:
     """A transformer in `dtype` and a value head in float32, which is not zero, as FSDP's mixed precision has them."""
     torch.manual_seed(9)
-    made = model.Policy(pretrained.read(folder, implementation), 0.7, layout=attention.layout(implementation))
+    made = model.Policy(hf_files.read(folder, implementation), 0.7, layout=attention.layout(implementation))
     torch.nn.init.normal_(made.value_head.weight, std=0.05)
     made.lm.to(dtype)
     return made.to(DEVICE)

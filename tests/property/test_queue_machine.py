@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from streamppo.config.queue import Queue
 from streamppo.errors import QueueError
-from streamppo.queue import report, snapshot
-from streamppo.queue.records import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.slot import Record, record_of
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue import report
+from streamppo.queue.rules.records import GIVEN_UP, Changes, Ended, Lease, Saved, SavedSlot
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.slot import Record, record_of
+from streamppo.queue.rules.state import QueueState, Settings
+from streamppo.queue.store import snapshot
 from streamppo.types import Batch, Failure, Identity, QueueReport, Ticket, Trajectory, decode, encode, ints
 
 ACTORS = ["a", "b", "c"]

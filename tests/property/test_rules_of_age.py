@@ -18,8 +18,8 @@ from msgspec import structs
 
 from streamppo.config.queue import Queue
 from streamppo.queue import report
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueState, Settings
 from streamppo.types import Identity, ints
 
 BATCH = 8

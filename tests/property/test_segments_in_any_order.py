@@ -17,12 +17,13 @@ from conftest import trajectory
 from msgspec import structs
 
 from streamppo.config.queue import Queue, Segments
-from streamppo.queue import report, snapshot
-from streamppo.queue.records import Lease, Saved, SavedSlot
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.slot import SlotState
-from streamppo.queue.state import QueueState, Settings
-from streamppo.rollout.cuts import cut_for, due, kept_from, most_under_way
+from streamppo.queue import report
+from streamppo.queue.rules.records import Lease, Saved, SavedSlot
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.slot import SlotState
+from streamppo.queue.rules.state import QueueState, Settings
+from streamppo.queue.store import snapshot
+from streamppo.rollout.segment_cuts import cut_for, due, kept_from, most_under_way
 from streamppo.types import Batch, Failure, Identity, Trajectory, decode, encode, flags, ints
 
 BATCH = 4

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamppo.errors import QueueError
-from streamppo.queue import snapshot
-from streamppo.queue.records import Lease, Saved, SavedSlot
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import QueueState, Settings
-from streamppo.queue.waiting import BatchWaiters, TicketLine
+from streamppo.queue.rules.records import Lease, Saved, SavedSlot
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueState, Settings
+from streamppo.queue.store import snapshot
+from streamppo.queue.waiters import BatchWaiters, TicketLine
 from streamppo.types import Batch, Failure, Ticket
 
 ACTORS = st.sampled_from("abcdef")

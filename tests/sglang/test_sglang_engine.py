@@ -20,9 +20,9 @@ from push_case import Rank, joined
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
-from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang import layout
 from streamppo.rollout.sglang.push import BySharedMemory
+from streamppo.rollout.weight_checks import Architecture
 from streamppo.weights.replica import Replica
 
 # What SGLang and its dependencies warn about when they are loaded is not ours.

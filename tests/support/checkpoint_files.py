@@ -3,9 +3,9 @@
 import io
 from pathlib import Path
 
-from streamppo.learner import manifest
-from streamppo.learner.manifest import Files, State
-from streamppo.learner.remote import Remote
+from streamppo.learner.checkpoint import manifest
+from streamppo.learner.checkpoint.manifest import Files, State
+from streamppo.learner.checkpoint.remote import Remote
 
 
 def written(folder: Path, version: int, ranks: int = 2) -> Path:

@@ -31,10 +31,10 @@ from conftest import trajectory
 
 from streamppo.config.sections import Checkpoint
 from streamppo.errors import CheckpointError, JournalError
-from streamppo.learner import checkpoint, manifest
-from streamppo.learner.manifest import State
-from streamppo.queue.archive import Archive
-from streamppo.queue.records import Made
+from streamppo.learner.checkpoint import checkpoint, manifest
+from streamppo.learner.checkpoint.manifest import State
+from streamppo.queue.rules.records import Made
+from streamppo.queue.store.archive import Archive
 from streamppo.types import Batch
 from streamppo.weights.pusher import Pushed
 

@@ -17,8 +17,8 @@ from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.embedded import decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import Ends
-from streamppo.rollout.follower import Follower
 from streamppo.rollout.puller import Puller
+from streamppo.rollout.weight_sync import Follower
 from streamppo.types import encode
 from streamppo.weights import buckets, content, folder
 from streamppo.weights.replica import Replica

@@ -9,9 +9,9 @@ import torch
 from transformers import Qwen2Config
 
 from streamppo.errors import ModelError
-from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang.engine import SGLangEngine, start
-from streamppo.rollout.sglang.life import Setup
+from streamppo.rollout.sglang.session import Setup
+from streamppo.rollout.weight_checks import Architecture
 
 CONFIG = Qwen2Config(
     vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1

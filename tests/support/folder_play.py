@@ -23,13 +23,13 @@ from folder_draw import EMBEDDED, Draw, turn_end
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.algorithms.groups import zero_variance
-from streamppo.commands.checks import quick, slow
+from streamppo.commands.checks import light_checks, torch_checks
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, StreamppoError
 from streamppo.learner import learner as learners
-from streamppo.learner import policy
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import policy
 from streamppo.rollout import build
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.rollout.episode import FAILURES, Episode, Player
@@ -207,9 +207,9 @@ def refusal(path: Path) -> str:
     """The errors of `check`, or nothing."""
     try:
         config = configfile.load(path)
-        found = list(quick.findings(config))
+        found = list(light_checks.findings(config))
         if not [one for one in found if one.state == "error"]:
-            found = slow.add(found, config, None, call=True)
+            found = torch_checks.add(found, config, None, call=True)
     except ConfigError as error:
         return str(error)
     return "\n".join(f"{one.subject}: {one.text}" for one in found if one.state == "error")

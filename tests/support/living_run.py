@@ -9,11 +9,11 @@ from pathlib import Path
 from report_case import deliver, line_of
 
 from streamppo.config.sections import Config
-from streamppo.queue import snapshot
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Made
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import settings_of
+from streamppo.queue.rules.records import Made
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import settings_of
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 
 

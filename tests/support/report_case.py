@@ -9,12 +9,12 @@ from msgspec import structs
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.queue import snapshot
-from streamppo.queue.archive import Archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Made
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import QueueState, settings_of
+from streamppo.queue.rules.records import Made
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueState, settings_of
+from streamppo.queue.store import snapshot
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.telemetry import metrics_file
 from streamppo.types import Failure

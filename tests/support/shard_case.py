@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from streamppo.config.sections import Config
-from streamppo.queue.handout import Put
-from streamppo.queue.shard import QueueShard
-from streamppo.queue.shards import Shards, numbers
+from streamppo.queue.shards.batch_refs import Put
+from streamppo.queue.shards.shard import QueueShard
+from streamppo.queue.shards.shards import Shards, numbers
 from streamppo.types import Learned, Trajectory, encode
 
 

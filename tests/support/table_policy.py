@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig
 
 from streamppo.config.sections import Config
-from streamppo.learner import attention, objective
-from streamppo.learner.batch import PaddedBatch
-from streamppo.learner.policy import Part, Scored
-from streamppo.learner.routing import Routers
+from streamppo.learner.attention import attention
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.model.policy import Part, Scored
+from streamppo.learner.objective import objective
+from streamppo.learner.parallel.routing import Routers
 from streamppo.learner.update import Updater
 
 

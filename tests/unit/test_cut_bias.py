@@ -9,12 +9,12 @@ import torch
 from conftest import REPOSITORY, trajectory
 
 from streamppo.algorithms.advantages import gae
-from streamppo.learner.policy import nothing
+from streamppo.learner.model.policy import nothing
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import cut_bias
-from benchmarks.cut_bias import Cut
+from benchmarks.learning import cut_bias
+from benchmarks.learning.cut_bias import Cut
 
 ONE = {
     "place": [1, 4, 9, 2],

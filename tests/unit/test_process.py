@@ -14,9 +14,10 @@ import pytest
 from terminal import shown, terminal, written
 
 from streamppo import process
-from streamppo.commands import alone, weights
+from streamppo.commands import standalone
+from streamppo.commands.models import weights
 from streamppo.config.sections import Config
-from streamppo.learner import tiny
+from streamppo.learner.model import tiny
 from streamppo.rollout import build
 from streamppo.rollout.episode import Player
 from streamppo.tasks import task as tasks
@@ -52,7 +53,7 @@ async def _unreachable(config: Config, model: str) -> int:
         await rewards.score(prompt, episode.text(prompt, tokenizer))
 
     try:
-        async with alone.engine(config, "alone", model, 0, weights.of_model(model, config.model.dtype)) as engine:
+        async with standalone.engine(config, "alone", model, 0, weights.of_model(model, config.model.dtype)) as engine:
             player = Player(engine, tokenizer, config.environment)
             await one(player, 0)
             gc.collect()

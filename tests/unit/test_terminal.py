@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from streamppo import process, terminal
-from streamppo.commands import echo, inspect, reward_test
+from streamppo.commands import console
 from streamppo.commands.checks.finding import Finding
-from streamppo.driver import cluster
+from streamppo.commands.look import inspect
+from streamppo.commands.start import reward_test
+from streamppo.driver.ray import cluster
 from streamppo.tasks.rewards.processes import output
 from streamppo.types import Reward
 
@@ -62,12 +64,12 @@ def test_a_log_line_is_harmless_also_with_a_traceback(
 
 
 def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    echo.echo(f"component {hostile}: 1")
-    echo.complain(f"TaskError: {hostile}")
-    rows = echo.table("name", "text")
+    console.echo(f"component {hostile}: 1")
+    console.complain(f"TaskError: {hostile}")
+    rows = console.table("name", "text")
     rows.add_row(hostile, hostile)
-    echo.console().print(rows)
-    with echo.log_to_stderr():
+    console.console().print(rows)
+    with console.log_to_stderr():
         logging.getLogger("streamppo.anywhere").warning("%s", hostile)
     said = capsys.readouterr()
     assert is_shown(said.out) and is_shown(said.err)
@@ -83,7 +85,7 @@ def test_what_rewards_and_actors_print_is_harmless(hostile: str) -> None:
 
 
 def test_a_table_of_rewards_and_one_of_findings_are_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from streamppo.commands import check
+    from streamppo.commands.checks import check
 
     reward = Reward(score=1.0, components={hostile: 1.0}, explanation=hostile)
     reward_test._print_table([reward_test.Tried(hostile, reward, "", 0.1), reward_test.Tried("", None, hostile, 0.1)])

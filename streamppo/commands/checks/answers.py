@@ -5,10 +5,10 @@ from decimal import Decimal
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.commands.checks.task import ROWS
-from streamppo.commands.project import policy, sizes
+from streamppo.commands.start.project import policy, sizes
 from streamppo.config.reward import FunctionScorer, Scorer
 from streamppo.config.sections import BUILTIN, Config
-from streamppo.tasks import lesson
+from streamppo.tasks import warmup_data
 from streamppo.tasks.scorers import readers
 from streamppo.tasks.task import Task
 from streamppo.tasks.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def _numeric(config: Config, prompts: Sequence[Prompt]) -> Findings:
 
 
 def _characters(text: str) -> int:
-    return len(lesson.Characters().ids(Prompt(text=text, columns={}))) + 1
+    return len(warmup_data.Characters().ids(Prompt(text=text, columns={}))) + 1
 
 
 def _texts(prompts: Sequence[Prompt]) -> Iterator[str]:

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig
 
-from streamppo.commands import memory_estimate as estimate
 from streamppo.commands.checks import machine
+from streamppo.commands.checks import memory_estimate as estimate
 from streamppo.commands.checks.finding import Finding, Findings, first_line
 from streamppo.config.sections import LOCAL, Config, longest_completion, longest_row, shares_gpus
 from streamppo.config.task import DataTask
-from streamppo.driver import placement
+from streamppo.driver.ray import placement
 from streamppo.errors import ModelError
 from streamppo.rollout import positions
 

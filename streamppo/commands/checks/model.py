@@ -8,8 +8,8 @@ from streamppo.commands.checks.finding import Finding, first_line
 from streamppo.commands.checks.folder import find
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import ModelError, TaskError
-from streamppo.learner import tiny
-from streamppo.tasks import lesson
+from streamppo.learner.model import tiny
+from streamppo.tasks import warmup_data
 from streamppo.tasks.tokenizer import SPECIALS, Tokenizer
 from streamppo.weights.models.settings import settings
 
@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
 def load(config: Config) -> tuple[Loaded, list[Finding]]:
     """Read the model's configuration and its tokenizer, without weights."""
     if config.model.path == BUILTIN:
-        return Loaded(tiny.settings(config.model, SPECIALS + len(lesson.prepare(config).alphabet))), []
+        return Loaded(tiny.settings(config.model, SPECIALS + len(warmup_data.prepare(config).alphabet))), []
     folder, _ = find(config.model.path, "model")
     if folder is None:
         return Loaded(), []

@@ -16,7 +16,7 @@ from streamppo.commands.checks.finding import Finding, Findings, of_reward
 from streamppo.config.reward import FunctionScorer, Reward, Scorer
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks import lesson
+from streamppo.tasks import warmup_data
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.scorers import gold, readers
 from streamppo.tasks.scorers.answers import boxed
@@ -126,7 +126,7 @@ def score(config: Config, task: Task, tokenizer: Tokenizer | None, *, call: bool
 def _characters(task: Task) -> Tokenizer:
     """Make the tokenizer that builtin:tiny will have."""
     with tempfile.TemporaryDirectory() as folder:
-        character_tokenizer(lesson.of(task).alphabet).save_pretrained(folder)
+        character_tokenizer(warmup_data.of(task).alphabet).save_pretrained(folder)
         return Tokenizer(Path(folder))
 
 

@@ -12,7 +12,7 @@ from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Sc
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.config.task import DataTask
 from streamppo.errors import StreamppoError, TaskError
-from streamppo.tasks import environments, lesson, limits, read
+from streamppo.tasks import dataset_files, environments, length_limit, warmup_data
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
 from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
@@ -34,12 +34,12 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
     if absent := [place for place in _places(config) if not Path(place).exists()]:
         return None, [_absent(place) for place in absent]
     builtin = config.model.path == BUILTIN
-    measure = lesson.Characters() if builtin else tokenizer
+    measure = warmup_data.Characters() if builtin else tokenizer
     faults = Faults(config) if tokenizer is None else None
     try:
         task = tasks.build(config.task, config.seed, measure, limit=limit, look=faults)
         if builtin:
-            lesson.of(task)
+            warmup_data.of(task)
     except StreamppoError as error:
         return None, [Finding("task", "error", str(error))]
     found = [Finding("task", "ok", _prompts(task, measure))]
@@ -54,7 +54,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
 
 def _absent(place: str) -> Finding:
     text = f"{place!r} is no file or folder here (looked at {Path(place).absolute()})"
-    if looks_like_path(place) or Path(place).suffix in read.SUFFIXES:
+    if looks_like_path(place) or Path(place).suffix in dataset_files.SUFFIXES:
         return Finding("task", "not here", text)
     if find_spec("datasets") is None:
         text += "; to load it by that name from the hub, pip install 'streamppo[data]'"
@@ -139,6 +139,6 @@ def environment(config: Config) -> Findings:
 def limit(config: Config) -> Findings:
     """Check that the function of rollout.limit can be loaded, if there is one."""
     try:
-        limits.load(config.rollout.limit, config.rollout.max_tokens)
+        length_limit.load(config.rollout.limit, config.rollout.max_tokens)
     except TaskError as error:
         yield Finding("rollout", "error", str(error))

@@ -9,8 +9,8 @@ from streamppo.commands.checks.folder import OWN_CRITICS, find
 from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import BUILTIN, Config
 from streamppo.errors import ModelError
-from streamppo.learner import pretrained
-from streamppo.rollout.fit import Architecture
+from streamppo.learner.model import hf_files
+from streamppo.rollout.weight_checks import Architecture
 from streamppo.weights.models import fit, headers
 from streamppo.weights.models.fit import Kind
 from streamppo.weights.models.settings import settings
@@ -54,7 +54,7 @@ def _models(config: Config) -> Iterator[Named]:
 def _weights(one: Named, folder: Path) -> Finding:
     try:
         count = fit.check(
-            folder, settings(folder), pretrained.critic_kind(folder) if one.body else one.kind, body=one.body
+            folder, settings(folder), hf_files.critic_kind(folder) if one.body else one.kind, body=one.body
         )
         mib = sum(file.stat().st_size for file in headers.weight_files(folder)) / 2**20
         name = fit.not_finite(folder) if mib <= READ_MIB else ""
@@ -68,7 +68,7 @@ def _weights(one: Named, folder: Path) -> Finding:
 
 def _export(folder: str) -> Findings:
     try:
-        notes = pretrained.rehearse(folder)
+        notes = hf_files.rehearse(folder)
     except ModelError as error:
         yield Finding("export", "error", f"the settings beside the weights cannot be saved: {error}")
         return

@@ -25,7 +25,7 @@ from streamppo.process import phase
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
 from streamppo.rollout.embedded.spans import Span
-from streamppo.rollout.fit import Architecture, check_fit
+from streamppo.rollout.weight_checks import Architecture, check_fit
 from streamppo.weights.content import compare, content, write
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from streamppo.rollout import positions
 from streamppo.rollout.embedded.decoder import Decoder, Parameters
 from streamppo.rollout.embedded.rows import Ends, Request, Rows
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
-from streamppo.rollout.fit import check_prompt
+from streamppo.rollout.weight_checks import check_prompt
 from streamppo.types import Ints
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from streamppo.process import phase
-from streamppo.rollout import cuts
+from streamppo.rollout import segment_cuts
 from streamppo.rollout.embedded import spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.sampling import Draws, sample
@@ -154,7 +154,7 @@ class Rows:
             if request.cuts and request.cuts.max_age and self._length[row] > request.handed
         ]
         running = [(one, one.oldest_behind(handed, int(self._versions[row, handed]))) for row, one, handed in by_age]
-        for place in cuts.due_before_swap(version, running):
+        for place in segment_cuts.due_before_swap(version, running):
             self._cut_row(by_age[place][0])
 
     def hand_over(self) -> None:

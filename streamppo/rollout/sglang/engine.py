@@ -26,12 +26,12 @@ from torch import Tensor
 
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
-from streamppo.rollout.fit import Architecture, check_fit, check_prompt
-from streamppo.rollout.sglang import life as lives
+from streamppo.rollout.sglang import session as lives
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.life import Life, Setup
-from streamppo.rollout.sglang.link import HEALTH_S, Link
+from streamppo.rollout.sglang.client import HEALTH_S, Link
+from streamppo.rollout.sglang.session import Life, Setup
 from streamppo.rollout.sglang.stream import INTERVAL, Streams
+from streamppo.rollout.weight_checks import Architecture, check_fit, check_prompt
 from streamppo.types import Ints
 from streamppo.weights.content import check
 

@@ -19,10 +19,10 @@ from typing import Literal
 import numpy as np
 
 from streamppo.errors import ModelError
-from streamppo.rollout import cuts as rules
+from streamppo.rollout import segment_cuts as rules
 from streamppo.rollout.engine import Completion, Cuts
 from streamppo.rollout.sglang import wire
-from streamppo.rollout.sglang.link import Answer
+from streamppo.rollout.sglang.client import Answer
 from streamppo.rollout.sglang.wire import Drawn
 from streamppo.types import Ints
 

@@ -17,7 +17,7 @@ from streamppo.config.engine import SGLangEngine
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
 from streamppo.rollout.engine import Candidates, Completion, Sampling
-from streamppo.rollout.sglang.link import Answer
+from streamppo.rollout.sglang.client import Answer
 from streamppo.types import Floats, Ints, Routes
 
 OLDEST = (0, 5, 17)

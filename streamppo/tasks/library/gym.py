@@ -12,7 +12,7 @@ import numpy as np
 from streamppo.config.task import GymTask
 from streamppo.errors import TaskError
 from streamppo.tasks import split
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.types import Prompt, ScoredText
 
 

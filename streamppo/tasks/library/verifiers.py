@@ -19,8 +19,8 @@ from typing import Protocol
 from streamppo.config.task import VerifiersTask
 from streamppo.errors import TaskError
 from streamppo.tasks import chat, split
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.environments import Done
-from streamppo.tasks.read import Row
 from streamppo.types import Message, Prompt
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from numbers import Real
 
-from streamppo.tasks import places
+from streamppo.tasks import user_traceback
 from streamppo.types import Crossing, Reward, ScoredText, utf8_safe
 
 QUOTED = 200
@@ -31,7 +31,7 @@ NO_OPINION = Outcome()
 
 def failed(error: BaseException) -> Outcome:
     """Turn an exception into a failure, with the user's file and line where it came through one."""
-    reason = utf8_safe(places.told(error)[:QUOTED])
+    reason = utf8_safe(user_traceback.told(error)[:QUOTED])
     return Outcome(reason=reason, retryable=bool(getattr(error, "retryable", False)), whole=True)
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from streamppo.config import reward as choices
 from streamppo.errors import RewardFailed, TaskError
 from streamppo.tasks import plugins
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.batcher import Batcher, CallBatch, CallOne
-from streamppo.tasks.rewards.begun import Begun
+from streamppo.tasks.rewards.eager_coroutine import Begun
 from streamppo.tasks.rewards.guard import Guard
 from streamppo.tasks.rewards.outcome import Outcome, number, too_late
 from streamppo.tasks.rewards.processes import pool

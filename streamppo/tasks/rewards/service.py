@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from streamppo.config.reward import JudgeScorer, ServiceScorer
 from streamppo.errors import TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.client import Client
 from streamppo.tasks.rewards.outcome import QUOTED, Outcome, check, check_verl, failed
 from streamppo.tasks.rewards.signature import Columns, Texts

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from streamppo.errors import TaskError
-from streamppo.tasks import places, plugins
-from streamppo.tasks.read import Row
+from streamppo.tasks import plugins, user_traceback
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards.outcome import Outcome, check, check_batch, check_verl, failed
 from streamppo.types import Message, ScoredText
 
@@ -124,7 +124,7 @@ def load(name: str, arguments: Mapping[str, object]) -> Loaded:
         made = found(**arguments) if inspect.isclass(found) else partial(_called(found, name), **arguments)
     # Other people's constructors raise anything.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"reward.function {name!r}: {places.told(error)}") from error
+        raise TaskError(f"reward.function {name!r}: {user_traceback.told(error)}") from error
     assert callable(made)
     return Loaded(signature, made)
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TypeAlias, TypedDict, cast
 
 from streamppo.errors import TaskError
-from streamppo.tasks import places, plugins
+from streamppo.tasks import plugins, user_traceback
 from streamppo.tasks.scorers.sandbox import Limits, Ran, Sandbox
 from streamppo.types import Reward, ScoredText
 
 FENCED = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"(?:(?:python|py)[\d.]*)?", re.IGNORECASE)
 DEFAULT = "streamppo.tasks.scorers.bubblewrap:Bubblewrap"
-TEXTS = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("values", "exceptions", "crossing")]
+TEXTS = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("plain_data", "exceptions", "isolated_tests")]
 SIDES = re.sub(r"^from streamppo.*\n", "", "".join(TEXTS), flags=re.MULTILINE)
 """Both sides of a test in code, for sandboxes that have nothing of ours."""
 DONE = '"done"'
@@ -222,7 +222,7 @@ def _sandbox(name: str) -> Sandbox:
         raise
     # A sandbox may be other people's code, which raises anything.
     except (Exception, SystemExit) as error:
-        raise TaskError(f"sandbox {name!r}: {places.told(error)}") from error
+        raise TaskError(f"sandbox {name!r}: {user_traceback.told(error)}") from error
 
 
 def usable(tests: object) -> list[Test]:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TypeAlias
 
 from streamppo.errors import TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.scorers import code, gold
 from streamppo.tasks.scorers.maths import Math
 

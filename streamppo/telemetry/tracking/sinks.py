@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from streamppo.config import change
+from streamppo.config import diff
 from streamppo.config.sections import Config
 from streamppo.config.telemetry import Endpoint, RayMetrics
 from streamppo.telemetry.metrics_file import Line
@@ -116,7 +116,7 @@ def _hang_up(one: "subprocess.Popen[bytes]") -> None:
 
 def runs(config: Config, folder: Path) -> list[Run]:
     """Tell every tracker that has a process of its own of the run in `folder`."""
-    telemetry, values = config.telemetry, change.fields(config)
+    telemetry, values = config.telemetry, diff.fields(config)
     found = [Run(kind, str(folder), telemetry.project, values) for kind in telemetry.trackers]
     if isinstance(telemetry.prometheus, Endpoint):
         found.append(Run("prometheus", str(folder), telemetry.project, {}, telemetry.prometheus.port))

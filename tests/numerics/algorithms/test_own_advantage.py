@@ -9,10 +9,10 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms import groups
-from streamppo.algorithms.own_advantage import AdvantageInputs, own_advantage, try_own_advantage
+from streamppo.algorithms.custom_advantage import AdvantageInputs, own_advantage, try_own_advantage
 from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, TaskError
-from streamppo.learner import objective
+from streamppo.learner.objective import objective
 
 EXAMPLE = REPOSITORY / "examples" / "own_advantage.py"
 GROUPS = [4, 4, 4, 9, 9, 7]

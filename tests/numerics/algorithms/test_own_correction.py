@@ -8,10 +8,10 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms.corrections import importance_weights
-from streamppo.algorithms.own_correction import CorrectionInputs, own_correction, try_own_correction
+from streamppo.algorithms.custom_correction import CorrectionInputs, own_correction, try_own_correction
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
-from streamppo.learner import objective
+from streamppo.learner.objective import objective
 
 EXAMPLE = REPOSITORY / "examples" / "own_correction.py"
 

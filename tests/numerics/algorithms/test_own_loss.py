@@ -9,11 +9,11 @@ from conftest import REPOSITORY
 from torch import Tensor
 
 from streamppo.algorithms.corrections import by_sign, topr
-from streamppo.algorithms.own_loss import LossInputs, own_loss, try_own_loss
+from streamppo.algorithms.custom_loss import LossInputs, own_loss, try_own_loss
 from streamppo.algorithms.policy_losses import importance_weighted
 from streamppo.config.sections import Config
 from streamppo.errors import TaskError
-from streamppo.learner import objective
+from streamppo.learner.objective import objective
 
 EXAMPLE = REPOSITORY / "examples" / "own_loss.py"
 

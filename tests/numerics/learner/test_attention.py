@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.config.sections import FLASH
 from streamppo.errors import ConfigError, ModelError
-from streamppo.learner import attention, loading, pretrained
-from streamppo.learner.batch import PaddedBatch, micro_batches, pad
-from streamppo.learner.policy import Policy, Scored
+from streamppo.learner.attention import attention
+from streamppo.learner.batch.padded import PaddedBatch, micro_batches, pad
+from streamppo.learner.model import hf_files, load_policy
+from streamppo.learner.model.policy import Policy, Scored
 
 TWO, THREE, FOUR = FLASH
 BF16 = "model.dtype=bfloat16"
@@ -27,7 +28,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 def policy(folder: Path, implementation: str, layout: attention.Layout) -> Policy:
     """The model in `folder` with a critic that is not zero, in float32."""
     torch.manual_seed(9)
-    made = Policy(pretrained.read(folder, implementation), 0.7, layout=layout)
+    made = Policy(hf_files.read(folder, implementation), 0.7, layout=layout)
     torch.nn.init.normal_(made.value_head.weight)
     return made
 
@@ -127,7 +128,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def loaded(path: Path, *overrides: str, critic: str = "head") -> Policy:
     mesh = init_device_mesh("cpu", (1,))
-    return loading.load(case.config_of(*overrides).model, path, 1.0, mesh, critic)
+    return load_policy.load(case.config_of(*overrides).model, path, 1.0, mesh, critic)
 
 
 @pytest.mark.usefixtures("alone", "flash")
@@ -200,4 +201,4 @@ def test_flash_attention_where_there_is_none_is_refused_in_a_sentence(folder: Pa
     with pytest.raises(ConfigError, match='needs dtype = "bfloat16"'):
         case.config_of("model.attention=flash_attention_2")
     with pytest.raises(ModelError, match=r"FlashAttention2 .* doesn't seem to be installed"):
-        pretrained.read(folder, "flash_attention_2")
+        hf_files.read(folder, "flash_attention_2")

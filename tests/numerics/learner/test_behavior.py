@@ -12,8 +12,8 @@ import table_policy as tables
 import torch
 from conftest import trajectory
 
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.policy import Scored
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model.policy import Scored
 from streamppo.learner.update import Updater
 from streamppo.types import Batch
 

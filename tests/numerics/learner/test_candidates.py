@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import Ends
 from streamppo.rollout.engine import Sampling

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint import state_dict_saver
 from streamppo import durable
 from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import CheckpointError
-from streamppo.learner import checkpoint, manifest, optimizer
-from streamppo.learner.batch import pad
-from streamppo.learner.checkpoint import Saver, Trained
-from streamppo.learner.manifest import State
-from streamppo.learner.remote import Remote
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint, manifest
+from streamppo.learner.checkpoint.checkpoint import Saver, Trained
+from streamppo.learner.checkpoint.manifest import State
+from streamppo.learner.checkpoint.remote import Remote
+from streamppo.learner.model import optimizer
 from streamppo.learner.update import Updater
 from streamppo.weights.pusher import Pushed
 

@@ -13,12 +13,14 @@ from msgspec import structs
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamppo.errors import ConfigError
-from streamppo.learner import checkpoint, device, loading, optimizer
-from streamppo.learner import policy as model
-from streamppo.learner.batch import pad
-from streamppo.learner.checkpoint import Saver, Trained
-from streamppo.learner.manifest import Damaged, State
-from streamppo.learner.snapshot import snapshot
+from streamppo.learner import device
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import Saver, Trained
+from streamppo.learner.checkpoint.manifest import Damaged, State
+from streamppo.learner.model import load_policy, optimizer
+from streamppo.learner.model import policy as model
+from streamppo.learner.model.snapshot import snapshot
 from streamppo.weights.buckets import Buckets, packed
 from streamppo.weights.pusher import Pushed
 from streamppo.weights.shares import join
@@ -30,7 +32,7 @@ DONE.set_result(Pushed("", 0.0, 0))
 
 def made(ranks: int, folder: Path, out: Path) -> dict[str, Any]:
     """An update, its push, and what a checkpoint of it brings back; with four ranks in two copies."""
-    loading.SHARD_LAYERS_ABOVE = 0
+    load_policy.SHARD_LAYERS_ABOVE = 0
     overrides = [f"learner.ranks={ranks}", f"learner.mesh.replicate={COPIES if ranks > 1 else 1}", "learner.lr=0.01"]
     updater = case.updater(case.config_of(*overrides, "learner.micro_batch_tokens=40"), folder)
     metrics = case.metrics(updater, pad(case.batch()))

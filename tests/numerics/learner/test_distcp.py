@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from streamppo.errors import CheckpointError
-from streamppo.learner import distcp, manifest
+from streamppo.learner.checkpoint import distcp, manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

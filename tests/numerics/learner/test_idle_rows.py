@@ -9,10 +9,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from streamppo.learner import idle_rows, policy
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.idle_rows import Rows
-from streamppo.queue import parts
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import policy
+from streamppo.learner.objective import idle_rows
+from streamppo.learner.objective.idle_rows import Rows
+from streamppo.queue.store import batch_parts
 from streamppo.types import Batch
 
 GRPO, MASK = "algorithm.advantage.kind=grpo", "algorithm.zero_variance=mask"
@@ -128,8 +129,10 @@ def of_ranks(ranks: int, folder: Path, *, leave: bool, own: bool) -> list[case.W
             updater = case.updater(case.config_of(*overrides), folder)
             batch = BATCHES["old and equal"]
             if own:
-                outline = parts.outline_of(batch)
-                batch = parts.join(outline, parts.tokens_of(batch, updater.own_rows(pad(parts.join(outline, [])))))
+                outline = batch_parts.outline_of(batch)
+                batch = batch_parts.join(
+                    outline, batch_parts.tokens_of(batch, updater.own_rows(pad(batch_parts.join(outline, []))))
+                )
             case.metrics(updater, pad(batch))
             found.append(case.whole(updater.policy))
     return found

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 from streamppo.types import Learned, floats
 
 pytestmark = pytest.mark.usefixtures("alone")

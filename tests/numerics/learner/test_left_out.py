@@ -16,8 +16,8 @@ import torch
 from conftest import trajectory
 
 from streamppo.algorithms.advantages import Estimate
-from streamppo.learner import objective
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
 from streamppo.telemetry.catalogue import SOMETIMES
 from streamppo.types import Batch

@@ -17,14 +17,15 @@ from transformers import AutoModelForCausalLM
 from streamppo.config.lora import Lora
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError, WeightsError
-from streamppo.learner import adapters, checkpoint, loading, optimizer
-from streamppo.learner import policy as model
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.checkpoint import Trained
-from streamppo.learner.manifest import State
-from streamppo.learner.policy import Policy
-from streamppo.learner.reference import Without
-from streamppo.learner.snapshot import snapshot
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import Trained
+from streamppo.learner.checkpoint.manifest import State
+from streamppo.learner.model import adapters, load_policy, optimizer
+from streamppo.learner.model import policy as model
+from streamppo.learner.model.policy import Policy
+from streamppo.learner.model.reference import Without
+from streamppo.learner.model.snapshot import snapshot
 from streamppo.rollout.adapters import Merged, source
 from streamppo.types import Push
 from streamppo.weights.adapters import merged
@@ -53,7 +54,7 @@ def loaded(config: Config, path: str, *, moved: bool = True) -> Policy:
     """A policy with adapters, of which B is no longer 0 if they have `moved`."""
     torch.manual_seed(3)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = loading.load(config.model, path, 1.0, mesh, lora=config.model.lora)
+    policy = load_policy.load(config.model, path, 1.0, mesh, lora=config.model.lora)
     if moved:
         with torch.no_grad():
             for name, one in adapters.trained(policy.lm).items():
@@ -170,7 +171,7 @@ def test_the_kl_is_that_to_a_second_model(folder: Path, more: tuple[str, ...]) -
     with_lora = case.updater(case.config_of(*kl), folder / "model")
     by_hand = case.updater(case.config_of(*kl), folder / "model")
     config = case.config_of(*kl[:1], *more)
-    by_hand.reference = loading.load(config.model, folder / "model", 1.0, init_device_mesh("cpu", (1,)))
+    by_hand.reference = load_policy.load(config.model, folder / "model", 1.0, init_device_mesh("cpu", (1,)))
     batches = [pad(case.batch(seed=seed)) for seed in range(3)]
     for batch in batches:
         one, other = case.metrics(with_lora, batch), case.metrics(by_hand, batch)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamppo.learner import learner, loading, reference
-from streamppo.learner import policy as model
-from streamppo.learner.batch import pad
+from streamppo.learner import learner
+from streamppo.learner.batch.padded import pad
 from streamppo.learner.learner import Learner
-from streamppo.learner.policy import Policy
+from streamppo.learner.model import load_policy, reference
+from streamppo.learner.model import policy as model
+from streamppo.learner.model.policy import Policy
 from streamppo.weights.ledger import Published
 
 KL, BF16, MOVES = "algorithm.kl.loss_beta=0.1", "model.dtype=bfloat16", "algorithm.kl.follow_every=1"
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def loaded(folder: Path, *, master: bool) -> Policy:
-    return loading.load(case.config_of(BF16).model, folder, 1.0, init_device_mesh("cpu", (1,)), master=master)
+    return load_policy.load(case.config_of(BF16).model, folder, 1.0, init_device_mesh("cpu", (1,)), master=master)
 
 
 def dtype(one: Learner) -> torch.dtype:

@@ -8,10 +8,10 @@ import torch
 from conftest import trajectory
 from msgspec import structs
 
-from streamppo.learner import objective
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.metrics import described
-from streamppo.learner.policy import nothing
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model.policy import nothing
+from streamppo.learner.objective import objective
+from streamppo.learner.objective.metrics import described
 from streamppo.types import Batch, Trajectory
 
 GAMMA, LAM = 0.9, 0.8

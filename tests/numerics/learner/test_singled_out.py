@@ -9,8 +9,8 @@ import torch
 
 from streamppo.algorithms.exploration import Bonus
 from streamppo.errors import ConfigError
-from streamppo.learner import exploration
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.objective import exploration
 from streamppo.learner.update import Updated, Updater
 
 ALONE = pytest.mark.usefixtures("alone")

@@ -8,9 +8,9 @@ import learner_case as case
 import pytest
 import torch
 
-from streamppo.learner import speed as module
-from streamppo.learner.batch import pad
-from streamppo.learner.speed import Size, forward_flops, size_of, speed
+from streamppo.learner import throughput as module
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.throughput import Size, forward_flops, size_of, speed
 
 
 @pytest.fixture(autouse=True)

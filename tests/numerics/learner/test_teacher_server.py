@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config.teacher import Teacher as TeacherConfig
 from streamppo.errors import UpdateError
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
 from streamppo.rollout.episode import Episode
 from streamppo.rollout.teacher import Teacher
 from streamppo.types import Batch, Trajectory, encode, flags, floats, ints

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.config.sections import Config
 from streamppo.errors import ModelError
-from streamppo.learner import policy, pretrained, weight_files
-from streamppo.learner.batch import pad
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import hf_files, policy, weight_files
 from streamppo.rollout import build
 from streamppo.rollout.engine import Completion, Sampling
-from streamppo.rollout.fit import Architecture
 from streamppo.rollout.sglang import wire
+from streamppo.rollout.weight_checks import Architecture
 from streamppo.weights.models.settings import as_pushed, as_written, is_tied, settings
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -102,7 +102,7 @@ def test_the_learner_scores_trains_and_exports_what_transformers_loads(tmp_path:
     updater.update(pad(case.batch()))
     after = case.whole(updater.policy)
     assert all(not torch.equal(before[name], one) for name, one in after.items() if "lm_head" in name)
-    pretrained.export(policy.gathered(updater.policy, "float32"), str(folder), tmp_path / "final", "float32")
+    hf_files.export(policy.gathered(updater.policy, "float32"), str(folder), tmp_path / "final", "float32")
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
     assert_scores(again, updater.policy)
     # SGLang believes config.json alone.

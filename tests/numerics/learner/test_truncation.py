@@ -5,9 +5,9 @@ import pytest
 import torch
 from conftest import trajectory
 
-from streamppo.learner import objective
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.policy import nothing
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model.policy import nothing
+from streamppo.learner.objective import objective
 from streamppo.types import Batch
 
 RIGHT, CUT = slice(0, 7), slice(7, 10)

@@ -18,12 +18,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from streamppo.learner import checkpoint, layers, loading, manifest, optimizer, policy
-from streamppo.learner.batch import pad
-from streamppo.learner.checkpoint import Saver, Trained
-from streamppo.learner.manifest import State
-from streamppo.learner.reference import follow
-from streamppo.learner.snapshot import snapshot
+from streamppo.learner.attention import layers
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.checkpoint import checkpoint, manifest
+from streamppo.learner.checkpoint.checkpoint import Saver, Trained
+from streamppo.learner.checkpoint.manifest import State
+from streamppo.learner.model import load_policy, optimizer, policy
+from streamppo.learner.model.reference import follow
+from streamppo.learner.model.snapshot import snapshot
 from streamppo.learner.update import Updater
 from streamppo.weights.buckets import Buckets, packed
 
@@ -61,9 +63,9 @@ def learner(folder: Path, *overrides: str, fsdp: bool, layered: bool = False) ->
     """An updater with AdamW, whose policy FSDP shards over this rank or not; with `layered`, layer by layer."""
     with pytest.MonkeyPatch.context() as patch:
         if fsdp:
-            patch.setattr(loading, "is_whole", lambda *_, **__: False)
+            patch.setattr(load_policy, "is_whole", lambda *_, **__: False)
         if layered:
-            patch.setattr(loading, "SHARD_LAYERS_ABOVE", 0)
+            patch.setattr(load_policy, "SHARD_LAYERS_ABOVE", 0)
         made = case.updater(case.config_of(*BF16, *overrides), folder)
     made.optimizer = optimizer.adamw(made.policy, made.config)
     assert isinstance(made.policy, FSDPModule) == fsdp

@@ -25,8 +25,8 @@ from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import Ends
-from streamppo.rollout.follower import Follower
 from streamppo.rollout.puller import Puller
+from streamppo.rollout.weight_sync import Follower
 from streamppo.types import Push, decode, encode
 from streamppo.weights import folder
 from streamppo.weights.ledger import Ledger

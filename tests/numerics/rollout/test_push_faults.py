@@ -19,7 +19,7 @@ from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.embedded import decoder, parameters
 from streamppo.rollout.embedded.engine import EmbeddedEngine
 from streamppo.rollout.embedded.rows import Ends
-from streamppo.rollout.follower import Follower
+from streamppo.rollout.weight_sync import Follower
 from streamppo.types import Push, encode
 from streamppo.weights import object_store
 from streamppo.weights.buckets import Packed

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from streamppo import cli
-from streamppo.commands import bench
-from streamppo.commands.bench import Result
+from streamppo.commands.start import bench
+from streamppo.commands.start.bench import Result
 from streamppo.errors import RunError
 
 SCRIPT = """

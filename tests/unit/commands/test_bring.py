@@ -9,9 +9,9 @@ import bring_case as case
 import pytest
 
 from streamppo.cli import MISTAKE, main
-from streamppo.commands.project import policy, sizes
-from streamppo.commands.project.policy import Policy
-from streamppo.commands.project.rows import Rows
+from streamppo.commands.start.project import policy, sizes
+from streamppo.commands.start.project.policy import Policy
+from streamppo.commands.start.project.rows import Rows
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from transformers import CodeGenConfig, Gemma2Config, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.cli import main
-from streamppo.commands import memory_estimate as memory
 from streamppo.commands.checks import machine
+from streamppo.commands.checks import memory_estimate as memory
 from streamppo.config import file as configfile
-from streamppo.learner import policy as learner_model
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Archived, Changes, Made
+from streamppo.learner.model import policy as learner_model
+from streamppo.queue.rules.records import Archived, Changes, Made
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))

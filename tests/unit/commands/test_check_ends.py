@@ -9,13 +9,12 @@ import pytest
 from conftest import MATH
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from streamppo.commands import memory_estimate
-from streamppo.commands.checks import ends, machine, memory, quick, sampling
+from streamppo.commands.checks import ends, light_checks, machine, memory, memory_estimate, sampling
 from streamppo.commands.checks import task as tasks
 from streamppo.commands.checks.finding import Finding
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config, longest_row
-from streamppo.driver import memory as cgroups
+from streamppo.driver.watch import memory as cgroups
 from streamppo.errors import ConfigError
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 
@@ -142,7 +141,7 @@ def test_sampling_that_the_configuration_has_too_is_not_named(tmp_path: Path) ->
 def test_the_log_of_a_run_names_it_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder_of(tmp_path, generation={"repetition_penalty": 1.3})
     with caplog.at_level("INFO"), contextlib.suppress(ConfigError):
-        quick.refuse(config_of(f"model.path={tmp_path}"))
+        light_checks.refuse(config_of(f"model.path={tmp_path}"))
     assert caplog.text.count("repetition_penalty 1.3") == 1
 
 

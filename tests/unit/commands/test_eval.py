@@ -9,8 +9,8 @@ import pytest
 from conftest import MATH, SUPPORT
 
 from streamppo.cli import main
-from streamppo.commands import eval as command
-from streamppo.commands.eval import Answer, Subject
+from streamppo.commands.models import eval as command
+from streamppo.commands.models.eval import Answer, Subject
 from streamppo.config.sections import Config
 
 

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from streamppo import cli
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.learner import optimizer, policy
-from streamppo.learner.checkpoint import Saver, Trained
-from streamppo.learner.manifest import State
-from streamppo.learner.snapshot import snapshot
+from streamppo.learner.checkpoint.checkpoint import Saver, Trained
+from streamppo.learner.checkpoint.manifest import State
+from streamppo.learner.model import optimizer, policy
+from streamppo.learner.model.snapshot import snapshot
 from streamppo.learner.update import Updater
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.weights import buckets
 from streamppo.weights.pusher import Pushed

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import cli, loop
 from streamppo.commands import replay
-from streamppo.commands.summary import known
+from streamppo.commands.look.summary import known
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import RunError

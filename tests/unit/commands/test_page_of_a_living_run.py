@@ -8,12 +8,13 @@ import pytest
 from living_run import at_work
 from report_case import run_folder
 
-from streamppo.commands.watching import watched
-from streamppo.commands.watching.watched import WatchedRun
+from streamppo.commands.look.watching import run_tail
+from streamppo.commands.look.watching.run_tail import WatchedRun
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import lock, report
-from streamppo.queue.journal import Journal
+from streamppo.driver import report
+from streamppo.driver.folder import lock
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.report import view
 from streamppo.telemetry.report.view import View
@@ -57,7 +58,7 @@ def test_a_reader_sees_one_transaction_however_long_it_reads(run: Path) -> None:
 def test_the_ledger_of_a_running_run_adds_up_at_one_version_at_every_look(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "JOURNAL_S", 0.0)
+    monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
     page, versions = WatchedRun(run, "math"), set[str]()
     with lock.driver_lock(run), at_work(run, configfile.load(run / configfile.CONFIG)):
         while len(versions) < VERSIONS:

@@ -15,8 +15,8 @@ from streamppo.commands import replay
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import Diverged, RunError
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.store.journal import Journal
 from streamppo.types import UpdateReport
 
 DIGESTS = {0: "a" * 64, 1: "b" * 64}

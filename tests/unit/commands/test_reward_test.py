@@ -11,7 +11,7 @@ from config_case import one_source
 from conftest import MATH, SUPPORT
 
 from streamppo.cli import main
-from streamppo.commands import reward_test as trial
+from streamppo.commands.start import reward_test as trial
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask
 from streamppo.errors import ModelError, TaskError

@@ -10,9 +10,9 @@ from report_case import run_folder
 from rich.console import Console
 
 from streamppo import cli
-from streamppo.commands import summary
+from streamppo.commands.look import summary
 from streamppo.config.sections import Config
-from streamppo.driver import lock
+from streamppo.driver.folder import lock
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.summary import of_queue
 

@@ -16,14 +16,14 @@ from report_case import BATCH, run_folder
 from starlette.applications import Starlette
 
 from streamppo import cli
-from streamppo.commands import watch
-from streamppo.commands.watching import server, watched
+from streamppo.commands.look import watch
+from streamppo.commands.look.watching import run_tail, server
 from streamppo.config.sections import Config
-from streamppo.driver import lock
+from streamppo.driver.folder import lock
 from streamppo.errors import RunError
-from streamppo.queue import archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
 from streamppo.types import Batch, Learned, floats, ints
 
@@ -32,7 +32,7 @@ LOCAL = "http://127.0.0.1:8484"
 
 @pytest.fixture
 def run(tmp_path: Path, math_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(watched, "JOURNAL_S", 0.0)
+    monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
     return run_folder(tmp_path / "math", math_config())
 
 

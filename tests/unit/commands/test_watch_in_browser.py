@@ -12,11 +12,11 @@ import uvicorn
 from browser import needs_chromium, opened
 from report_case import run_folder
 
-from streamppo.commands import watch
-from streamppo.commands.watching import server
-from streamppo.commands.watching.trajectories import BatchContent, Trajectories
+from streamppo.commands.look import watch
+from streamppo.commands.look.watching import server
+from streamppo.commands.look.watching.trajectories import BatchContent, Trajectories
 from streamppo.config.sections import Config
-from streamppo.queue import archive
+from streamppo.queue.store import archive
 from streamppo.telemetry import metrics_file
 from streamppo.types import floats
 

@@ -8,7 +8,7 @@ from conftest import MATH, REPOSITORY
 
 from streamppo.config import file as configfile
 from streamppo.config.algorithm import Advantage
-from streamppo.config.change import fields, kept, learning, moved
+from streamppo.config.diff import fields, kept, learning, moved
 
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.toml"))
 ESTIMATORS = [kind.__struct_config__.tag for kind in get_args(Advantage)]

@@ -13,10 +13,12 @@ from driver_case import Case
 from ray._private import ray_constants
 
 from streamppo.config.sections import Config
-from streamppo.driver import cluster, disk, environment, nodes, stages
-from streamppo.driver.interrupts import SIGNALS, Interrupts
-from streamppo.driver.memory import MemoryKills
-from streamppo.driver.watch import Stage
+from streamppo.driver import stages
+from streamppo.driver.folder import disk
+from streamppo.driver.ray import cluster, environment, nodes
+from streamppo.driver.ray.interrupts import SIGNALS, Interrupts
+from streamppo.driver.watch.memory import MemoryKills
+from streamppo.driver.watch.watch import Stage
 from streamppo.errors import Interrupted, RunError
 
 # --- variables -----------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from driver_case import Case
 from streamppo import loop
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import disk
-from streamppo.driver.interrupts import Interrupts
+from streamppo.driver.folder import disk
+from streamppo.driver.ray.interrupts import Interrupts
 from streamppo.errors import Interrupted, LearnerLost, RunError
-from streamppo.learner import manifest
+from streamppo.learner.checkpoint import manifest
 from streamppo.telemetry.record import Record
 from streamppo.types import UpdateReport, encode
 

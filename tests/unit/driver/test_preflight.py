@@ -14,13 +14,13 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.driver import inputs, preflight
 from streamppo.errors import CheckpointError, ConfigError, JournalError, StreamppoError
-from streamppo.learner import manifest
-from streamppo.learner.manifest import Files, State
-from streamppo.queue.archive import Archive
-from streamppo.queue.bodies import Bodies
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
-from streamppo.queue.state import settings_of
+from streamppo.learner.checkpoint import manifest
+from streamppo.learner.checkpoint.manifest import Files, State
+from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.rules.state import settings_of
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.trajectory_store import Bodies
 from streamppo.telemetry.catalogue import UPDATE
 from streamppo.types import Batch
 

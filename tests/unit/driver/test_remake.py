@@ -10,10 +10,10 @@ import pytest
 from conftest import COUNTERS, trajectory
 
 from streamppo.config.sections import Config
-from streamppo.driver import remake
-from streamppo.queue.archive import Archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.driver import rebuild_metrics
+from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.telemetry.record import Record
@@ -72,7 +72,7 @@ def go_on(run: Path) -> dict[str, Any]:
     """Another part, which begins with the newest version and finishes; its summary."""
     record = Record(run, 0.0, seed=1, updates=UPDATES)
     record.begin(UPDATES)
-    remake.lost_lines(record, run)
+    rebuild_metrics.lost_lines(record, run)
     record.close(FINISHED, None, [])
     return json.loads((run / "summary.json").read_text())
 

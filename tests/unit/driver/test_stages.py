@@ -9,10 +9,11 @@ from driver_case import Case
 from ray.exceptions import RayActorError
 
 from streamppo.config import file as configfile
-from streamppo.driver import lock, stages
-from streamppo.driver.watch import Stage
+from streamppo.driver import stages
+from streamppo.driver.folder import lock
+from streamppo.driver.watch.watch import Stage
 from streamppo.errors import LearnerLost, RunError
-from streamppo.learner import manifest
+from streamppo.learner.checkpoint import manifest
 
 Make = Callable[..., Case]
 

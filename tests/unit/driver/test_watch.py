@@ -7,7 +7,7 @@ import pytest
 from driver_case import Case, FakeRay
 from ray.exceptions import RayTaskError
 
-from streamppo.driver.watch import Calls, Stage
+from streamppo.driver.watch.watch import Calls, Stage
 from streamppo.errors import JournalError, LearnerLost, RunError
 
 

@@ -8,14 +8,14 @@ import pytest
 from checkpoint_files import copied, written
 from conftest import COUNTERS
 
-from streamppo.config.change import learning
+from streamppo.config.diff import learning
 from streamppo.config.sections import Config
-from streamppo.learner import history, manifest, remote
-from streamppo.learner.history import ANY, History
-from streamppo.learner.manifest import Damaged
-from streamppo.learner.remote import Remote
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Made
+from streamppo.learner.checkpoint import history, manifest, remote
+from streamppo.learner.checkpoint.history import ANY, History
+from streamppo.learner.checkpoint.manifest import Damaged
+from streamppo.learner.checkpoint.remote import Remote
+from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.store.journal import Journal
 
 Load = Callable[..., Config]
 

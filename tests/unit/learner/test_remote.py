@@ -13,9 +13,9 @@ from streamppo import durable
 from streamppo.commands.checks import folder as checks
 from streamppo.config.sections import Checkpoint, Config
 from streamppo.errors import CheckpointError, ConfigError
-from streamppo.learner import manifest, remote
-from streamppo.learner.manifest import Damaged
-from streamppo.learner.remote import Copier, Remote
+from streamppo.learner.checkpoint import manifest, remote
+from streamppo.learner.checkpoint.manifest import Damaged
+from streamppo.learner.checkpoint.remote import Copier, Remote
 from streamppo.weights import store
 from streamppo.weights.store import Store
 

@@ -14,10 +14,10 @@ from test_journal import damage
 from zarr.storage import ZipStore
 
 from streamppo.errors import JournalError
-from streamppo.queue import archive
-from streamppo.queue.archive import Archive
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, Ended, Made
+from streamppo.queue.rules.records import Changes, Ended, Made
+from streamppo.queue.store import archive
+from streamppo.queue.store.archive import Archive
+from streamppo.queue.store.journal import Journal
 from streamppo.types import Batch, Identity, Learned, ints
 
 

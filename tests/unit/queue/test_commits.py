@@ -8,7 +8,7 @@ import pytest
 from test_rules import done, queue
 
 from streamppo.errors import JournalError
-from streamppo.queue.commits import Commits, Transaction
+from streamppo.queue.group_commit import Commits, Transaction
 
 
 class Disk:

@@ -9,7 +9,7 @@ from conftest import trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamppo.queue.defects import Limits, defect, defects
+from streamppo.queue.rules.validation import Limits, defect, defects
 from streamppo.types import Trajectory
 
 CUT = np.array([5, 7, 5, 6, 7], np.int32), np.array([2, 0, 3], np.int32)

@@ -14,9 +14,9 @@ from test_journal import damage
 
 from streamppo import durable
 from streamppo.errors import CheckpointError
-from streamppo.learner import manifest
-from streamppo.learner.manifest import Files, State
-from streamppo.queue.archive import Archive
+from streamppo.learner.checkpoint import manifest
+from streamppo.learner.checkpoint.manifest import Files, State
+from streamppo.queue.store.archive import Archive
 
 
 @pytest.mark.parametrize("error", ["crash", "full"])

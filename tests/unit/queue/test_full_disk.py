@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from streamppo.cli import main
 from streamppo.errors import ModelError, RunError
-from streamppo.learner import pretrained
+from streamppo.learner.model import hf_files
 from streamppo.telemetry.metrics_file import FINISHED
 from streamppo.telemetry.record import Record
 from streamppo.types import UpdateReport
@@ -83,5 +83,5 @@ class Stub:
 def test_a_model_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     stub: Any = Stub()
     with pytest.raises(ModelError, match=r"final: cannot be written: .*directory"):
-        pretrained.write(stub, None, tmp_path / "final")
+        hf_files.write(stub, None, tmp_path / "final")
     assert not (tmp_path / "final").exists()

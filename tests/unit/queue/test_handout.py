@@ -10,7 +10,7 @@ import pytest
 from conftest import trajectory
 
 from streamppo.errors import JournalError
-from streamppo.queue.handout import Handout, encoded
+from streamppo.queue.shards.batch_refs import Handout, encoded
 from streamppo.types import Batch, decode, encode
 
 

@@ -14,9 +14,9 @@ from conftest import COUNTERS, trajectory
 
 from streamppo import durable
 from streamppo.errors import JournalError
-from streamppo.queue import database as sqlite
-from streamppo.queue.journal import DEAD_LETTERS, FORMAT, Journal
-from streamppo.queue.records import Changes, DeadLetter, Ended, Lease, Made, SavedSlot
+from streamppo.queue.rules.records import Changes, DeadLetter, Ended, Lease, Made, SavedSlot
+from streamppo.queue.store import database as sqlite
+from streamppo.queue.store.journal import DEAD_LETTERS, FORMAT, Journal
 from streamppo.types import Identity
 
 

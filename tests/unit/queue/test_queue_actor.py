@@ -15,16 +15,17 @@ import shard_case
 from conftest import trajectory
 from shard_case import told
 
-from streamppo.commands import inspect as inspection
+from streamppo.commands.look import inspect as inspection
 from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Environment, Source
 from streamppo.errors import CheckpointError, Diverged, JournalError, ModelError, QueueError, TooManyFailures
 from streamppo.queue import actor as queue_actor
-from streamppo.queue import archive, parts, report, snapshot
+from streamppo.queue import report
 from streamppo.queue.actor import QueueActor
-from streamppo.queue.defects import Limits, defect, limits_of
-from streamppo.queue.journal import Journal
-from streamppo.queue.source import ArchiveSource
+from streamppo.queue.batch_source import ArchiveSource
+from streamppo.queue.rules.validation import Limits, defect, limits_of
+from streamppo.queue.store import archive, batch_parts, snapshot
+from streamppo.queue.store.journal import Journal
 from streamppo.types import Batch, Failure, Learned, Push, QueueReport, Tensor, Ticket, Trajectory, decode, encode
 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")
@@ -73,7 +74,7 @@ def push(version: int, name: str = "", admitted_lag: int | None = None) -> bytes
 
 def whole(found: Any) -> Batch:
     """The batch that a rank puts together."""
-    return parts.merge([decode(one, Batch) for one in found])
+    return batch_parts.merge([decode(one, Batch) for one in found])
 
 
 def done(ticket: Ticket, version: int = 0) -> Trajectory:

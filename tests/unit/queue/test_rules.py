@@ -11,11 +11,12 @@ from conftest import trajectory
 from streamppo.config.correction import Resample
 from streamppo.config.queue import Segments
 from streamppo.errors import JournalError, QueueError, TooManyFailures
-from streamppo.queue import report, snapshot
-from streamppo.queue.records import Changes, Counters, Saved
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.slot import Slot
-from streamppo.queue.state import QueueState, Settings
+from streamppo.queue import report
+from streamppo.queue.rules.records import Changes, Counters, Saved
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.slot import Slot
+from streamppo.queue.rules.state import QueueState, Settings
+from streamppo.queue.store import snapshot
 from streamppo.types import Failure, QueueReport, Ticket, Trajectory, decode, encode, ints
 
 CALLS = itertools.count()

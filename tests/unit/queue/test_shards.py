@@ -18,12 +18,13 @@ from test_queue_actor import as_it_is, deliver, made_version_0, push, sample, wh
 
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
-from streamppo.queue import archive, parts, shard
 from streamppo.queue.actor import QueueActor
-from streamppo.queue.bodies import Bodies, path
-from streamppo.queue.journal import Journal
-from streamppo.queue.shard import QueueShard
-from streamppo.queue.slot import Record, Slot, Unit, all_younger, count_older, newest_version, record_of
+from streamppo.queue.rules.slot import Record, Slot, Unit, all_younger, count_older, newest_version, record_of
+from streamppo.queue.shards import shard
+from streamppo.queue.shards.shard import QueueShard
+from streamppo.queue.store import archive, batch_parts
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.trajectory_store import Bodies, path
 from streamppo.types import Batch, Identity, Learned, Outline, Tokens, Trajectory, decode, encode
 
 SHARDS = 3
@@ -93,16 +94,18 @@ def test_a_batch_in_parts_is_the_batch_and_one_that_lacks_a_part_is_refused() ->
         Batch(version=4, min_version=1, rows=rows.tobytes(), trajectories=tuple(made[row] for row in rows))
         for rows in (order[:2], order[2:3], order[3:])
     ]
-    assert parts.merge(split) == batch == parts.merge([batch])
-    outlines = [decode(encode(parts.outline_of(one)), Outline) for one in split]
-    outline = parts.merge_outlines(outlines)
-    assert outline == parts.outline_of(batch)
+    assert batch_parts.merge(split) == batch == batch_parts.merge([batch])
+    outlines = [decode(encode(batch_parts.outline_of(one)), Outline) for one in split]
+    outline = batch_parts.merge_outlines(outlines)
+    assert outline == batch_parts.outline_of(batch)
     wanted = [7, 0, 4]
-    tokens = [one for part in split for one in decode(encode(parts.tokens_of(part, wanted)), tuple[Tokens, ...])]
+    tokens = [one for part in split for one in decode(encode(batch_parts.tokens_of(part, wanted)), tuple[Tokens, ...])]
     assert sorted(one.row for one in tokens) == sorted(wanted)
-    assert parts.join(outline, tokens) == parts.join(parts.outline_of(batch), parts.tokens_of(batch, wanted))
+    assert batch_parts.join(outline, tokens) == batch_parts.join(
+        batch_parts.outline_of(batch), batch_parts.tokens_of(batch, wanted)
+    )
     with pytest.raises(JournalError, match="lacks rows"):
-        parts.merge(split[:2])
+        batch_parts.merge(split[:2])
 
 
 # --- what a shard keeps -----------------------------------------------------------------------------------------

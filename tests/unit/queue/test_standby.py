@@ -20,11 +20,12 @@ from streamppo.config import consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, ConfigError, JournalError
-from streamppo.queue import archive, copies, standby
 from streamppo.queue.actor import QueueActor
-from streamppo.queue.bodies import Bodies, path
-from streamppo.queue.journal import Journal
+from streamppo.queue.replication import copies, standby
 from streamppo.queue.restore import restore
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
+from streamppo.queue.store.trajectory_store import Bodies, path
 from streamppo.types import Batch, Failure, Trajectory, decode, encode
 from streamppo.weights import owner
 from streamppo.weights.store import Store, summed

@@ -9,9 +9,9 @@ import pytest
 from conftest import trajectory
 
 from streamppo.errors import QueueError
-from streamppo.queue.rules import QueueRules
-from streamppo.queue.state import QueueState, Settings
-from streamppo.queue.waiting import BatchWaiters, Polls, TicketLine, VersionWaiters
+from streamppo.queue.rules.rules import QueueRules
+from streamppo.queue.rules.state import QueueState, Settings
+from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.types import Failure, Ticket, Trajectory
 
 SETTINGS = Settings(

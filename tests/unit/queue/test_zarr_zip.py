@@ -12,7 +12,7 @@ import zarr
 from zarr.codecs import ZstdCodec
 from zarr.storage import ZipStore
 
-from streamppo.queue import zarr_zip
+from streamppo.queue.store import zarr_zip
 
 COLUMNS = {
     "tokens": np.arange(1, 900, dtype=np.int32),

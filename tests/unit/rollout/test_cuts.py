@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.rollout.cuts import cut_for, due, due_before_swap, most_under_way
 from streamppo.rollout.engine import Candidates, Completion, Cuts
 from streamppo.rollout.episode import Columns, _one_turn
-from streamppo.rollout.handing import Handing
+from streamppo.rollout.segment_cuts import cut_for, due, due_before_swap, most_under_way
+from streamppo.rollout.segment_writer import Handing
 from streamppo.tasks.environments import Done
 from streamppo.types import Identity, Reward, Ticket, Trajectory, floats
 

@@ -24,11 +24,11 @@ from streamppo.errors import (
     TeacherFailed,
     WeightsError,
 )
-from streamppo.rollout import follower
+from streamppo.rollout import weight_sync
 from streamppo.rollout.adapters import Pushed
 from streamppo.rollout.episode import Episode
-from streamppo.rollout.follower import Follower
 from streamppo.rollout.puller import Puller
+from streamppo.rollout.weight_sync import Follower
 from streamppo.rollout.worker import GATHER_S, Worker
 from streamppo.tasks.stop import Stop
 from streamppo.types import (
@@ -95,7 +95,7 @@ def _engine() -> Any:
 
 def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -> None:
     async def scenario() -> Queue:
-        queue: Any = Queue(damaged=follower.PULLS - 1)
+        queue: Any = Queue(damaged=weight_sync.PULLS - 1)
         made = Follower(at_version_0(queue), _engine(), Pushed())
         task = asyncio.create_task(made.run())
         await made.reach(1)
@@ -105,7 +105,7 @@ def test_damaged_weights_are_refused_and_asked_for_again(log_lines: list[str]) -
         return queue
 
     queue = asyncio.run(scenario())
-    assert queue.pulls == follower.PULLS
+    assert queue.pulls == weight_sync.PULLS
     assert queue.had == [0, -1, -1], "after a damaged one it asks for a whole version"
     assert log_lines == ["keeps version 0: w is not as it was pushed (1 tensors are not)"] * 2
 
@@ -115,7 +115,7 @@ def test_weights_that_stay_damaged_end_the_actor() -> None:
         queue: Any = Queue(damaged=1000)
         with pytest.raises(WeightsError, match="w is not as it was pushed"):
             await Follower(at_version_0(queue), _engine(), Pushed()).run()
-        assert queue.pulls == follower.PULLS
+        assert queue.pulls == weight_sync.PULLS
 
     asyncio.run(scenario())
 
@@ -364,7 +364,7 @@ class HangingSwap:
 def test_a_swap_that_hangs_ends_the_actor_with_its_version_and_the_bound_grows_with_the_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follower, "SWAP_S", 0.1)
+    monkeypatch.setattr(weight_sync, "SWAP_S", 0.1)
     queue, engine = Queue(damaged=0), HangingSwap()
 
     async def ended() -> float:
@@ -374,7 +374,7 @@ def test_a_swap_that_hangs_ends_the_actor_with_its_version_and_the_bound_grows_w
         return time.monotonic() - begin
 
     assert asyncio.run(ended()) < 5
-    monkeypatch.setattr(follower, "SLOWEST_BYTES_PER_S", 32 / 0.5)
+    monkeypatch.setattr(weight_sync, "SLOWEST_BYTES_PER_S", 32 / 0.5)
     assert asyncio.run(ended()) > 0.5
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from streamppo.errors import WeightsError
-from streamppo.rollout.fit import Architecture
-from streamppo.rollout.sglang import attest, layout
+from streamppo.rollout.sglang import layout, verify_weights
+from streamppo.rollout.weight_checks import Architecture
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 16,
@@ -70,13 +70,13 @@ class Checked:
     async def stop(self) -> None: ...
 
 
-async def loaded(link: Checked, tensors: Tensors) -> attest.Attestation:
-    attestation = await attest.begin(link, tensors, 16)
+async def loaded(link: Checked, tensors: Tensors) -> verify_weights.Attestation:
+    attestation = await verify_weights.begin(link, tensors, 16)
     await swap(link, attestation, tensors)
     return attestation
 
 
-async def swap(link: Checked, attestation: attest.Attestation, tensors: Tensors) -> None:
+async def swap(link: Checked, attestation: verify_weights.Attestation, tensors: Tensors) -> None:
     await attestation.before()
     link.load(tensors)
     await attestation.check(tensors)
@@ -153,7 +153,7 @@ def test_a_tensor_that_moved_to_other_bytes_than_were_pushed_is_an_error_where_i
             sums.setdefault(layout.held_name(name), {})[name] = float(tensor.double().sum())
         return {name: str(sorted(parts.items())) for name, parts in sums.items()} | {strange: "?"}
 
-    monkeypatch.setattr(attest, "_known", known)
+    monkeypatch.setattr(verify_weights, "_known", known)
 
     async def case(damaged: str) -> None:
         link = Checked(saved, "checksums")
@@ -239,10 +239,10 @@ def test_of_a_small_model_every_value_is_read_back_and_of_a_large_one_the_first_
 
     with pytest.raises(WeightsError, match=r"layers.5.weight"):
         run(case(row=19))
-    monkeypatch.setattr(attest, "SMALL", 10)
+    monkeypatch.setattr(verify_weights, "SMALL", 10)
     with pytest.raises(WeightsError, match=r"layers.5.weight"):
-        run(case(row=attest.ROWS - 1))
-    run(case(row=attest.ROWS))
+        run(case(row=verify_weights.ROWS - 1))
+    run(case(row=verify_weights.ROWS))
 
 
 def test_where_a_single_tensor_cannot_be_read_log_probs_say_that_nothing_has_moved() -> None:

@@ -10,7 +10,7 @@ from fake_sglang import CONFIG, Fake, opened, pushed, run
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Sampling
 from streamppo.rollout.sglang.engine import start
-from streamppo.rollout.sglang.life import Setup
+from streamppo.rollout.sglang.session import Setup
 
 pytest_plugins = ["rollout_log"]
 PROMPT = np.array([3, 4], np.int32)

@@ -13,7 +13,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import ModelError, WeightsError
 from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.rollout.episode import Columns
-from streamppo.rollout.handing import Handing
+from streamppo.rollout.segment_writer import Handing
 from streamppo.rollout.sglang.engine import SGLangEngine
 from streamppo.rollout.sglang.stream import INTERVAL
 from streamppo.tasks.environments import Done

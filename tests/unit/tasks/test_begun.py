@@ -10,7 +10,7 @@ import pytest
 from streamppo.config.reward import FunctionScorer
 from streamppo.config.reward import Reward as Choice
 from streamppo.errors import RewardFailed
-from streamppo.tasks.rewards.begun import Begun
+from streamppo.tasks.rewards.eager_coroutine import Begun
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.types import Prompt, ScoredText
 

@@ -18,7 +18,7 @@ from several_rewards import length, no_opinion, per_token
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.scoring import Rewards

@@ -11,9 +11,9 @@ from conftest import REPOSITORY
 from streamppo.config.sections import Config
 from streamppo.telemetry import diagnosis, metrics_file
 from streamppo.telemetry.diagnosis import Diagnosis
+from streamppo.telemetry.diagnosis_rules import EARLY, RULES
 from streamppo.telemetry.evidence import WINDOW
 from streamppo.telemetry.metrics_file import Line
-from streamppo.telemetry.rules import EARLY, RULES
 
 DEFAULT_RUN = Path(__file__).with_name("default_run.jsonl")
 """The lines of 60 updates of configs/math.toml, four digits of each number."""

@@ -12,8 +12,8 @@ from checkpoint_files import copied, written
 from streamppo.config.sections import Config
 from streamppo.driver import preflight
 from streamppo.errors import CheckpointError
-from streamppo.learner import remote
-from streamppo.learner.remote import Remote
+from streamppo.learner.checkpoint import remote
+from streamppo.learner.checkpoint.remote import Remote
 from streamppo.weights import owner, store
 from streamppo.weights.store import Store
 

@@ -24,7 +24,7 @@ from streamppo.errors import WeightsError
 from streamppo.rollout import puller as pulling
 from streamppo.rollout.puller import Puller
 from streamppo.types import Push, decode
-from streamppo.weights import folder, object_store, transport, ways
+from streamppo.weights import factory, folder, object_store, transport
 from streamppo.weights.buckets import Shard
 from streamppo.weights.ledger import Ledger, Published
 from streamppo.weights.pusher import Pusher
@@ -54,9 +54,9 @@ def ends(
         pytest.importorskip("nixl")
     monkeypatch.setattr(object_store.ray, "put", Value)
     path = f", path='{tmp_path}'" if request.param == "folder" else ""
-    config = ways.placed(math_config(f"learner.transport={{kind='{request.param}'{path}}}"), tmp_path / "run")
-    ways.begin(config)
-    return lambda rank: (ways.outlet(config, rank), ways.inlet(config))
+    config = factory.placed(math_config(f"learner.transport={{kind='{request.param}'{path}}}"), tmp_path / "run")
+    factory.begin(config)
+    return lambda rank: (factory.outlet(config, rank), factory.inlet(config))
 
 
 class Queue:
@@ -372,18 +372,18 @@ def test_runs_of_one_name_have_folders_of_their_own_and_leave_nothing(
     tmp_path: Path, math_config: Callable[..., Config]
 ) -> None:
     config = math_config(f"learner.transport={{kind='folder', path='{tmp_path}/shared'}}")
-    first, second = (ways.placed(config, tmp_path / parent / "math") for parent in ("a", "b"))
+    first, second = (factory.placed(config, tmp_path / parent / "math") for parent in ("a", "b"))
     assert first != second
     for one in (first, second):
-        ways.begin(one)
-        ways.outlet(one, 0).put(0, [SOMETHING])
+        factory.begin(one)
+        factory.outlet(one, 0).put(0, [SOMETHING])
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 2
-    ways.begin(first)
+    factory.begin(first)
     assert len(list((tmp_path / "shared").rglob("00000000-0"))) == 1, "an earlier driver's ranks are dead"
-    ways.end(first)
-    ways.end(second)
+    factory.end(first)
+    factory.end(second)
     assert not list((tmp_path / "shared").iterdir())
-    own = ways.placed(math_config("learner.transport={kind='folder'}"), tmp_path / "a" / "math")
+    own = factory.placed(math_config("learner.transport={kind='folder'}"), tmp_path / "a" / "math")
     assert own.learner.transport == chosen.Folder(str(tmp_path / "a" / "math" / "weights"))
 
 
@@ -400,7 +400,7 @@ def test_without_nixl_its_transport_says_how_it_is_installed(
 
     monkeypatch.setattr(nixl, "import_module", missing)
     config = math_config("learner.transport={kind='nixl'}")
-    for end in (lambda: ways.outlet(config, 0), lambda: ways.inlet(config)):
+    for end in (lambda: factory.outlet(config, 0), lambda: factory.inlet(config)):
         with pytest.raises(WeightsError, match=r"needs NIXL .*pip install 'streamppo\[nixl\]'"):
             end()
 

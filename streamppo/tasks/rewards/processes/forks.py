@@ -9,9 +9,9 @@ from collections.abc import Coroutine
 
 from streamppo.config.reward import FunctionScorer
 from streamppo.errors import TaskError
-from streamppo.tasks.rewards.processes import page, template
-from streamppo.tasks.rewards.processes.page import Page
+from streamppo.tasks.rewards.processes import shared_page, template
 from streamppo.tasks.rewards.processes.process import Process
+from streamppo.tasks.rewards.processes.shared_page import Page
 from streamppo.tasks.rewards.processes.template import Template, TemplateDied
 
 DEATHS = 5
@@ -64,7 +64,7 @@ class Forks:
             mine, theirs = socket.socketpair()
             on_failure.enter_context(mine)
             at_last.enter_context(theirs)
-            memory = page.create()
+            memory = shared_page.create()
             at_last.callback(os.close, memory)
             pid = await self._template.fork(theirs, memory)
             theirs.close()

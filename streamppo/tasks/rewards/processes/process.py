@@ -4,7 +4,7 @@ import asyncio
 import signal
 
 from streamppo.tasks.rewards.outcome import Outcome
-from streamppo.tasks.rewards.processes.page import Page
+from streamppo.tasks.rewards.processes.shared_page import Page
 from streamppo.tasks.rewards.processes.wire import Answer, Call, Outbox, frame, receive_async
 
 Answers = asyncio.Future[tuple[Outcome, ...]]

@@ -25,7 +25,7 @@ from streamppo.process import die_with_parent
 from streamppo.tasks.rewards import signature
 from streamppo.tasks.rewards.outcome import too_late
 from streamppo.tasks.rewards.processes import reaper
-from streamppo.tasks.rewards.processes.page import CALL, Page, mark_tasks
+from streamppo.tasks.rewards.processes.shared_page import CALL, Page, mark_tasks
 from streamppo.tasks.rewards.processes.wire import (
     Answer,
     Call,
