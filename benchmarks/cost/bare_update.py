@@ -101,7 +101,7 @@ def loaded(folder: Path, config: Config) -> tuple[Bare, torch.optim.Optimizer]:
 
 def difference(model: Bare, trained: Policy) -> float:
     """The largest difference of a weight."""
-    weights = policy.gathered(trained, "float32")
+    weights = policy.gather_weights(trained, "float32")
     return max(float((one.detach() - weights[name]).abs().max()) for name, one in model.lm.named_parameters())
 
 

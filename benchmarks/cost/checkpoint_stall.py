@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.lib.runs import machine
 from streamppo.config import file as configfile
 from streamppo.learner.checkpoint import checkpoint
-from streamppo.learner.checkpoint.manifest import State
+from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.model import load_policy, optimizer
-from streamppo.weights.pusher import Pushed
+from streamppo.weights.pusher import PushedVersion
 
 MATH = Path(__file__).parents[2] / "configs" / "math.toml"
 WIDTHS = {"small": 32, "large": 768}
@@ -79,7 +79,7 @@ def _measure(size: str, folder: Path, times: int) -> dict[str, Any]:
     }
 
 
-def _trained(size: str, folder: Path) -> tuple[checkpoint.Trained, checkpoint.Saver]:
+def _trained(size: str, folder: Path) -> tuple[checkpoint.TrainState, checkpoint.Saver]:
     """A model with an optimizer that has its moments."""
     config, width = configfile.load(MATH, []), WIDTHS[size]
     shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS[size]}
@@ -92,13 +92,15 @@ def _trained(size: str, folder: Path) -> tuple[checkpoint.Trained, checkpoint.Sa
         parameter.grad = torch.ones_like(parameter)
     adamw.step()
     adamw.zero_grad(set_to_none=True)
-    return checkpoint.Trained(made, adamw, None), checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
+    return checkpoint.TrainState(made, adamw, None), checkpoint.Saver(
+        checkpoint.checkpoint_process_group(), config.checkpoint
+    )
 
 
-def _save(trained: checkpoint.Trained, saver: checkpoint.Saver, folder: Path, version: int) -> None:
-    pushed = Future[Pushed]()
-    pushed.set_result(Pushed("", 0.0, 0))
-    state = State(version=version, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
+def _save(trained: checkpoint.TrainState, saver: checkpoint.Saver, folder: Path, version: int) -> None:
+    pushed = Future[PushedVersion]()
+    pushed.set_result(PushedVersion("", 0.0, 0))
+    state = CheckpointState(version=version, digest="", ranks=1, beta=0.0, bad_steps=(0, 0))
     saver.start(folder, state, trained, pushed)
 
 

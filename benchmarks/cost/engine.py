@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lib.runs import machine
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Sampling
 
 IN_FLIGHT = 64
@@ -80,7 +80,7 @@ def _ours(model: Any, lengths: np.ndarray) -> float:
 
     async def generate() -> float:
         engine = EmbeddedEngine(
-            model.config, tensors, version=0, slots=IN_FLIGHT, max_total_tokens=128, ends=Ends(), seed=0
+            model.config, tensors, version=0, slots=IN_FLIGHT, max_total_tokens=128, ends=EndTokens(), seed=0
         )
         await engine.generate(prompt, Sampling(2))
         begin = time.perf_counter()

@@ -45,7 +45,7 @@ from benchmarks.lib.runs import machine
 from streamppo.config.sections import Config
 from streamppo.driver.ray.actors import make_queue, make_shards
 from streamppo.queue.shards.shards import Shards
-from streamppo.types import Learned, Trajectory, encode
+from streamppo.types import TokenRecord, Trajectory, encode
 
 BYTES_A_TOKEN = 13
 """Of a completion: its id, log-prob, version and mask."""
@@ -86,7 +86,7 @@ class ShardedLoad(Load):
             fetched = await asyncio.to_thread(ray.get, parts)
             del fetched
             numbers = bytes(4 * self._batch * self.tokens)
-            learned = encode(Learned(values=numbers, advantages=numbers))
+            learned = encode(TokenRecord(values=numbers, advantages=numbers))
             told = [ray.put(learned)] if self._shards else learned
             await self.queue.publish(push(self.version + 1), [], told, 0)
             self.version += 1

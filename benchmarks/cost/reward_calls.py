@@ -63,7 +63,7 @@ async def _measure(case: str, in_flight: int, calls: int, url: str) -> dict[str,
     texts = [_text(case, url, number) for number in range(calls)]
     if case == "plain":
         # As in a reward's process: without it, passes over all that is loaded here would be counted as httpx's time.
-        process.collect_rarely()
+        process.freeze_gc()
         return {"case": case, **await _all(texts, in_flight, _plain)}
     waits = case != "service"
     scorer = FunctionScorer(

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.lib.runs import machine
 from streamppo.tasks.scorers.bubblewrap import Bubblewrap
-from streamppo.tasks.scorers.capture import Limits
+from streamppo.tasks.scorers.capture import RunLimits
 from streamppo.tasks.scorers.sandbox import Local, Sandbox
 
 
@@ -49,7 +49,7 @@ def _bare() -> None:
 
 def _in(sandbox: Sandbox) -> Callable[[], None]:
     def run() -> None:
-        ran = asyncio.run(sandbox.run("", "", Limits(timeout_s=60.0)))
+        ran = asyncio.run(sandbox.run("", "", RunLimits(timeout_s=60.0)))
         assert ran.exit_code == 0, ran.stderr
 
     return run

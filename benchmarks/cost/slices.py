@@ -89,7 +89,7 @@ def update(folder: str, tokens: int, way: str, times: int) -> dict[str, float]:
     mesh = mesh_of("cpu", config.learner.mesh)
     trained = load_policy.load(config.model, folder, 1.0, mesh, slices=slices)
     chosen, adamw = objective.build(config), optimizer.adamw(trained, config)
-    updater = Updater(trained, adamw, chosen, config, group=slices.apart())
+    updater = Updater(trained, adamw, chosen, config, group=slices.data_ranks())
     batch, seconds, peaks = pad(_batch(tokens)), list[float](), list[float]()
     for _ in range(1 + times):
         begin = time.perf_counter()

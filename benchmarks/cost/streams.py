@@ -28,7 +28,7 @@ from streamppo.rollout import build
 from streamppo.rollout.engine import Cuts, Sampling
 from streamppo.rollout.sglang import wire
 from streamppo.rollout.sglang.engine import SGLangEngine
-from streamppo.rollout.sglang.stream import Stream
+from streamppo.rollout.sglang.stream import CompletionStream
 
 CONFIG = Path("configs/math-sglang.toml")
 INTERVALS = (0, 1, 4, 8, 16, 32)
@@ -81,7 +81,7 @@ async def _complete(engine: SGLangEngine, interval: int, name: str) -> None:
         return
     certain = asyncio.Event()
     certain.set()
-    stream = Stream(Cuts(lambda part: None, max_age=1), 0, certain, candidates=False)
+    stream = CompletionStream(Cuts(lambda part: None, max_age=1), 0, certain, candidates=False)
     await stream.read(link.stream(**fields))
     stream.completion("keep")
 

@@ -208,8 +208,8 @@ def killed(victim: Victim, kinds: list[str], seed: int, *, scale: bool) -> Trial
 
 def account(run: Path, kills: list[Kill]) -> Trial:
     """Where every trajectory of a run that has ended is, and whether its weights can be made again."""
-    journal = Journal.of(run)
-    saved, ended = journal.read(), journal.ended()
+    journal = Journal.open_run(run)
+    saved, ended = journal.read(), journal.ended_attempts()
     journal.close()
     assert saved is not None
     samples = saved.counters.shape.samples_per_prompt

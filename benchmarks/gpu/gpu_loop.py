@@ -18,7 +18,7 @@ from streamppo.learner.model import load_policy, optimizer, policy, tiny
 from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks import task as tasks
 from streamppo.tasks.tokenizer import Tokenizer
@@ -77,11 +77,11 @@ def _stages(config: Config, folder: Path, device: str) -> Stages:
     tokenizer = Tokenizer(str(folder))
     engine = EmbeddedEngine(
         AutoConfig.from_pretrained(folder),
-        policy.gathered(trained, config.model.dtype),
+        policy.gather_weights(trained, config.model.dtype),
         version=0,
         slots=config.rollout.slots,
         max_total_tokens=32,
-        ends=Ends({tokenizer.eos_id or 0}),
+        ends=EndTokens({tokenizer.eos_id or 0}),
         seed=config.seed,
         dtype=torch.bfloat16,
         device=device,
@@ -105,7 +105,7 @@ async def _update(stages: Stages, version: int) -> tuple[tuple[float, float, flo
     batch = pad(Batch(version=version, min_version=version, trajectories=tuple(rows))).to(stages.updater.device)
     metrics = stages.updater.metrics(stages.updater.update(batch))
     learned = time.perf_counter()
-    await stages.engine.update_weights(version + 1, policy.gathered(stages.updater.policy, config.model.dtype))
+    await stages.engine.update_weights(version + 1, policy.gather_weights(stages.updater.policy, config.model.dtype))
     return (sampled - begin, learned - sampled, time.perf_counter() - learned), metrics
 
 

@@ -218,7 +218,7 @@ def _attentions() -> list[str]:
     from streamppo.config.sections import FLASH
     from streamppo.learner.attention import attention
 
-    return ["sdpa", *(name for name in FLASH if ON_GPU and attention.installed(name))]
+    return ["sdpa", *(name for name in FLASH if ON_GPU and attention.is_flash_installed(name))]
 
 
 def _transformer(implementation: str, checkpointing: Any, compiled: bool) -> Result:
@@ -259,21 +259,21 @@ def _transformer(implementation: str, checkpointing: Any, compiled: bool) -> Res
 def push() -> Result:
     """A version's way from the learner's GPU to an engine's, step by step: milliseconds for `bytes`."""
     from streamppo.weights import buckets
-    from streamppo.weights.content import content
+    from streamppo.weights.content import hash_tensor
     from streamppo.weights.replica import Replica
 
     count, rows = (32, 4096) if ON_GPU else (4, 64)
     masters = {f"w{n}": torch.randn(rows, 4096, device=DEVICE) for n in range(count)}
     on_cpu = {name: one.bfloat16().cpu() for name, one in masters.items()}
     on_device = [one.bfloat16() for one in masters.values()]
-    made, flat = buckets.packed(1, on_cpu, 256 * 2**20)
+    made, flat = buckets.pack_whole(1, on_cpu, 256 * 2**20)
     pinned = {name: one.pin_memory() for name, one in on_cpu.items()} if ON_GPU else on_cpu
     steps: Mapping[str, Callable[[], object]] = {
         "cast_then_copy": lambda: [one.bfloat16().cpu() for one in masters.values()],
         "copy_then_cast": lambda: [one.cpu().bfloat16() for one in masters.values()],
-        "pack_and_hash": lambda: buckets.packed(1, on_cpu, 256 * 2**20),
+        "pack_and_hash": lambda: buckets.pack_whole(1, on_cpu, 256 * 2**20),
         "unpack": lambda: Replica().take(made, flat),
-        "hash_on_device": lambda: [content(one) for one in on_device],
+        "hash_on_device": lambda: [hash_tensor(one) for one in on_device],
         "to_device": lambda: [one.to(DEVICE, copy=True) for one in on_cpu.values()],
         "to_device_pinned": lambda: [one.to(DEVICE, copy=True, non_blocking=True) for one in pinned.values()],
     }

@@ -90,7 +90,7 @@ def _signs(folder: Path) -> dict[str, Any]:
         "updates": config.updates,
         "verdict": progress.verdict(evaluations),
         "is_better": progress.is_better(evaluations),
-        "signs": [one.name for one in diagnosis.of_lines(config, lines, read_summary(folder))],
+        "signs": [one.name for one in diagnosis.diagnose_lines(config, lines, read_summary(folder))],
     }
 
 

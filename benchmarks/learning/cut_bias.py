@@ -49,7 +49,7 @@ from streamppo.algorithms.advantages import gae
 from streamppo.config import file as configfile
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import optimizer, tiny
-from streamppo.learner.model.policy import Scored
+from streamppo.learner.model.policy import PolicyOutput
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Batch, Trajectory
 
@@ -189,7 +189,7 @@ def pad_all(rows: Sequence[Trajectory]) -> PaddedBatch:
 
 
 @torch.no_grad()
-def _scored(world: World, rows: Sequence[Trajectory]) -> Scored:
+def _scored(world: World, rows: Sequence[Trajectory]) -> PolicyOutput:
     return world.updater.policy(pad_all(rows), "critic")
 
 
@@ -203,7 +203,7 @@ def draw(lengths: Sequence[int], count: int, generator: np.random.Generator) -> 
     return [running[number] for number in sorted(chosen)]
 
 
-def columns(batch: PaddedBatch, scored: Scored, cuts: Sequence[Cut]) -> dict[str, list[float]]:
+def columns(batch: PaddedBatch, scored: PolicyOutput, cuts: Sequence[Cut]) -> dict[str, list[float]]:
     """Every estimate of the reward behind each cut, of completions [B, T] with the values before their tokens."""
     nothing_B = torch.zeros_like(scored.bootstrap_B)
     rest = gae(batch.rewards_BT, scored.values_BT, batch.mask_BT, nothing_B, gamma=1.0, lam=LAM).returns

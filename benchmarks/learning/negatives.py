@@ -203,7 +203,7 @@ def _means(numbers: Sequence[float]) -> list[float]:
 
 
 def _weights(made: world.World) -> dict[str, Tensor]:
-    return policy.gathered(made.updater.policy, made.config.model.dtype)
+    return policy.gather_weights(made.updater.policy, made.config.model.dtype)
 
 
 async def _accuracy_of(made: world.World, weights: Mapping[str, Tensor], version: int) -> float:

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from benchmarks.lib.world import World
-from streamppo.algorithms.lag import Lag, lr_share
+from streamppo.algorithms.lag import AdmittedLag, lr_share
 from streamppo.config.sections import Config
 from streamppo.learner.batch.fetch import lag_histogram
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.model import optimizer
 from streamppo.learner.objective import adaptive_lag
-from streamppo.learner.update import Updated
+from streamppo.learner.update import UpdateResult
 
 
 class Pace(Protocol):
@@ -49,7 +49,7 @@ class Adaptive:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._lag = adaptive_lag.go_on(config, None) or Lag(0)
+        self._lag = adaptive_lag.go_on(config, None) or AdmittedLag(0)
 
     @property
     def admitted(self) -> int:
@@ -62,13 +62,13 @@ class Adaptive:
 
     def after(self, batch: PaddedBatch, metrics: Mapping[str, float]) -> None:
         """Decide."""
-        self._lag = adaptive_lag.steered(self._config, self._lag, batch.version, metrics, lag_histogram(batch))
+        self._lag = adaptive_lag.lag_after_update(self._config, self._lag, batch.version, metrics, lag_histogram(batch))
 
 
 class Step(NamedTuple):
     """What came of one update; `scheduled` is the policy's learning rate before anything lowered it."""
 
-    updated: Updated
+    updated: UpdateResult
     metrics: dict[str, float]
     scheduled: float
 

@@ -34,7 +34,7 @@ from streamppo.learner.model import policy
 from streamppo.queue.actor import QueueActor
 from streamppo.queue.store import batch_parts
 from streamppo.rollout import worker
-from streamppo.rollout.embedded.rows import Rows
+from streamppo.rollout.embedded.rows import DecodingRows
 from streamppo.rollout.worker import Worker
 from streamppo.types import Batch, EngineReport, QueueReport, decode, encode
 from streamppo.weights import buckets
@@ -138,8 +138,8 @@ def simulated(costs: Costs) -> Generator[asyncio.Runner]:
 
     with (
         mock.patch.multiple(time, perf_counter=lambda: clock.now, monotonic=lambda: clock.now),
-        mock.patch.object(Rows, "step", priced(Rows.step, costs.step_s)),
-        mock.patch.object(Rows, "admit", priced(Rows.admit, costs.prefill_s)),
+        mock.patch.object(DecodingRows, "step", priced(DecodingRows.step, costs.step_s)),
+        mock.patch.object(DecodingRows, "admit", priced(DecodingRows.admit, costs.prefill_s)),
         asyncio.Runner(loop_factory=lambda: Loop(clock)) as runner,
     ):
         yield runner
@@ -265,15 +265,15 @@ class _Learner:
         updated, metrics, _ = step(self._world, self._pace, batch)
         self._found.lags.append(lag_histogram(batch))
         self._found.metrics.append(metrics)
-        return encode(self._world.updater.learned(updated))
+        return encode(self._world.updater.token_record(updated))
 
     def weights(self) -> dict[str, Tensor]:
         """Copy the policy's weights as they are now."""
-        return policy.gathered(self._world.updater.policy, self._world.config.model.dtype)
+        return policy.gather_weights(self._world.updater.policy, self._world.config.model.dtype)
 
     async def push(self, version: int, weights: dict[str, Tensor], learned: bytes = b"") -> None:
         """Let the engines pull a version."""
-        packed = buckets.packed(version, weights, self._world.config.learner.bucket_bytes)
+        packed = buckets.pack_whole(version, weights, self._world.config.learner.bucket_bytes)
         admitted = self._pace.admitted if isinstance(self._pace, Adaptive) else None
         push = structs.replace(packed.push, admitted_lag=admitted)
         await asyncio.sleep(self._costs.push_s)

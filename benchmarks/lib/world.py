@@ -18,7 +18,7 @@ from streamppo.learner.model import load_policy, optimizer, policy
 from streamppo.learner.objective import objective
 from streamppo.learner.update import Updater
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
@@ -38,7 +38,7 @@ class World(NamedTuple):
 
     async def swap(self, version: int) -> None:
         """Let the engine sample with the updater's weights."""
-        await self.engine.update_weights(version, policy.gathered(self.updater.policy, self.config.model.dtype))
+        await self.engine.update_weights(version, policy.gather_weights(self.updater.policy, self.config.model.dtype))
 
 
 def alone(folder: Path, device: str = "cpu") -> None:
@@ -59,11 +59,11 @@ async def build(config: Config, model: Path, *, slots: int, max_total_tokens: in
     tokenizer = Tokenizer(str(model))
     engine = EmbeddedEngine(
         trained.lm.config,
-        policy.gathered(trained, config.model.dtype),
+        policy.gather_weights(trained, config.model.dtype),
         version=0,
         slots=slots,
         max_total_tokens=max_total_tokens,
-        ends=Ends({tokenizer.eos_id or 0}),
+        ends=EndTokens({tokenizer.eos_id or 0}),
         seed=config.seed,
         device=device,
     )

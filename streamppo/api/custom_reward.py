@@ -24,7 +24,7 @@ from textwrap import dedent
 from types import CodeType, ModuleType
 from typing import Never
 
-from streamppo.api.messages import Given
+from streamppo.api.messages import RewardSource
 from streamppo.errors import TaskError
 
 MAIN = "__main__"
@@ -33,7 +33,7 @@ HEAD = '"""The reward of this run, as the script or notebook had it that started
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def given(reward: Callable[..., object]) -> Given:
+def write_out(reward: Callable[..., object]) -> RewardSource:
     """Name `reward`, or write it out. Raises `TaskError`, in one sentence, if it cannot stand alone."""
     name = _name(reward)
     if name == "<lambda>":
@@ -45,10 +45,10 @@ def given(reward: Callable[..., object]) -> Given:
         )
     module = sys.modules.get(getattr(reward, "__module__", ""))
     if module is not None and module.__name__ != MAIN and getattr(module, name, None) is reward:
-        return Given(function=f"{_place(module)}:{name}")
+        return RewardSource(function=f"{_place(module)}:{name}")
     file = _File(name)
     file.define(reward)
-    return Given(function=name, source=file.text())
+    return RewardSource(function=name, source=file.text())
 
 
 def _place(module: ModuleType) -> str:

@@ -137,7 +137,7 @@ def _go_on(config: Config, folder: Path, by: str, *, accept_changes: bool, trust
             return 0
         run_argument.ask(folder, config, trust=trust)
         consent.give(folder, config)
-        changes = diff.described(configfile.load(folder / configfile.CONFIG), config)
+        changes = diff.describe_changes(configfile.load(folder / configfile.CONFIG), config)
         for line in changes:
             log.info(line)
         if by and not changes:
@@ -320,7 +320,7 @@ def evaluate(
     trust: Trust = False,
 ) -> int:
     """Measure held-out accuracy and pass@k of a checkpoint with the run's own reward, or of a model."""
-    own, config = run_argument.configured(model, words, version)
+    own, config = run_argument.configuration_of(model, words, version)
     if own is not None:
         run_argument.ask(model.resolve(), trust=trust)
     from streamppo.commands.models import eval as command

@@ -38,7 +38,7 @@ def init(
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(f"--model, --data and --reward go together: {' and '.join(missing)} {verb} missing")
-    return command.bring(name, command.Given(model, data, reward, prompt, answer, gpu))
+    return command.bring(name, command.UserInputs(model, data, reward, prompt, answer, gpu))
 
 
 @app.command

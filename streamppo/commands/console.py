@@ -16,7 +16,7 @@ PLAIN_WIDTH = 10_000
 """Columns where there is no terminal: nothing is wrapped, so that every row is one line for grep."""
 
 
-class _Shown(logging.Formatter):
+class _PlainConsole(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Write the message so that none of it is obeyed."""
         return lines(super().format(record))
@@ -70,7 +70,7 @@ def log_to_stderr() -> Generator[None]:
     """Write log lines and whatever rewards print to standard error during the block: standard output has the result."""
     ours = logging.getLogger("streamppo")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Shown("%(message)s"))
+    handler.setFormatter(_PlainConsole("%(message)s"))
     before = ours.level, ours.propagate
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)

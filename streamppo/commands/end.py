@@ -18,7 +18,7 @@ GRACE_S, HOOKS_S = 2.0, 5.0
 
 def leave(code: int) -> NoReturn:
     """End this process with the exit code `code`, after everything is written."""
-    theirs = {thread: place for thread in _lasting() if (place := user_traceback.of_thread(thread.ident or 0))}
+    theirs = {thread: place for thread in _lasting() if (place := user_traceback.locate_thread(thread.ident or 0))}
     for thread in theirs:
         thread.join(GRACE_S / len(theirs))
     endless = [place for thread, place in theirs.items() if thread.is_alive()]

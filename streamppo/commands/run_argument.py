@@ -12,7 +12,7 @@ from streamppo.config.sections import Config
 from streamppo.errors import ConfigError, JournalError
 
 
-def configured(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
+def configuration_of(model: Path, words: Sequence[str], version: int | None) -> tuple[Config | None, Config | None]:
     """Return the run's own configuration, if `model` is a run, and that of the file among `words`, if there is one.
 
     Overrides belong to the file, or else to the run. Raises `ConfigError` for a model without a file or with a version.
@@ -45,7 +45,7 @@ def ask(run: Path, present: Config | None = None, *, trust: bool = False) -> Non
     own = configfile.load(run / configfile.CONFIG)
     configs = [own]
     # A run that was never begun has no journal; one that cannot be read is told where it is needed.
-    with suppress(JournalError, msgspec.MsgspecError, RecursionError), closing(Journal.of(run)) as journal:
+    with suppress(JournalError, msgspec.MsgspecError, RecursionError), closing(Journal.open_run(run)) as journal:
         recorded = [msgspec.msgpack.decode(one, type=Config) for one in journal.configs().values()]
         configs += [diff.as_present(one, present or own) for one in recorded]
     consent.ask(run, configs, trust=trust)

@@ -47,7 +47,7 @@ LEARNING = (
 """Fields of these sections that it depends on all the same."""
 
 
-def kept(config: Config) -> dict[str, object]:
+def fixed_values(config: Config) -> dict[str, object]:
     """Values that a run keeps, by dotted name: no update on its way can begin to use another one."""
     values = {name: value for name, value in _placeless(config).items() if _in(name, KEPT) and not _in(name, FREE)}
     # Trajectories that wait have a teacher's log-probs, or have none.
@@ -69,14 +69,14 @@ def fields(config: Config) -> dict[str, object]:
     return dict(_leaves("", msgspec.to_builtins(config)))
 
 
-def described(before: Config, after: Config) -> list[str]:
+def describe_changes(before: Config, after: Config) -> list[str]:
     """A line for every value that differs: "learner.lr: 0.001 -> 0.0003"."""
     was, becomes = fields(before), fields(after)
     names = [name for name in dict.fromkeys((*was, *becomes)) if was.get(name) != becomes.get(name)]
     return [f"{name}: {_shown(was, name)} -> {_shown(becomes, name)}" for name in names]
 
 
-def moved(before: Config, after: Config) -> dict[str, str]:
+def moved_paths(before: Config, after: Config) -> dict[str, str]:
     """Paths of `before` that `after` has at another place under the same name, by dotted name; their values there."""
     was, becomes = fields(before), fields(after)
     return {
@@ -93,7 +93,7 @@ def as_present(recorded: Config, present: Config) -> Config:
     """
     if learning(recorded) == learning(present):
         return present
-    places = [f"{name}={msgspec.json.encode(place).decode()}" for name, place in moved(recorded, present).items()]
+    places = [f"{name}={msgspec.json.encode(place).decode()}" for name, place in moved_paths(recorded, present).items()]
     config = configfile.change(recorded, places)
     learner = structs.replace(
         config.learner,

@@ -29,7 +29,7 @@ from streamppo.config.sections import Config
 from streamppo.config.task import DataTask, Source
 
 
-class Short(NamedTuple):
+class ShortForm(NamedTuple):
     """A table whose fields may be those of its only entry: `table` with the entries `entries`, of which one is `name`.
 
     `own` are the table's own fields, `inner` those of an entry, `kind` the kind of an entry that names none.
@@ -52,7 +52,7 @@ def _names(kind: type[msgspec.Struct]) -> list[str]:
     return [field.encode_name for field in msgspec.structs.fields(kind)]
 
 
-SCORER = Short(
+SCORER = ShortForm(
     "reward",
     "scorers",
     "reward",
@@ -60,17 +60,17 @@ SCORER = Short(
     ["kind", *sorted({name for kind in get_args(Scorer) for name in _names(kind)})],
     "function",
 )
-SOURCE = Short("task", "sources", "data", ["kind", *_names(DataTask)], _names(Source), None)
+SOURCE = ShortForm("task", "sources", "data", ["kind", *_names(DataTask)], _names(Source), None)
 
 
-class Expanded(NamedTuple):
+class ExpandedTree(NamedTuple):
     """The mistakes that were found, and {dotted name of an entry: the name under which the file has its fields}."""
 
     mistakes: list[Mistake]
     short: dict[str, str]
 
 
-def expand(tree: Tree) -> Expanded:
+def expand(tree: Tree) -> ExpandedTree:
     """Change `tree` in place. A mistaken field is taken out of it."""
     shorts, task = [SCORER], _table(tree, "task")
     if "kind" not in task and task.keys() & {"data", "sources"}:
@@ -78,10 +78,10 @@ def expand(tree: Tree) -> Expanded:
     if task.get("kind") == "data":
         shorts.append(SOURCE)
     mistakes = [mistake for short in shorts for mistake in _expand(tree, short)]
-    return Expanded(mistakes, {short.path: short.table for short in shorts})
+    return ExpandedTree(mistakes, {short.path: short.table for short in shorts})
 
 
-def _expand(tree: Tree, short: Short) -> list[Mistake]:
+def _expand(tree: Tree, short: ShortForm) -> list[Mistake]:
     table = _table(tree, short.table)
     loose = {name: table.pop(name) for name in list(table) if name not in short.own and _belongs_inside(name, short)}
     entries = _table(table, short.entries)
@@ -94,7 +94,7 @@ def _expand(tree: Tree, short: Short) -> list[Mistake]:
     return []
 
 
-def _belongs_inside(name: str, short: Short) -> bool:
+def _belongs_inside(name: str, short: ShortForm) -> bool:
     """A name that is nearest to one of the table's own is a mistake in that one."""
     near = get_close_matches(name, [*short.inner, *short.own], n=1, cutoff=0.5)
     return not near or near[0] in short.inner

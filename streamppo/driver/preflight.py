@@ -25,7 +25,7 @@ def verify(config: Config, folder: Path, *, accept_changes: bool = False) -> Non
 
 
 def _verify_journal(config: Config, folder: Path) -> None:
-    journal = Journal.of(folder)
+    journal = Journal.open_run(folder)
     try:
         before, counters = resume_checks.newest_config(journal), journal.counters()
         if counters is not None:

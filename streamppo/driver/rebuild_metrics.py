@@ -14,19 +14,19 @@ from streamppo.queue import resume_checks
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
 from streamppo.telemetry import metrics_file
-from streamppo.telemetry.record import Record
+from streamppo.telemetry.record import RunRecord
 
 log = logging.getLogger(__name__)
 
 
-def lost_lines(record: Record, folder: Path) -> None:
+def lost_lines(record: RunRecord, folder: Path) -> None:
     """Write a line for each update up to `record.version` that has none, and say which were lost."""
-    there = metrics_file.recorded(metrics_file.read(folder))
+    there = metrics_file.recorded_versions(metrics_file.read(folder))
     lost = [version for version in range(1, int(record.version) + 1) if version not in there]
     if not lost:
         return
     try:
-        journal = Journal.of(folder)
+        journal = Journal.open_run(folder)
         archive = Archive(folder / "archive", checksums(journal.versions().values()))
         configs = resume_checks.configs(journal)
         journal.close()
@@ -42,12 +42,12 @@ def lost_lines(record: Record, folder: Path) -> None:
         )
 
 
-def _remake(record: Record, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
+def _remake(record: RunRecord, archive: Archive, configs: Mapping[int, Config], version: int) -> bool:
     """Write the line of an update again. False, with a log line, if its batch cannot be read."""
     # Lines are seldom lost, and these import torch.
     from streamppo.learner.batch.fetch import lag_histogram
     from streamppo.learner.batch.padded import pad
-    from streamppo.learner.objective.metrics import described
+    from streamppo.learner.objective.metrics import describe
     from streamppo.learner.objective.objective import trained_tokens
 
     try:
@@ -56,7 +56,7 @@ def _remake(record: Record, archive: Archive, configs: Mapping[int, Config], ver
         log.info("%s: the line of update %d is lost: %s", metrics_file.METRICS, version, error)
         return False
     config = configs[max(one for one in configs if one < version)]
-    record.remade(version, described(batch, trained_tokens(config.algorithm, batch)), lag_histogram(batch))
+    record.remade(version, describe(batch, trained_tokens(config.algorithm, batch)), lag_histogram(batch))
     return True
 
 

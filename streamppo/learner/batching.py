@@ -16,7 +16,7 @@ from torch import Tensor
 from streamppo.config.sections import Config
 from streamppo.learner.attention.prefix_sharing import work
 from streamppo.learner.batch.padded import micro_batches, row_order
-from streamppo.learner.objective.idle_rows import Rows
+from streamppo.learner.objective.idle_rows import IdleRows
 from streamppo.learner.objective.objective import Epoch
 
 
@@ -41,11 +41,11 @@ class Division(NamedTuple):
         cost = partial(work, 1, hidden=self.hidden) if self.ranks > 1 else float
         return micro_batches(rows, tokens_B, budget, self.ranks, padded=self.is_padded, work=cost)[self.rank]
 
-    def own_rows(self, tokens_B: Tensor, version: int, epochs: Sequence[Epoch], chosen: Rows) -> list[int]:
+    def own_rows(self, tokens_B: Tensor, version: int, epochs: Sequence[Epoch], chosen: IdleRows) -> list[int]:
         """The rows whose tokens this rank reads in an update: the rows of its passes, and the `STAND_IN`."""
         num_rows = len(tokens_B)
         passes = [chosen.scored_B.nonzero()[:, 0]]
-        passes += [chosen.of(rows) for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
+        passes += [chosen.select(rows) for epoch in epochs for rows in self.minibatches(num_rows, version, epoch)]
         pieces = [piece for rows in passes for piece in self.micro_batches(tokens_B, rows)]
         return torch.cat([*pieces, STAND_IN]).unique().tolist()
 

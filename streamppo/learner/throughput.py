@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from streamppo.learner.model.policy import Policy
-from streamppo.learner.update import Updated
+from streamppo.learner.update import UpdateResult
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 """Dense bfloat16 operations per second of a GPU, in 10^12, by a part of its name (NVIDIA's data sheets)."""
 MIB = 2**20
 
 
-class Size(NamedTuple):
+class ModelSize(NamedTuple):
     """A model's size: parameters in a token's matrix products, layers, width, and the share of trained parameters."""
 
     multiplied: int
@@ -26,17 +26,17 @@ class Size(NamedTuple):
     trained: float = 1.0
 
 
-def size_of(policy: Policy) -> Size:
+def size_of(policy: Policy) -> ModelSize:
     """Count the policy's parameters; an embedding counts in `multiplied` only if it is also the head."""
     parameters = sum(parameter.numel() for parameter in policy.lm.parameters())
     trained = sum(parameter.numel() for parameter in policy.lm.parameters() if parameter.requires_grad)
     read, head = policy.lm.get_input_embeddings().weight, policy.lm.get_output_embeddings().weight
     config: Any = policy.lm.config.get_text_config()
     multiplied = parameters - (0 if read is head else read.numel())
-    return Size(multiplied, config.num_hidden_layers, config.hidden_size, trained / parameters)
+    return ModelSize(multiplied, config.num_hidden_layers, config.hidden_size, trained / parameters)
 
 
-def forward_flops(size: Size, width_B: Tensor) -> float:
+def forward_flops(size: ModelSize, width_B: Tensor) -> float:
     """Operations of a forward pass over rows of `width_B` tokens.
 
         2 * multiplied * width + 2 * layers * hidden * width^2        summed over rows
@@ -48,7 +48,7 @@ def forward_flops(size: Size, width_B: Tensor) -> float:
     return float((2 * size.multiplied * width_B + 2 * size.layers * size.hidden * width_B.square()).sum())
 
 
-def policy_flops(size: Size, updated: Updated) -> float:
+def policy_flops(size: ModelSize, updated: UpdateResult) -> float:
     """Operations of the policy's passes, without recomputation; a backward pass costs up to two forward passes.
 
     One half of a backward pass is for gradients of weights, and only the trained share of the weights has them.
@@ -60,7 +60,7 @@ def policy_flops(size: Size, updated: Updated) -> float:
     return made + (2 + size.trained) * sum(forward_flops(size, width_B[rows]) for rows in steps)
 
 
-def speed(size: Size, updated: Updated, metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
+def speed(size: ModelSize, updated: UpdateResult, metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
     """The speed of an update, whose times are in `metrics`."""
     batch = updated.batch
     width_B, seconds = batch.start_B + batch.length_B, metrics["score_s"] + metrics["train_s"]
@@ -69,10 +69,10 @@ def speed(size: Size, updated: Updated, metrics: Mapping[str, float], ranks: int
         "learner_tokens_per_s": float(width_B.sum()) / seconds,
         "learner_tflops": tflops,
     }
-    return made | (_of_gpu(tflops) if batch.reward_B.is_cuda else {})
+    return made | (_gpu_speed(tflops) if batch.reward_B.is_cuda else {})
 
 
-def _of_gpu(tflops: float) -> dict[str, float]:
+def _gpu_speed(tflops: float) -> dict[str, float]:
     """The share of the GPU's peak, if its peak is known, and the peak memory of tensors since the last update."""
     made = {"peak_memory_mib": torch.cuda.max_memory_allocated() / MIB}
     torch.cuda.reset_peak_memory_stats()

@@ -18,8 +18,8 @@ from streamppo.queue.shards import batch_refs
 from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
 from streamppo.queue.store import archive
 from streamppo.types import Push, decode, encode
-from streamppo.weights.ledger import Published
-from streamppo.weights.shares import Joining, Share, Told
+from streamppo.weights.ledger import PublishReply
+from streamppo.weights.shares import RankShare, ShareCollector, Told
 
 if TYPE_CHECKING:
     from streamppo.weights.transport import BucketRef
@@ -94,12 +94,12 @@ class ArchivedRuns:
     @ray.method
     async def archived_versions(self, run: str) -> list[int]:
         """The versions whose batches the run in the folder `run` has archived."""
-        return (await asyncio.to_thread(_opened, run)).versions()
+        return (await asyncio.to_thread(_open_archive, run)).versions()
 
     @ray.method
     async def archived_batch(self, run: str, version: int) -> bytes:
         """The `Batch` from which the run went on at `version`."""
-        return await asyncio.to_thread(lambda: encode(_opened(run).batch(version)))
+        return await asyncio.to_thread(lambda: encode(_open_archive(run).batch(version)))
 
 
 class ArchiveSource(ArchivedRuns):
@@ -109,7 +109,7 @@ class ArchiveSource(ArchivedRuns):
         self._archive = archive.open(Path(run))
         self._handout = Handout(put)
         self._digests: dict[int, str] = {}
-        self._joining = Joining(self._publish)
+        self._joining = ShareCollector(self._publish)
 
     @ray.method
     async def take(self, version: int) -> "list[BatchRef] | None":
@@ -129,11 +129,11 @@ class ArchiveSource(ArchivedRuns):
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
         """Keep the digest of a version; its weights go nowhere. Returns a `Published`."""
-        return encode(await self._joining.result(Share(decode(push, Push), refs, learned)))
+        return encode(await self._joining.result(RankShare(decode(push, Push), refs, learned)))
 
-    async def _publish(self, whole: "Share[BucketRef]") -> Published:
+    async def _publish(self, whole: "RankShare[BucketRef]") -> PublishReply:
         digest = self._digests[whole.push.version] = whole.push.digest
-        return Published(digest=digest, whole=whole.push.version, wants_whole=True)
+        return PublishReply(digest=digest, whole=whole.push.version, wants_whole=True)
 
     @ray.method
     async def another_life(self, known: str) -> str:
@@ -154,6 +154,6 @@ class ArchiveSource(ArchivedRuns):
 
 
 @lru_cache(maxsize=1)
-def _opened(run: str) -> archive.Archive:
+def _open_archive(run: str) -> archive.Archive:
     """The archive of `run`, opened once: its whole journal is checked, and all ranks must see the same batches."""
     return archive.open(Path(run))

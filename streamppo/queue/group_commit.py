@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streamppo.errors import JournalError
-from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.rules.records import Changes, PublishedVersion
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.store import snapshot
 from streamppo.types import Identity
@@ -26,7 +26,7 @@ class Transaction(NamedTuple):
     """
 
     changes: Changes
-    made: Sequence[Made]
+    made: Sequence[PublishedVersion]
     consumed: Sequence[Identity]
     horizon: int
 
@@ -42,7 +42,7 @@ class Commits:
         horizon: Callable[[], int] = int,
     ) -> None:
         self._rules, self._write, self._then, self._horizon = rules, write, written, horizon
-        self._made: list[Made] = []
+        self._made: list[PublishedVersion] = []
         self._consumed: list[Identity] = []
         self._asked = self._written = 0
         self.alone = asyncio.Lock()
@@ -51,7 +51,7 @@ class Commits:
         self._nothing: Changes | None = None
         """What is drained where nothing has changed since the last transaction: its counters alone."""
 
-    def publish(self, made: Made, consumed: Sequence[Identity]) -> None:
+    def publish(self, made: PublishedVersion, consumed: Sequence[Identity]) -> None:
         """Have the next transaction say that a version was made of what was `consumed`."""
         self._made.append(made)
         self._consumed += consumed
@@ -65,7 +65,7 @@ class Commits:
                 raise self._broken
             if self._written >= mine:
                 return
-            upto, transaction = self._asked, self._drained()
+            upto, transaction = self._asked, self._wait_until_written()
             if transaction.changes == self._nothing and not transaction.made:
                 self._written = upto
                 return
@@ -77,7 +77,9 @@ class Commits:
             self._written, self._nothing = upto, Changes(transaction.changes.counters)
         self._then(transaction)
 
-    def _drained(self) -> Transaction:
+    def _wait_until_written(self) -> Transaction:
         made, self._made = self._made, []
         consumed, self._consumed = self._consumed, []
-        return Transaction(snapshot.drain(self._rules.settings, self._rules.state), made, consumed, self._horizon())
+        return Transaction(
+            snapshot.take_changes(self._rules.settings, self._rules.state), made, consumed, self._horizon()
+        )

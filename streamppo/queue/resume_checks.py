@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamppo.config.diff import kept
+from streamppo.config.diff import fixed_values
 from streamppo.config.sections import Config
 from streamppo.errors import CheckpointError, JournalError
 from streamppo.queue.shards import shards
@@ -42,7 +42,7 @@ def refuse_other(before: Config | None, config: Config) -> None:
     """Raise `CheckpointError` if `config` changes what a run keeps that had `before` last."""
     if before is None:
         return
-    was, becomes = kept(before), kept(config)
+    was, becomes = fixed_values(before), fixed_values(config)
     for name in (name for name in (*was, *becomes) if was.get(name) != becomes.get(name)):
         raise CheckpointError(
             f"a run keeps its {name}: it was {was.get(name)!r}, and cannot become {becomes.get(name)!r}"

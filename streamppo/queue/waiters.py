@@ -30,7 +30,7 @@ class Caller:
     limit: int
     call: int
     place: int
-    found: asyncio.Future[Tickets]
+    tickets_future: asyncio.Future[Tickets]
 
 
 class TicketLine:
@@ -86,7 +86,7 @@ class TicketLine:
             self._enter(caller)
             self._ask(caller)
 
-    def lost(self, actor: str) -> None:
+    def refuse_dead(self, actor: str) -> None:
         """Refuse the tickets that `actor` waits for: it was given up for dead."""
         if (caller := self._callers.get(actor)) is not None:
             self._ask(caller)
@@ -100,25 +100,25 @@ class TicketLine:
 
     def _ask(self, caller: Caller) -> None:
         """Give `caller` its tickets, if there are any, or the rules' refusal."""
-        if caller.found.done():
+        if caller.tickets_future.done():
             # Cancelled, and on its way out of the line.
             return
         try:
             tickets = self._rules.issue(caller.actor, caller.engine_version, caller.limit, caller.call)
         except QueueError as refused:
             self._leave(caller)
-            caller.found.set_exception(refused)
+            caller.tickets_future.set_exception(refused)
             return
         if tickets:
             self._leave(caller)
             self._places.pop(caller.actor, None)
-            caller.found.set_result(tickets)
+            caller.tickets_future.set_result(tickets)
 
     def _turn_away(self, actor: str) -> None:
         if (caller := self._callers.get(actor)) is not None:
             self._leave(caller)
-            if not caller.found.done():
-                caller.found.set_result(())
+            if not caller.tickets_future.done():
+                caller.tickets_future.set_result(())
 
     def _place(self, actor: str, call: int) -> int:
         asked, place = self._places.get(actor, (call, -1))
@@ -155,7 +155,7 @@ class Polls:
         self._shortest_s = shortest_s
 
     @asynccontextmanager
-    async def one(self) -> AsyncGenerator[None]:
+    async def bound_wait(self) -> AsyncGenerator[None]:
         """Raise `TimeoutError` if the block waits for longer than it may."""
         self.waiting += 1
         try:
@@ -215,7 +215,7 @@ class VersionWaiters:
         """Wait until a version above `version` is published."""
         await self._events.setdefault(version, asyncio.Event()).wait()
 
-    def published(self, version: int) -> None:
+    def wake(self, version: int) -> None:
         """Wake all that wait for `version` or one before it."""
         for waited in [waited for waited in self._events if waited < version]:
             self._events.pop(waited).set()

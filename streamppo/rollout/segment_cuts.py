@@ -20,7 +20,7 @@ from streamppo.rollout.engine import Cuts
 from streamppo.types import Ints
 
 
-def due_before_swap(version: int, running: Sequence[tuple[Cuts, int]]) -> list[int]:
+def segments_to_cut(version: int, running: Sequence[tuple[Cuts, int]]) -> list[int]:
     """The places in `running` of those to be cut before a swap to `version`; each with its segment's oldest version."""
     if not running:
         return []

@@ -15,7 +15,7 @@ from streamppo.rollout.segment_cuts import kept_from
 from streamppo.types import Ints, Reward, Ticket, Trajectory
 
 
-class Handing:
+class SegmentWriter:
     """Makes trajectories of what is sampled of a ticket; without segments in `config`, none before the end.
 
     `identity` is that of the segment to come, and `prefix` are the tokens before it, which were handed over. `share`
@@ -46,7 +46,7 @@ class Handing:
         if queue.segments is None:
             return None
         return Cuts(
-            take=lambda sampled: self._cut(so_far(sampled)),
+            take=lambda sampled: self._write_cut(so_far(sampled)),
             max_tokens=queue.segments.max_tokens,
             max_age=queue.cut_age if queue.segments.just_in_time else 0,
             share=self._share,
@@ -65,10 +65,10 @@ class Handing:
             return None
         keep = kept_from(episode.versions)
         if keep > self.prefix and version - episode.versions[self.prefix] >= queue.cut_age:
-            self._cut(episode.until(keep))
+            self._write_cut(episode.until(keep))
         return int(episode.versions[self.prefix])
 
-    def _cut(self, episode: Episode) -> None:
+    def _write_cut(self, episode: Episode) -> None:
         segment = episode.trajectory(self.identity, self._actor, Reward(), prefix=self.prefix)
         self.prefix = len(episode.tokens)
         self.identity = structs.replace(self.identity, segment=self.identity.segment + 1)

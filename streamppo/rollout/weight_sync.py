@@ -11,7 +11,7 @@ import logging
 import time
 
 from streamppo.errors import RunError, WeightsError
-from streamppo.rollout.adapters import Source
+from streamppo.rollout.adapters import EngineTensors
 from streamppo.rollout.engine import Engine
 from streamppo.rollout.puller import Puller
 from streamppo.types import Push
@@ -23,14 +23,14 @@ SWAP_S, SLOWEST_BYTES_PER_S = 300.0, 50e6
 log = logging.getLogger(__name__)
 
 
-class Follower:
+class WeightSync:
     """Swaps every new version of `puller` into `engine`, which has begun with the one that is there.
 
     `digest` follows the engine, and `admitted_lag` the lag that the learner admits, if it steers it; `push_ms` are the
     milliseconds that all swaps took together.
     """
 
-    def __init__(self, puller: Puller, engine: Engine, source: Source) -> None:
+    def __init__(self, puller: Puller, engine: Engine, source: EngineTensors) -> None:
         push = puller.replica.push
         assert push is not None, "an engine begins with a version"
         self.engine, self.digest = engine, push.digest
@@ -70,7 +70,7 @@ class Follower:
         limit_s = SWAP_S + nbytes / SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
-                tensors, contents = await self._source.of(self._puller.replica)
+                tensors, contents = await self._source.materialize(self._puller.replica)
                 await self.engine.update_weights(push.version, tensors, contents)
         except TimeoutError:
             size = f"{nbytes / 2**30:.1f} GiB"

@@ -20,7 +20,7 @@ class Steps(Protocol):
         ...
 
 
-async def watched(coroutine: Coroutine[Any, Any, T], steps: Steps) -> T:
+async def watch_steps(coroutine: Coroutine[Any, Any, T], steps: Steps) -> T:
     """Run `coroutine`, and tell `steps` of each of its steps."""
     return await _stepwise(coroutine, steps)
 

@@ -56,7 +56,7 @@ class Data:
         self.notes: list[str] = []
         self.training: Sequence[Prompt] = self._read(source.data, source.split)
         self.keys = self._keys(self.training)
-        self.notes += split.repeated(self.keys, name)
+        self.notes += split.describe_repeats(self.keys, name)
         self.held_out: Sequence[Prompt]
         self.is_divided = source.evaluation is None and source.evaluation_split is None
         if self.is_divided:
@@ -78,8 +78,8 @@ class Data:
 
     def leave(self, taken: set[bytes]) -> None:
         """Train on none of the prompts whose keys are `taken`. Raises `TaskError` if no other is left."""
-        self.training = split.without(self.training, self.keys, taken)
-        self.keys = split.without(self.keys, self.keys, taken)
+        self.training = split.drop_taken(self.training, self.keys, taken)
+        self.keys = split.drop_taken(self.keys, self.keys, taken)
         if not self.training:
             raise TaskError(
                 f"{self._source.data}: each of its prompts is held out of another source: leave this one out"
@@ -101,7 +101,7 @@ class Data:
 
     def _prompt(self, row: Row, where: str) -> Prompt | None:
         """Make the prompt of a row; None for one that is left out."""
-        plain = columns.of(row)
+        plain = columns.plain_columns(row)
         self._left_out |= plain.left_out
         made = prompt(plain.columns, where, self._name, self._source)
         if self._tokenizer is not None and not self._fits(made, where, self._source, self._tokenizer):

@@ -39,7 +39,7 @@ def rows(data: str, split: str, subset: str = "") -> Iterator[tuple[str, Row]]:
 def has_splits(data: str) -> bool:
     """Tell if there is a choice of splits: a single file, or one split by `save_to_disk`, has none."""
     path = Path(data)
-    return not path.is_file() and not files.saved(path)
+    return not path.is_file() and not files.is_saved_dataset(path)
 
 
 def _file(path: Path) -> Iterator[Row]:

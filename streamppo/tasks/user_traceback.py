@@ -14,14 +14,14 @@ NOT_THEIRS = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "plat
 """Folders of files whose lines tell the author of a plug-in nothing."""
 
 
-def told(error: BaseException) -> str:
+def format_user_error(error: BaseException) -> str:
     """Return the words of an error behind the innermost line of the user's that it came through, if there is one."""
     said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
     place = _innermost(traceback.walk_tb(error.__traceback__))
     return f"{place}: {said}" if place else said
 
 
-def of_thread(thread: int) -> str:
+def locate_thread(thread: int) -> str:
     """Return "file:line" at which a thread is in the user's code, "" where it is not in it."""
     frame = sys._current_frames().get(thread)
     return _innermost(reversed(list(traceback.walk_stack(frame)))) if frame is not None else ""

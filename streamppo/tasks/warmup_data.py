@@ -43,10 +43,10 @@ class Characters:
 
 def prepare(config: Config) -> Lesson:
     """Read the task of a configuration as builtin:tiny reads it. Raises `TaskError` as `of` does."""
-    return of(tasks.build(config.task, config.seed, Characters()))
+    return warmup_of_task(tasks.build(config.task, config.seed, Characters()))
 
 
-def of(task: Task) -> Lesson:
+def warmup_of_task(task: Task) -> Lesson:
     """Find the lesson of a task: the characters of all prompts and answers, held-out ones too, and its demonstrations.
 
     Raises `TaskError` for prompts that are messages, answers that are no texts, rows longer than `CONTEXT` and more
@@ -64,7 +64,7 @@ def of(task: Task) -> Lesson:
         )
     if any("\ud800" <= one <= "\udfff" for one in used):
         raise TaskError(f"{BUILTIN}: a prompt or an answer has half of a surrogate pair, which is no character")
-    return Lesson(_ordered(used), problems, max(map(_length, problems)))
+    return Lesson(_sort_characters(used), problems, max(map(_length, problems)))
 
 
 def _problem(prompt: Prompt, measure: Characters) -> Prompt:
@@ -104,7 +104,7 @@ def _answer(prompt: Prompt) -> str:
     return answer if isinstance(answer, str) else ""
 
 
-def _ordered(characters: Iterable[str]) -> str:
+def _sort_characters(characters: Iterable[str]) -> str:
     """Sort characters, letters and digits first."""
     return "".join(sorted(characters, key=lambda one: (not one.isalnum(), one)))
 

@@ -31,7 +31,7 @@ NEARLY_ALL = 0.9
 CUT, EXPLAINED = 0.3, 0.1
 
 
-class Rule(NamedTuple):
+class SignRule(NamedTuple):
     """A sign: its name, the condition in words, advice, and the function that returns the numbers that fired it.
 
     An `early` one looks after the first `EARLY` updates too, when there is no window yet.
@@ -131,7 +131,7 @@ def _cuts_rest_on_the_critic(seen: Evidence) -> str | None:
 
 
 def _worse_than_at_first(seen: Evidence) -> str | None:
-    known = progress.scored(seen.evaluations)
+    known = progress.evaluations_with_score(seen.evaluations)
     if len(known) < 2 or not progress.is_below(known[-1], known[0]):
         return None
     best = max(known, key=lambda one: one.accuracy)
@@ -142,7 +142,7 @@ def _worse_than_at_first(seen: Evidence) -> str | None:
 
 
 def _held_out_falls(seen: Evidence) -> str | None:
-    known = progress.scored(seen.evaluations)
+    known = progress.evaluations_with_score(seen.evaluations)
     if not known or not seen.windows:
         return None
     best = max(known, key=lambda one: (one.accuracy, one.version))
@@ -247,126 +247,126 @@ def _first(seen: Evidence, name: str) -> float | None:
 
 
 RULES = (
-    Rule(
+    SignRule(
         "failures",
         f"more than {FAILED:.0%} of the attempts, or of the held-out prompts",
         "`streamppo reward-test` and the reasons below; raise timeout_s or attempts of the scorer",
         _rewards_fail,
     ),
-    Rule(
+    SignRule(
         "steps without a token",
         f"more than {EMPTY:.0%} of the steps",
         "look at filters, rejections, equal groups and queue.max_lag: together they leave nothing to learn from",
         _nothing_to_learn,
     ),
-    Rule(
+    SignRule(
         "engine and learner differ",
         f"mismatch above {MISMATCH:g} nats a token at lag 0",
         "model.float32_head = true, the same dtype in both, rollout.engine.kv = 'recompute'; see docs/engines.md",
         _mismatched,
     ),
-    Rule(
+    SignRule(
         "lag at its bound",
         f"more than {TOO_OLD:.0%} of the data beyond queue.max_lag",
         "raise queue.max_lag, lower rollout.in_flight, add rollout actors, or shorten the longest completions",
         _too_old,
     ),
-    Rule(
+    SignRule(
         "cuts rest on the critic",
         f"more than {CUT:.0%} of the segments end in a cut, and explained variance is below {EXPLAINED:g}",
         "leave out queue.segments.max_tokens (segments = {} cuts only what would grow too old), or train on whole "
         "completions: a policy that follows such a critic unlearns what it can",
         _cuts_rest_on_the_critic,
     ),
-    Rule(
+    SignRule(
         "gradient spikes",
         f"grad_norm above {SPIKE:g} times its median, in a solved task only if the reward falls behind it; or a step "
         "left out because it was not finite",
         "lower learner.lr or learner.max_grad_norm, look at the batch with `streamppo inspect --update`",
         _gradient_spikes,
     ),
-    Rule(
+    SignRule(
         "clip fraction",
         f"above {CLIPPED:.0%} of the trained tokens",
         "lower learner.lr, epochs or minibatches, or set algorithm.target_kl",
         _clipped,
     ),
-    Rule(
+    SignRule(
         "KL spikes",
         f"a KL to the proximal, behavior or reference policy above {SPIKE_KL:g} and {SPIKE:g} times its median, in "
         f"{SPIKES} of {WINDOW} updates or with a reward that falls behind it",
         "lower learner.lr or learner.max_grad_norm, set algorithm.target_kl, lower queue.max_lag",
         _kl_spikes,
     ),
-    Rule(
+    SignRule(
         "ESS collapse",
         f"effective sample size below {FEW_EFFECTIVE:g} of the tokens in a quarter of the updates",
         "lower queue.max_lag or learner.lr, use a correction that truncates or rejects",
         _few_effective,
     ),
-    Rule(
+    SignRule(
         "policy hardly moves",
         f"several steps an update, no token clipped, and 98% of the ratios within {UNMOVED:g}",
         "raise learner.lr, or make fewer steps: epochs and minibatches cost time and change nothing",
         _unmoved,
     ),
-    Rule(
+    SignRule(
         "explained variance",
         f"below {UNEXPLAINED:g} for {2 * WINDOW} updates, while the task is not solved",
         "raise algorithm.critic.lr or epochs, set algorithm.critic.warmup_updates, or have no critic",
         _explains_nothing,
     ),
-    Rule(
+    SignRule(
         "value loss diverges",
         f"rising, and above {DIVERGED:g} times its lowest window",
         "lower algorithm.critic.lr or coefficient, set algorithm.critic.clip, scale the reward down",
         _value_loss_diverges,
     ),
-    Rule(
+    SignRule(
         "equal groups",
         f"more than {EQUAL:.0%} of the trajectories, where samples are compared and the task is not solved",
         "zero_variance = 'resample', more samples_per_prompt, prompts of other difficulty, a finer reward",
         _equal_groups,
     ),
-    Rule(
+    SignRule(
         "entropy collapse",
         f"below {COLLAPSED:.0%} of the first {WINDOW} updates ({COLLAPSED / 2:.0%} once half of the wrong answers are "
         "right), while the task is unsolved and the reward rises no more",
         "raise algorithm.entropy or use algorithm.entropy_control, lower learner.lr, widen the upper clip range",
         _entropy_collapses,
     ),
-    Rule(
+    SignRule(
         "completions are cut off",
         f"more than {TRUNCATED:.0%} of them behind the first {WINDOW} updates; {NEARLY_ALL:.0%} in the first {EARLY}",
         "raise rollout.max_tokens, or filter cut-off completions (algorithm.filters), or pay for short answers",
         _truncated,
         early=True,
     ),
-    Rule(
+    SignRule(
         "length drifts",
         f"completions {DRIFTED:g} times as long, or short, as in the first {WINDOW} updates",
         "read samples; a reward may pay for length, an aggregation by sequence may favour it, drops favour short ones",
         _length_drifts,
     ),
-    Rule(
+    SignRule(
         "reward rises while held-out falls",
         f"two evaluations {progress.SIGMAS:g} standard errors below the best, at a higher reward than the best had",
         "read samples for answers that please the reward and are wrong, add a [algorithm.kl], stop at the best version",
         _held_out_falls,
     ),
-    Rule(
+    SignRule(
         "worse than at the start",
         f"held-out accuracy {progress.SIGMAS:g} standard errors below that of the first evaluation",
         "look at the other signs first, lower learner.lr; `streamppo export RUN --version N` gets the best version",
         _worse_than_at_first,
     ),
-    Rule(
+    SignRule(
         "starved learner",
         f"it waits more than {WAITS:.0%} of its time",
         "add rollout actors or slots, shorten completions, raise queue.max_lag, look for a slow reward",
         _starved,
     ),
-    Rule(
+    SignRule(
         "blocked engines",
         f"idle more than {IDLE:.0%} of their time ({IDLE_CPU:.0%} without a GPU, where the learner has their cores), "
         f"with a queue.max_lag of at least {LEAST_AHEAD}, or {LEAST_AHEAD + 1} with segments: below it they take turns "

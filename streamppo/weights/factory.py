@@ -10,44 +10,44 @@ from streamppo import durable
 from streamppo.config.sections import LOCAL, Config
 from streamppo.config.transport import Folder, Nixl, ObjectStore
 from streamppo.errors import RunError
-from streamppo.weights.transport import Inlet, Outlet
+from streamppo.weights.transport import Receiver, Sender
 
 
-def outlet(config: Config, rank: int) -> Outlet:
+def outlet(config: Config, rank: int) -> Sender:
     """Build the end of `rank`. Raises `WeightsError` if a library is missing."""
     match config.learner.transport:
         case ObjectStore():
             from streamppo.weights import object_store
 
-            return object_store.Outlet()
+            return object_store.ObjectStoreSender()
         case Folder(path=path):
             from streamppo.weights import folder
 
-            return folder.Outlet(Path(path), rank)
+            return folder.FolderSender(Path(path), rank)
         case Nixl():
             from streamppo.weights import nixl
 
-            return nixl.Outlet(local=config.cluster.address == LOCAL)
+            return nixl.NixlSender(local=config.cluster.address == LOCAL)
 
 
-def inlet(config: Config) -> Inlet:
+def inlet(config: Config) -> Receiver:
     """Build the end of a rollout actor. Raises `WeightsError` if a library is missing."""
     match config.learner.transport:
         case ObjectStore():
             from streamppo.weights import object_store
 
-            return object_store.Inlet()
+            return object_store.ObjectStoreReceiver()
         case Folder():
             from streamppo.weights import folder
 
-            return folder.Inlet()
+            return folder.FolderReceiver()
         case Nixl():
             from streamppo.weights import nixl
 
-            return nixl.Inlet(local=config.cluster.address == LOCAL)
+            return nixl.NixlReceiver(local=config.cluster.address == LOCAL)
 
 
-def placed(config: Config, run: Path) -> Config:
+def with_run_folder(config: Config, run: Path) -> Config:
     """The configuration as ranks and actors of `run` get it: a folder of weights is the run's alone."""
     match config.learner.transport:
         case Folder(path=path):
@@ -57,7 +57,7 @@ def placed(config: Config, run: Path) -> Config:
             return config
 
 
-def begin(config: Config) -> None:
+def create_folder(config: Config) -> None:
     """Make the folder of weights of a `placed` configuration, without those of an earlier driver, whose ranks are dead.
 
     Raises `RunError` if it cannot be made.
@@ -74,6 +74,6 @@ def end(config: Config) -> None:
         shutil.rmtree(chosen.path, ignore_errors=True)
 
 
-def at_rest(config: Config) -> Config:
+def without_transport(config: Config) -> Config:
     """The configuration of ranks whose versions go nowhere, as in a replay: nothing has to be there for them."""
     return structs.replace(config, learner=structs.replace(config.learner, transport=ObjectStore()))

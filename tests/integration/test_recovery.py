@@ -72,7 +72,7 @@ def replayed(folder: Path) -> str:
 
 
 def digests(folder: Path) -> dict[int, str]:
-    journal = Journal.of(folder / "math")
+    journal = Journal.open_run(folder / "math")
     made = journal.versions()
     journal.close()
     return {version: one.digest for version, one in made.items()}

@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 
 from streamppo.errors import ModelError
 from streamppo.rollout.sglang.engine import SGLangEngine, start
-from streamppo.rollout.sglang.session import Setup
+from streamppo.rollout.sglang.session import SessionSetup
 from streamppo.rollout.weight_checks import Architecture
 
 CONFIG = Qwen2Config(
@@ -252,7 +252,7 @@ def pushed(norm: float) -> dict[str, torch.Tensor]:
 
 async def opened(fake: Fake, tensors: dict[str, torch.Tensor] | None = None, **setup: Any) -> SGLangEngine:
     """An engine on `fake`, which holds version 5."""
-    given = Setup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)._replace(**setup)
+    given = SessionSetup(fake.start, fake.connect, "keep", CONFIG.vocab_size, start_s=20)._replace(**setup)
     longest = 32 if not isinstance(fake, Streaming) else 4096
     return await start(given, CONFIG, version=5, tensors=tensors or pushed(1.0), eos_ids={1}, max_total_tokens=longest)
 

@@ -37,7 +37,7 @@ from streamppo.tasks import task as tasks
 from streamppo.tasks.rewards.scoring import Rewards
 from streamppo.tasks.tokenizer import Tokenizer
 from streamppo.types import Batch, Identity, Prompt, Trajectory, ints
-from streamppo.weights.ledger import Published
+from streamppo.weights.ledger import PublishReply
 
 UPDATES, BATCH, SAMPLES = 3, 6, 2
 MAX_TOKENS, ALL_TOKENS = 12, 96
@@ -320,7 +320,7 @@ class _Played:
                 updated = learner.updater.update(padded)
                 self._check_metrics(version, learner.updater.metrics(updated))
                 learner.version = version + 1
-                await engine.update_weights(version + 1, policy.gathered(learner.policy, self._made.compute))
+                await engine.update_weights(version + 1, policy.gather_weights(learner.policy, self._made.compute))
         finally:
             await engine.stop()
             await rewards.close()
@@ -329,7 +329,7 @@ class _Played:
         self._compare_export(out, learner.policy, [(one, trajectory) for _, one, trajectory in episodes])
 
     async def _engine(self, trained: policy.Policy) -> Any:
-        tensors = policy.gathered(trained, self._made.compute)
+        tensors = policy.gather_weights(trained, self._made.compute)
         if self._made.family in EMBEDDED:
             return await build.engine(self._config, "draw", str(self._model), 0, tensors)
         lm = oracle.load(self._model).lm.to(getattr(torch, self._made.compute))
@@ -469,5 +469,5 @@ class _Played:
             self.wrong.append(f"export: dtype {dtype}, not {self._made.compute}")
 
 
-def _publish(push: bytes, refs: object, learned: bytes) -> Published:
+def _publish(push: bytes, refs: object, learned: bytes) -> PublishReply:
     raise AssertionError("nothing is pushed here")

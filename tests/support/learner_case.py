@@ -145,7 +145,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
         torch.optim.SGD([one for one in policy.parameters() if one.requires_grad], lr=config.learner.lr * 100),
         objective.build(config),
         config,
-        group=slices.apart(),
+        group=slices.data_ranks(),
         reference=followed,
         teacher=teacher,
     )

@@ -76,7 +76,7 @@ def test_the_reward_reads_up_to_the_first_end(tmp_path: Path) -> None:
 
     character_tokenizer("0123456789+=").save_pretrained(tmp_path)
     tokenizer = Tokenizer(tmp_path)
-    four, six = tokenizer.sampled("46", "length").tolist()
+    four, six = tokenizer.encode_turn("46", "length").tolist()
 
     def is_right(*tokens: int) -> bool:
         return lengths.is_right(list(tokens), tokenizer.decode(np.array(tokens)), "46")

@@ -78,7 +78,7 @@ def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys
 
 
 def test_what_rewards_and_actors_print_is_harmless(hostile: str) -> None:
-    shown = output._shown(hostile.encode(errors="replace")).decode()
+    shown = output._sanitise(hostile.encode(errors="replace")).decode()
     data = {"lines": [hostile, "plain"]}
     cluster._show_lines(data)
     assert is_shown(shown) and is_shown("".join(data["lines"])) and data["lines"][1] == "plain"
@@ -88,7 +88,9 @@ def test_a_table_of_rewards_and_one_of_findings_are_harmless(hostile: str, capsy
     from streamppo.commands.checks import check
 
     reward = Reward(score=1.0, components={hostile: 1.0}, explanation=hostile)
-    reward_test._print_table([reward_test.Tried(hostile, reward, "", 0.1), reward_test.Tried("", None, hostile, 0.1)])
+    reward_test._print_table(
+        [reward_test.TriedCompletion(hostile, reward, "", 0.1), reward_test.TriedCompletion("", None, hostile, 0.1)]
+    )
     check.print_table([Finding(hostile, "error", hostile)])
     assert is_shown(capsys.readouterr().out)
 

@@ -20,7 +20,7 @@ def findings(config: Config, *, largest_mib: int | None = None) -> Findings:
     """Look at everything that can be known at once. Of data beyond `largest_mib` only the first rows are read."""
     plugins.export_path()
     yield from folder.model(config)
-    yield from sampling.ignored(config)
+    yield from sampling.name_ignored(config)
     yield from folder.critic(config.algorithm.critic)
     yield from folder.teacher(config.algorithm.teacher)
     limit = None if largest_mib is None or task.mib(config) <= largest_mib else task.ROWS

@@ -39,7 +39,7 @@ def _sglang() -> Finding:
     from streamppo.rollout.sglang import wire
 
     try:
-        return Finding("engine", "ok", f"SGLang {'.'.join(map(str, wire.installed()))}")
+        return Finding("engine", "ok", f"SGLang {'.'.join(map(str, wire.installed_version()))}")
     except ModelError as error:
         return Finding("engine", "error", str(error))
 

@@ -34,7 +34,7 @@ PROBED = 64
 """Tokens by which activations are measured."""
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """A model in numbers: parameters as counts, of which `trained` ones are not frozen, and bytes of one token in the
     compute type.
 
@@ -105,7 +105,7 @@ class EngineMemory(NamedTuple):
         return self.weights + self.cache
 
 
-def sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
+def sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     """Build the model of `hf_config` without memory and count.
 
     Raises `ModelError` for a model that is not built like llama, of `layers` with keys and values of their own, or that
@@ -119,7 +119,7 @@ def sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
         ) from error
 
 
-def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
+def _sizes(hf_config: PretrainedConfig, model: Model) -> ModelSizes:
     dtype = getattr(torch, model.dtype)
     with torch.device("meta"):
         lm: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
@@ -131,7 +131,7 @@ def _sizes(hf_config: PretrainedConfig, model: Model) -> Sizes:
     parameters, head = _count(lm), _count(lm) - _count(lm.base_model)
     by_tensor, by_expert = tensor_parallel.cut_parameters(lm.base_model, layers[0])
     activations, widest = _activations(lm)
-    return Sizes(
+    return ModelSizes(
         parameters=parameters,
         trained=sum(one.numel() for one in lm.parameters() if one.requires_grad),
         layers=len(layers),
@@ -161,12 +161,12 @@ def _activations(lm: Any) -> tuple[int, int]:
     all_layers, kept = body.layers, list[list[int]]()
     for count in (1, 2):
         body.layers, body.config.num_hidden_layers = all_layers[:count], count
-        kept.append(_kept(body))
+        kept.append(_activation_bytes(body))
     body.layers, body.config.num_hidden_layers = all_layers, len(all_layers)
     return (sum(kept[1]) - sum(kept[0])) // PROBED, max(kept[0]) // PROBED
 
 
-def _kept(body: torch.nn.Module) -> list[int]:
+def _activation_bytes(body: torch.nn.Module) -> list[int]:
     """Bytes of each that a forward pass keeps, parameters left out."""
     own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
     # The storages themselves are held, so that no address is used twice.
@@ -210,7 +210,7 @@ class _Kept(torch.autograd.Function):
         return attended
 
 
-def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
+def rank(config: Config, model: ModelSizes, longest: int) -> RankMemory:
     """One learner rank, where `longest` is the longest row in tokens.
 
     A critic of its own, which learns after the policy, and a teacher are taken to be as large.
@@ -262,7 +262,7 @@ def rank(config: Config, model: Sizes, longest: int) -> RankMemory:
     )
 
 
-def _head(config: Config, model: Sizes, tokens: int) -> int:
+def _head(config: Config, model: ModelSizes, tokens: int) -> int:
     """Logits of a chunk and the head in float32; on a GPU, whose head has kernels, those of a piece."""
     if not config.learner.gpus:
         copies = 2 * config.model.float32_head
@@ -271,19 +271,19 @@ def _head(config: Config, model: Sizes, tokens: int) -> int:
     return min(PIECE, tokens * model.vocabulary) * 8 + model.hidden * (model.vocabulary * model.element + tokens * 16)
 
 
-def state(config: Config, model: Sizes) -> int:
+def state(config: Config, model: ModelSizes) -> int:
     """Bytes that a rank has of weights, gradients and moments, on its GPU or in the memory of its machine."""
     frozen = (model.parameters - model.trained) * model.element
     trained = (model.trained + _own_body(config, model)) * (MASTER + GRADIENT + MOMENTS)
     return (trained + frozen) // config.learner.mesh.shards(config.learner.ranks)
 
 
-def _own_body(config: Config, model: Sizes) -> int:
+def _own_body(config: Config, model: ModelSizes) -> int:
     """The parameters of a critic with a transformer of its own."""
     return model.body if config.algorithm.critic.model != "head" else 0
 
 
-def engine(config: Config, model: Sizes, longest: int, free: float) -> EngineMemory | None:
+def engine(config: Config, model: ModelSizes, longest: int, free: float) -> EngineMemory | None:
     """One engine on one of its GPUs, of which `free` bytes are free when it starts. None for a server that is not ours.
 
     On a GPU SGLang keeps `mem_fraction_static` of the free memory for weights and cache. Everywhere else the cache
@@ -302,12 +302,12 @@ def engine(config: Config, model: Sizes, longest: int, free: float) -> EngineMem
     return EngineMemory(weights, tokens * model.cache_per_token // gpus, tokens)
 
 
-def object_store(model: Sizes) -> int:
+def object_store(model: ModelSizes) -> int:
     """Bytes that the versions on their way from learner to engines take in Ray's object store."""
     return VERSIONS * model.trained * model.element
 
 
-def host(config: Config, model: Sizes) -> int:
+def host(config: Config, model: ModelSizes) -> int:
     """Bytes that all rollout actors hold of the weights in the memory of their machines, beside their engines."""
     return config.rollout.actors * COPIES * model.parameters * model.element
 
@@ -326,7 +326,7 @@ class MachineMemory(NamedTuple):
         return sum(self)
 
 
-def machine(config: Config, model: Sizes, rank: RankMemory, engine: EngineMemory | None) -> MachineMemory:
+def machine(config: Config, model: ModelSizes, rank: RankMemory, engine: EngineMemory | None) -> MachineMemory:
     """A run on one machine. On GPUs are ranks that are not offloaded, and engines.
 
     An embedded engine has memory for the weights twice: the next version is written beside the one that is served.
@@ -344,6 +344,6 @@ def machine(config: Config, model: Sizes, rank: RankMemory, engine: EngineMemory
     )
 
 
-def candidate_bytes(config: Config, model: Sizes) -> int:
+def candidate_bytes(config: Config, model: ModelSizes) -> int:
     """Bytes that a token's candidates take at most, in trajectory and journal: four for each, and for their count."""
     return 4 + 4 * min(config.rollout.top_k or model.vocabulary, model.vocabulary)

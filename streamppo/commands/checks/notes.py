@@ -30,7 +30,7 @@ def notes(config: Config, task: Task | None) -> Findings:
             "learner.exact is false: updates that are made again have weights near the recorded ones, not equal"
         )
     yield from _cores(config)
-    yield from _repeated(config, task)
+    yield from _note_repeats(config, task)
     held_out = None if task is None else len(task.held_out(None))
     if held_out is not None and held_out < config.evaluation.prompts:
         yield _note(f"evaluation.prompts ({config.evaluation.prompts}) are more than the {held_out} that are held out")
@@ -110,7 +110,7 @@ def _out_of_the_loss(config: Config) -> Findings:
         )
 
 
-def _repeated(config: Config, task: Task | None) -> Findings:
+def _note_repeats(config: Config, task: Task | None) -> Findings:
     """A batch that has more prompts than there are."""
     prompts = config.queue.batch_size // config.queue.samples_per_prompt
     if task is not None and config.queue.segments is None and 0 < len(task.training) < prompts:

@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from streamppo.commands.checks.finding import Finding, Findings, of_reward
+from streamppo.commands.checks.finding import Finding, Findings, reward_subject
 from streamppo.commands.checks.folder import find, looks_like_path, weights
 from streamppo.commands.checks.rows import Faults, is_for
 from streamppo.config.reward import FunctionScorer, JudgeScorer, ModelScorer, Scorer, ServiceScorer
@@ -15,7 +15,7 @@ from streamppo.errors import StreamppoError, TaskError
 from streamppo.tasks import dataset_files, environments, length_limit, warmup_data
 from streamppo.tasks import task as tasks
 from streamppo.tasks.data import Measure
-from streamppo.tasks.rewards.scoring import Rewards, recognised, shown
+from streamppo.tasks.rewards.scoring import Rewards, describe, detect
 from streamppo.tasks.rewards.signature import VERL
 from streamppo.tasks.scorers.code import CodeTests
 from streamppo.tasks.task import Task
@@ -39,7 +39,7 @@ def load(config: Config, tokenizer: Measure | None, *, limit: int | None = None)
     try:
         task = tasks.build(config.task, config.seed, measure, limit=limit, look=faults)
         if builtin:
-            warmup_data.of(task)
+            warmup_data.warmup_of_task(task)
     except StreamppoError as error:
         return None, [Finding("task", "error", str(error))]
     found = [Finding("task", "ok", _prompts(task, measure))]
@@ -90,7 +90,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
     """Check every scorer, and that there is one for every data source."""
     prompts = task.training[:ROWS] if task is not None else ()
     for name, scorer in config.reward.scorers.items():
-        subject = of_reward(name)
+        subject = reward_subject(name)
         try:
             yield _scorer(subject, scorer, [one for one in prompts if is_for(scorer, one)])
             if isinstance(scorer, ModelScorer):
@@ -99,7 +99,7 @@ def rewards(config: Config, task: Task | None) -> Findings:
             yield Finding(subject, "error", str(error))
     try:
         for source in sorted(task.sources()) if task is not None else ():
-            Rewards(config.reward).of(source)
+            Rewards(config.reward).scorers_of(source)
     except TaskError as error:
         yield Finding("reward", "error", str(error))
 
@@ -107,10 +107,10 @@ def rewards(config: Config, task: Task | None) -> Findings:
 def _scorer(subject: str, scorer: Scorer, prompts: list[Prompt]) -> Finding:
     match scorer:
         case FunctionScorer():
-            how, in_actor = recognised(scorer)
+            how, in_actor = detect(scorer)
             for prompt in prompts:
                 how.columns(prompt.columns)
-            text = shown(scorer, how, in_actor=in_actor)
+            text = describe(scorer, how, in_actor=in_actor)
             if hidden := sorted(how.own & {name for prompt in prompts for name in prompt.columns} - VERL):
                 text = f"{text}; it does not get the columns {', '.join(hidden)}, whose names are its parameters"
             if scorer.function == CODE:

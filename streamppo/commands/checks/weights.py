@@ -19,7 +19,7 @@ READ_MIB = 2048
 """Files up to this size are read once for numbers that are not finite; of larger ones whoever loads them says so."""
 
 
-class Named(NamedTuple):
+class NamedModel(NamedTuple):
     """A model of a configuration: the subject of its findings, its path, and what of it is loaded."""
 
     subject: str
@@ -40,18 +40,18 @@ def findings(config: Config) -> Findings:
             yield from _names(folder)
 
 
-def _models(config: Config) -> Iterator[Named]:
+def _models(config: Config) -> Iterator[NamedModel]:
     if config.model.path != BUILTIN:
-        yield Named("model", config.model.path)
+        yield NamedModel("model", config.model.path)
     if (critic := config.algorithm.critic.model) not in OWN_CRITICS:
-        yield Named("critic", critic, body=True)
+        yield NamedModel("critic", critic, body=True)
     if teacher := config.algorithm.teacher.model:
-        yield Named("teacher", teacher)
+        yield NamedModel("teacher", teacher)
     for name, scorer in config.reward.models().items():
-        yield Named(f"reward {name}", scorer.path, "AutoModelForSequenceClassification")
+        yield NamedModel(f"reward {name}", scorer.path, "AutoModelForSequenceClassification")
 
 
-def _weights(one: Named, folder: Path) -> Finding:
+def _weights(one: NamedModel, folder: Path) -> Finding:
     try:
         count = fit.check(
             folder, settings(folder), hf_files.critic_kind(folder) if one.body else one.kind, body=one.body

@@ -6,10 +6,10 @@ from itertools import groupby
 from pathlib import Path
 
 from streamppo.commands.console import echo
-from streamppo.commands.look.rows import Row, Rows
+from streamppo.commands.look.rows import DataRow, RunRows
 from streamppo.config.sections import Config, model_path
 from streamppo.errors import JournalError
-from streamppo.queue.rules.records import Made, SavedSlot
+from streamppo.queue.rules.records import PublishedVersion, SavedSlot
 from streamppo.queue.rules.slot import SlotState
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
@@ -28,8 +28,8 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     if not versions:
         raise JournalError(f"{run}: no update was archived yet")
     version = versions[-1] if update is None else update - 1
-    batch, learned = found.batch_and_learned(version)
-    tokenizer, rows = Tokenizer(model_path(config, run)), Rows(config, run)
+    batch, learned = found.batch_and_record(version)
+    tokenizer, rows = Tokenizer(model_path(config, run)), RunRows(config, run)
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     echo(
         f"update {batch.version} -> {batch.version + 1}: {len(rewards)} trajectories, mean reward "
@@ -37,13 +37,13 @@ def inspect(config: Config, run: Path, update: int | None, count: int) -> int:
     )
     for row, trajectory in enumerate(batch.trajectories[:count]):
         numbers = {name: column[row] for name, column in learned.items()}
-        echo(*_lines(batch, trajectory, numbers, tokenizer), *_row(rows.of(trajectory)))
+        echo(*_lines(batch, trajectory, numbers, tokenizer), *_row(rows.row_of(trajectory)))
     return 0
 
 
 def inspect_dead_letters(run: Path, count: int) -> int:
     """Print the newest `count` trajectories that arrived and could not be trained on."""
-    journal = Journal.of(run)
+    journal = Journal.open_run(run)
     letters = journal.dead_letters()
     journal.close()
     echo(f"{len(letters)} dead letters")
@@ -60,11 +60,11 @@ def inspect_prompt(run: Path, prompt: int) -> int:
 
     Raises `JournalError` for a prompt that was never issued, or whose traces were not kept.
     """
-    journal = Journal.of(run)
-    attempts, counters = _in_journal(journal, prompt), journal.counters()
+    journal = Journal.open_run(run)
+    attempts, counters = _attempts_in_journal(journal, prompt), journal.counters()
     versions = journal.versions().values()
     journal.close()
-    attempts |= _in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
+    attempts |= _attempts_in_archive(Archive(run / "archive", archive.checksums(versions)), versions, prompt)
     if not attempts and counters is not None and counters.shape.slots_of(prompt).start < counters.opened:
         raise JournalError(f"{run}: prompt {prompt} was issued, and its batch was not kept (archive.keep)")
     if not attempts:
@@ -77,19 +77,19 @@ def inspect_prompt(run: Path, prompt: int) -> int:
     return 0
 
 
-def _in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
+def _attempts_in_journal(journal: Journal, prompt: int) -> dict[Identity, str]:
     """The attempts at a prompt that wait, or that came to nothing."""
     counters = journal.counters()
     if counters is None:
         return {}
     numbers = counters.shape.slots_of(prompt)
-    attempts = {one.identity: f"{one.state.replace('_', ' ')}: {one.reason}" for one in journal.ended(numbers)}
+    attempts = {one.identity: f"{one.state.replace('_', ' ')}: {one.reason}" for one in journal.ended_attempts(numbers)}
     leases = {place: lease.version for lease in journal.leases() for place in lease.slots}
     held = journal.slots(numbers)
     return attempts | {slot.identity: _waits(slot, leases.get((slot.number, slot.part))) for slot in held}
 
 
-def _in_archive(found: Archive, versions: Iterable[Made], prompt: int) -> dict[Identity, str]:
+def _attempts_in_archive(found: Archive, versions: Iterable[PublishedVersion], prompt: int) -> dict[Identity, str]:
     """The attempts at a prompt that were trained on. Only files whose range of prompts has it are opened."""
     return {
         trajectory.identity: (
@@ -148,7 +148,7 @@ def _lines(batch: Batch, trajectory: Trajectory, learned: Mapping[str, Floats], 
         yield f"  not sampled by the policy: {int((~flags(trajectory.mask)).sum())} tokens"
 
 
-def _row(row: Row) -> Iterator[str]:
+def _row(row: DataRow) -> Iterator[str]:
     """The columns of the row, the answer behind its own name."""
     for name, value in row.columns:
         yield f"  {name:<12}{value}" if name == "answer" else f"  row         {name} = {value}"

@@ -22,35 +22,35 @@ SHOWN = 400
 """Characters of a column that are shown."""
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """(name, value as Python writes it) of every column; or `missing`, the reason that there are none to show."""
 
     columns: list[tuple[str, str]]
     missing: str = ""
 
 
-class Rows:
+class RunRows:
     """The rows of the run in `folder`. Its data are read when the first row is asked for."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config, self._folder = config, folder
 
-    def of(self, trajectory: Trajectory) -> Row:
+    def row_of(self, trajectory: Trajectory) -> DataRow:
         """Return the row behind a trajectory."""
         task, tokenizer, missing = self._task
         if task is None or tokenizer is None:
-            return Row([], missing)
+            return DataRow([], missing)
         prompt = task.prompt(trajectory.identity.prompt)
         # An environment writes the beginning of a trajectory itself.
         if self._config.environment is None:
             try:
                 same = np.array_equal(tokenizer.encode(prompt), ints(trajectory.prompt_tokens))
             except StreamppoError as error:
-                return Row([], f"its row cannot be read: {error}")
+                return DataRow([], f"its row cannot be read: {error}")
             if not same:
-                return Row([], "its row is not known: the task's data are others than those of the run")
+                return DataRow([], "its row is not known: the task's data are others than those of the run")
         names = sorted(prompt.columns, key=lambda name: name != "answer")
-        return Row([(name, _short(prompt.columns[name])) for name in names])
+        return DataRow([(name, _short(prompt.columns[name])) for name in names])
 
     @cached_property
     def _task(self) -> tuple[Task | None, Tokenizer | None, str]:

@@ -10,10 +10,10 @@ from streamppo.driver.folder import lock
 from streamppo.errors import RunError
 from streamppo.telemetry import diagnosis, metrics_file, progress
 from streamppo.telemetry import summary as summaries
-from streamppo.telemetry.live.drawing import cut
+from streamppo.telemetry.live.drawing import truncate
 from streamppo.telemetry.record import read_summary
 from streamppo.telemetry.report import view
-from streamppo.telemetry.report.view import View, attempt, in_short
+from streamppo.telemetry.report.view import View, attempt, condition_word
 from streamppo.terminal import harmless
 
 HEADINGS = ("run", "state", "updates", "reward", "accuracy", "last")
@@ -28,7 +28,7 @@ def summary(run: Path, *, as_json: bool) -> int:
     """
     shown = _view(run)
     if as_json:
-        echo(*json.dumps(known(run), indent=2).split("\n"))
+        echo(*json.dumps(current_summary(run), indent=2).split("\n"))
         return 0
     rows = table("", "", "")
     for row in view.headline(shown):
@@ -36,7 +36,7 @@ def summary(run: Path, *, as_json: bool) -> int:
     console().print(rows)
     config = configfile.load(run / configfile.CONFIG)
     worse = progress.is_worse(view.evaluations(shown))
-    for finding in diagnosis.of_lines(config, shown.lines, shown.summary):
+    for finding in diagnosis.diagnose_lines(config, shown.lines, shown.summary):
         if finding.holds or worse:
             kind = "warning" if finding.holds else "over"
             told = f"{kind}: {finding.name} (update {finding.last}): {finding.numbers}"
@@ -44,10 +44,10 @@ def summary(run: Path, *, as_json: bool) -> int:
     return 0
 
 
-def known(run: Path) -> dict[str, object]:
+def current_summary(run: Path) -> dict[str, object]:
     """The content of summary.json; without that file its numbers that metrics.jsonl gives, and the run's state."""
     shown = _view(run)
-    return {**(shown.summary or {"outcome": condition(run, shown), **summaries.of_lines(shown.lines)})}
+    return {**(shown.summary or {"outcome": condition(run, shown), **summaries.summarise(shown.lines)})}
 
 
 def list_runs(runs: Path) -> int:
@@ -55,7 +55,7 @@ def list_runs(runs: Path) -> int:
     found = [path.parent for path in runs.glob(f"*/{configfile.CONFIG}")]
     if not found:
         raise RunError(f"{runs}: no run is there")
-    cells = [_row(folder) for folder in sorted(found, key=_touched)]
+    cells = [_row(folder) for folder in sorted(found, key=_last_change_s)]
     others = sum(
         max(len(row[place]) for row in (HEADINGS, *cells)) + GAP for place in range(len(HEADINGS)) if place != 1
     )
@@ -64,7 +64,7 @@ def list_runs(runs: Path) -> int:
         column.no_wrap = True
     # An error may be long: it takes what the others leave of the line.
     for name, state, *numbers in cells:
-        rows.add_row(name, cut(harmless(state), max(LEAST_STATE, shown.width - others - GAP)), *numbers)
+        rows.add_row(name, truncate(harmless(state), max(LEAST_STATE, shown.width - others - GAP)), *numbers)
     shown.print(rows)
     return 0
 
@@ -73,10 +73,10 @@ def _row(folder: Path) -> list[str]:
     """The name of a run, its state, its numbers; a run that cannot be read has the reason for its state."""
     shown, why = attempt(lambda: _view(folder))
     shown = shown or View(folder.name, [])
-    told = summaries.of_lines(shown.lines)
+    told = summaries.summarise(shown.lines)
     numbers = [_short(told[name]["final"]) for name in ("reward", "eval_accuracy")]
-    when = datetime.fromtimestamp(_touched(folder)).strftime("%Y-%m-%d %H:%M")
-    return [folder.name, why or in_short(condition(folder, shown)), f"{told['updates']}", *numbers, when]
+    when = datetime.fromtimestamp(_last_change_s(folder)).strftime("%Y-%m-%d %H:%M")
+    return [folder.name, why or condition_word(condition(folder, shown)), f"{told['updates']}", *numbers, when]
 
 
 def _view(run: Path) -> View:
@@ -90,7 +90,7 @@ def condition(run: Path, shown: View) -> str:
     return shown.outcome if any("end" in line for line in shown.lines[-1:]) else "killed"
 
 
-def _touched(run: Path) -> float:
+def _last_change_s(run: Path) -> float:
     """When something was last written down about the run, in seconds of the clock."""
     path = run / metrics_file.METRICS
     return (path if path.exists() else run / configfile.CONFIG).stat().st_mtime

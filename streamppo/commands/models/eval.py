@@ -55,7 +55,7 @@ class Subject(NamedTuple):
     tensors: Mapping[str, Tensor]
 
 
-class Answer(NamedTuple):
+class ScoredAnswer(NamedTuple):
     """A scored answer; a failed one has no reward, and a reason."""
 
     reward: float | None
@@ -64,14 +64,14 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
-class Estimate(TypedDict):
+class MeanEstimate(TypedDict):
     """A mean over prompts, and its standard error; None without a prompt that has a score."""
 
     mean: float | None
     error: float | None
 
 
-class Result(TypedDict):
+class EvalResult(TypedDict):
     """The content of `--json`. `reward`, `tokens` and `truncated` are means over the greedy answers.
 
     `failed` are greedy answers and samples without a score; `reasons` counts them.
@@ -80,10 +80,10 @@ class Result(TypedDict):
     model: str
     version: int
     prompts: int
-    accuracy: Estimate
+    accuracy: MeanEstimate
     samples: int
     temperature: float
-    pass_at: dict[int, Estimate]
+    pass_at: dict[int, MeanEstimate]
     reward: float | None
     tokens: float | None
     truncated: float | None
@@ -103,10 +103,10 @@ def evaluate(
     transformers.utils.logging.disable_progress_bar()
     with log_to_stderr(), tempfile.TemporaryDirectory() as aside:
         if own is not None:
-            chosen, subject = _of_run(Path(name).resolve(), own, config or own, version)
+            chosen, subject = _load_run(Path(name).resolve(), own, config or own, version)
         else:
             assert config is not None
-            chosen, subject = _of_model(name, config, Path(aside))
+            chosen, subject = _load_model(name, config, Path(aside))
         with standalone.reward_models(chosen) as models:
             rewards = Rewards(chosen.reward, models)
             answers = asyncio.run(_answers(chosen, subject, rewards, samples))
@@ -118,17 +118,17 @@ def evaluate(
 # --- the policy ----------------------------------------------------------------------------------------------
 
 
-def _of_run(run: Path, own: Config, config: Config, version: int | None) -> tuple[Config, Subject]:
+def _load_run(run: Path, own: Config, config: Config, version: int | None) -> tuple[Config, Subject]:
     """Load the policy of a run; the configuration is that of the evaluation with the run's own `[model]`."""
     path = model_path(own, run)
     config = structs.replace(config, model=own.model)
     if version == 0:
-        return config, Subject(run.name, 0, path, weights.of_model(path, own.model.dtype))
-    found = weights.of_checkpoint(own, run, version)
+        return config, Subject(run.name, 0, path, weights.model_weights(path, own.model.dtype))
+    found = weights.checkpoint_weights(own, run, version)
     return config, Subject(run.name, found.version, path, found.tensors)
 
 
-def _of_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
+def _load_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
     """Load a model, or make builtin:tiny in the folder `aside`; the configuration gets it as its `model.path`."""
     config = structs.replace(config, model=structs.replace(config.model, path=name))
     if wrong := [one.text for one in folders.model(config) if one.state in ("error", "not here")]:
@@ -136,13 +136,13 @@ def _of_model(name: str, config: Config, aside: Path) -> tuple[Config, Subject]:
     path = model_path(config, aside)
     if name == BUILTIN:
         tiny.make(config, Path(path))
-    return config, Subject(name, 0, path, weights.of_model(path, config.model.dtype))
+    return config, Subject(name, 0, path, weights.model_weights(path, config.model.dtype))
 
 
 # --- answers -------------------------------------------------------------------------------------------------
 
 
-async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: int) -> list[list[Answer]]:
+async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: int) -> list[list[ScoredAnswer]]:
     """For each held-out prompt its greedy answer, and behind it its samples."""
     tokenizer = Tokenizer(subject.path, config.model.clock)
     task = tasks.build(config.task, config.seed, tokenizer)
@@ -154,7 +154,7 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
         async with standalone.engine(config, "eval", subject.path, subject.version, subject.tensors) as engine:
             stop = build.stop(config, subject.path, tokenizer)
             player = Player(engine, tokenizer, config.environment, stop)
-            asked = _Asked(config, player, rewards, len(prompts) * (1 + samples))
+            asked = _AnswersUnderWay(config, player, rewards, len(prompts) * (1 + samples))
             greedy = build.sampling(config)._replace(temperature=0.0, top_p=1.0, top_k=0)
             kinds = [greedy, *[build.sampling(config)] * samples]
             flat = await asyncio.gather(*(asked.answer(prompt, kind) for prompt in prompts for kind in kinds))
@@ -163,7 +163,7 @@ async def _answers(config: Config, subject: Subject, rewards: Rewards, samples: 
     return [list(flat[begin : begin + len(kinds)]) for begin in range(0, len(flat), len(kinds))]
 
 
-class _Asked:
+class _AnswersUnderWay:
     """Answers under way, at most `rollout.in_flight` at once."""
 
     def __init__(self, config: Config, player: Player, rewards: Rewards, total: int) -> None:
@@ -172,7 +172,7 @@ class _Asked:
         self._places = asyncio.Semaphore(config.rollout.in_flight)
         self._total, self._done, self._told_at = total, 0, time.monotonic()
 
-    async def answer(self, prompt: Prompt, sampling: Sampling) -> Answer:
+    async def answer(self, prompt: Prompt, sampling: Sampling) -> ScoredAnswer:
         """Play and score one answer; a failure is an answer without a reward."""
         async with self._places:
             try:
@@ -182,10 +182,10 @@ class _Asked:
                     prompt, episode.text(prompt, self._player.tokenizer, self._player.stop)
                 )
             except FAILURES as error:
-                return Answer(None, reason=str(error))
+                return ScoredAnswer(None, reason=str(error))
             finally:
                 self._tell()
-        return Answer(episode.reward(scored).total, episode.num_sampled, episode.finish == "length")
+        return ScoredAnswer(episode.reward(scored).total, episode.num_sampled, episode.finish == "length")
 
     def _tell(self) -> None:
         self._done += 1
@@ -202,7 +202,7 @@ def pass_at(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def _result(config: Config, subject: Subject, samples: int, answers: Sequence[Sequence[Answer]]) -> Result:
+def _result(config: Config, subject: Subject, samples: int, answers: Sequence[Sequence[ScoredAnswer]]) -> EvalResult:
     correct_at = config.reward.correct_at
     greedy = [row[0] for row in answers if row[0].reward is not None]
     rewards = [one.reward for one in greedy if one.reward is not None]
@@ -235,7 +235,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _estimate(values: Sequence[float]) -> Estimate:
+def _estimate(values: Sequence[float]) -> MeanEstimate:
     """The mean, and its standard error by the unbiased variance; a single value has no error."""
     if (mean := _mean(values)) is None:
         return {"mean": None, "error": None}
@@ -243,7 +243,7 @@ def _estimate(values: Sequence[float]) -> Estimate:
     return {"mean": mean, "error": math.sqrt(squares / (len(values) - 1) / len(values)) if len(values) > 1 else None}
 
 
-def _print(found: Result) -> None:
+def _print(found: EvalResult) -> None:
     rows = table("", "", "", "")
     rows.add_row(found["model"], "", "", f"version {found['version']}, {found['prompts']} held-out prompts")
     rows.add_row("accuracy", *_numbers(found["accuracy"]), "greedy")
@@ -258,6 +258,6 @@ def _print(found: Result) -> None:
         echo(f"{count} of {found['failed']} answers without a score: {reason}")
 
 
-def _numbers(estimate: Estimate) -> tuple[str, str]:
+def _numbers(estimate: MeanEstimate) -> tuple[str, str]:
     mean, error = estimate["mean"], estimate["error"]
     return "-" if mean is None else f"{mean:.3f}", "" if error is None else f"± {error:.3f}"

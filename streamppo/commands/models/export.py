@@ -20,7 +20,7 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
         raise ConfigError(f"{run} has no adapters: it was trained without model.lora")
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a folder that does not")
-    found = weights.of_checkpoint(config, run, version)
+    found = weights.checkpoint_weights(config, run, version)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if adapter and lora is not None:
         adapters.write(found.adapters, lora, start, folder)

@@ -15,7 +15,7 @@ from streamppo.learner.checkpoint import distcp, history, manifest, remote
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.model import adapters, hf_files
 from streamppo.weights import buckets
-from streamppo.weights.adapters import merged
+from streamppo.weights.adapters import merge_adapters
 from streamppo.weights.buckets import Shard
 
 
@@ -28,40 +28,40 @@ class Weights(NamedTuple):
     adapters: dict[str, Tensor]
 
 
-def of_checkpoint(config: Config, run: Path, version: int | None) -> Weights:
+def checkpoint_weights(config: Config, run: Path, version: int | None) -> Weights:
     """Read the policy of `version`, by default of the newest checkpoint.
 
     Raises `CheckpointError` if there is no such checkpoint, if files of it are on other disks, or if its weights are
     not those that were pushed, as the journal has them too; `ModelError` if the run's first model, whose settings say
     the shapes, is not there.
     """
-    past = _past(config, run)
+    past = _run_history(config, run)
     path = _checkpoint(run, version, past)
     state = manifest.verify_whole(path, past)
     start, model = model_path(config, run), config.model
     tensors = _read(path, start, model)
-    still = {} if model.lora is None else of_model(start, model.dtype)
-    push, _ = buckets.packed(state.version, tensors, config.learner.bucket_bytes)
+    still = {} if model.lora is None else model_weights(start, model.dtype)
+    push, _ = buckets.pack_whole(state.version, tensors, config.learner.bucket_bytes)
     push = structs.replace(
-        push, frozen=tuple(buckets.described(name, Shard.whole(one), one) for name, one in still.items())
+        push, frozen=tuple(buckets.describe_tensor(name, Shard.whole(one), one) for name, one in still.items())
     )
     if push.digest != state.digest:
         raise CheckpointError(f"{path}: its weights are not those of version {state.version} that the engines had")
     if model.lora is None:
         return Weights(state.version, push.digest, tensors, {})
-    return Weights(state.version, push.digest, merged(still, tensors, model.lora.scale), tensors)
+    return Weights(state.version, push.digest, merge_adapters(still, tensors, model.lora.scale), tensors)
 
 
-def of_model(path: str, dtype: str) -> dict[str, Tensor]:
+def model_weights(path: str, dtype: str) -> dict[str, Tensor]:
     """Read the weights of a Hugging Face model, in `dtype`, by their names. Raises `ModelError`."""
     lm = hf_files.read(path, "eager")
     return {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in lm.named_parameters()}
 
 
-def _past(config: Config, run: Path) -> History | None:
+def _run_history(config: Config, run: Path) -> History | None:
     """The versions as the journal has them; None, with a note, if it cannot be read: weights get out all the same."""
     try:
-        return history.of_run(run, config)
+        return history.read_history(run, config)
     except JournalError as error:
         echo(f"{error}: the weights are compared with their checkpoint alone")
         return None
@@ -69,16 +69,16 @@ def _past(config: Config, run: Path) -> History | None:
 
 def _checkpoint(run: Path, version: int | None, past: History | None) -> Path:
     """The checkpoint of `version`, else the newest one of this run; of several that are not, the newest is refused."""
-    folder, address = run / "checkpoints", remote.known(run)
+    folder, address = run / "checkpoints", remote.known_address(run)
     found = {int(path.name): path for path in manifest.complete(folder)}
     whole = [one for one in found if version is None and manifest.is_of(found[one], past)]
     wanted = max(whole or found, default=None) if version is None else version
     if address and wanted not in found:
-        copies = remote.Remote(address).versions(past)
+        copies = remote.CheckpointStore(address).versions(past)
         wanted = max(copies, default=None) if wanted is None else wanted
         found |= {one: folder / f"{one:08d}" for one in copies if one not in found}
         if wanted in found:
-            remote.Remote(address).fetch_checkpoint(found[wanted])
+            remote.CheckpointStore(address).fetch_checkpoint(found[wanted])
     if wanted not in found:
         there = ", ".join(map(str, found)) or "none"
         asked = "" if version is None else f" of version {version}"
@@ -107,4 +107,4 @@ def _read(path: Path, start: str, model: Model) -> dict[str, Tensor]:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: does not hold the weights of {start}: {error}") from error
     dtype = getattr(torch, model.dtype)
-    return {adapters.published(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}
+    return {adapters.published_name(name): state["policy"][f"lm.{name}"].to(dtype) for name, _ in names}

@@ -35,14 +35,14 @@ QUOTED = 2000
 """Characters of a failed part's output in the error, at most."""
 
 
-class Written(msgspec.Struct):
+class BenchFile(msgspec.Struct):
     """The part of a script's JSON that is read: costs by name, and the machine with versions and commit."""
 
     machine: dict[str, object]
     costs: dict[str, float]
 
 
-class Result(msgspec.Struct):
+class BenchResult(msgspec.Struct):
     """Costs by name, and milliseconds of the fixed piece of work, each with a value for every time it was measured."""
 
     machine: dict[str, object]
@@ -71,9 +71,9 @@ def bench(parts: Sequence[Part], rounds: int, to: Path | None, earlier: Path | N
     return 1 if then and "slower" in changes(now, then).values() else 0
 
 
-def measure(parts: Sequence[Part], rounds: int) -> Result:
+def measure(parts: Sequence[Part], rounds: int) -> BenchResult:
     """Run every part `rounds` times, in turns. Raises `RunError` with the output of a part that fails."""
-    made = Result({}, [], {})
+    made = BenchResult({}, [], {})
     for _ in range(rounds):
         for part in parts:
             made.reference_ms.append(_reference_ms())
@@ -84,15 +84,15 @@ def measure(parts: Sequence[Part], rounds: int) -> Result:
     return made
 
 
-def read(path: Path) -> Result:
+def read(path: Path) -> BenchResult:
     """Read the result of another day. Raises `RunError` if `path` has none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Result)
+        return msgspec.json.decode(path.read_bytes(), type=BenchResult)
     except (OSError, msgspec.MsgspecError) as error:
         raise RunError(f"{path}: no result of streamppo bench --json: {error}") from None
 
 
-def changes(now: Result, then: Result) -> dict[str, str]:
+def changes(now: BenchResult, then: BenchResult) -> dict[str, str]:
     """Say of each cost that both have if it is "slower", "faster" or "equal".
 
     Slower is a median beyond the margin, and not one value within the earlier range at the machine's present speed.
@@ -107,12 +107,12 @@ def changes(now: Result, then: Result) -> dict[str, str]:
     return found
 
 
-def pace(now: Result, then: Result) -> float:
+def pace(now: BenchResult, then: BenchResult) -> float:
     """Return the time of the fixed piece of work over the earlier one: 2 on a machine that is half as fast by now."""
     return statistics.median(now.reference_ms) / statistics.median(then.reference_ms)
 
 
-def _run(part: Part) -> Written:
+def _run(part: Part) -> BenchFile:
     script, *arguments = part
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -122,7 +122,7 @@ def _run(part: Part) -> Written:
         )
         if done.returncode:
             raise RunError(f"{' '.join(part)} ended with {done.returncode}:\n{done.stdout[-QUOTED:]}")
-        return msgspec.json.decode(out.read_bytes(), type=Written)
+        return msgspec.json.decode(out.read_bytes(), type=BenchFile)
 
 
 def _reference_ms() -> float:
@@ -131,7 +131,7 @@ def _reference_ms() -> float:
     return 1e3 * (time.process_time() - begin)
 
 
-def _print_table(now: Result, then: Result | None) -> None:
+def _print_table(now: BenchResult, then: BenchResult | None) -> None:
     columns = ["cost", "median", "smallest", "largest"]
     shown = table(*columns, *(["earlier median", "ratio", ""] if then else []))
     words, speed = (changes(now, then), pace(now, then)) if then else ({}, 1.0)

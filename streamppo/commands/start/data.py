@@ -16,7 +16,7 @@ from streamppo import durable
 from streamppo.commands.console import echo
 from streamppo.errors import TaskError
 from streamppo.tasks import dataset_files
-from streamppo.tasks.scorers.answers import boxed, marked
+from streamppo.tasks.scorers.answers import extract_boxed, extract_marked
 
 LETTERS = "ABCDEFGH"
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -50,7 +50,7 @@ def data(name: Name, folder: Path, to: Path, split: str) -> int:
 def _gsm8k(folder: Path, split: str) -> Rows:
     """openai/grade-school-math: the answer follows ####."""
     for where, row in dataset_files.rows(str(_file(folder, f"{split}.jsonl")), split):
-        answer = marked(row["answer"])
+        answer = extract_marked(row["answer"])
         if answer is None:
             raise TaskError(f"{where}: no #### in the solution")
         yield {"prompt": row["question"], "answer": answer.replace(",", ""), "solution": row["answer"]}
@@ -63,7 +63,7 @@ def _math(folder: Path, split: str) -> Rows:
         raise TaskError(f"{folder / split}: no SUBJECT/*.json files of MATH")
     for path in files:
         row = dataset_files.parse(path.read_bytes(), str(path))
-        answer = boxed(row["solution"])
+        answer = extract_boxed(row["solution"])
         if answer is None:
             raise TaskError(f"{path}: no \\boxed in the solution")
         yield {

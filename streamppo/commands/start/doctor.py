@@ -47,7 +47,7 @@ def packages() -> Findings:
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.platform()}")
     found = [Requirement(one) for one in metadata.requires(PACKAGE) or []]
     needed = [one for one in found if _is_for(one, "")]
-    yield from _needed(needed)
+    yield from _package_lines(needed)
     for name in metadata.metadata(PACKAGE).get_all("Provides-Extra") or []:
         yield _extra(name, [one for one in found if one not in needed and _is_for(one, name)])
 
@@ -57,7 +57,7 @@ def _is_for(one: Requirement, extra: str) -> bool:
     return one.marker is None or one.marker.evaluate({"extra": extra})
 
 
-def _needed(found: list[Requirement]) -> Findings:
+def _package_lines(found: list[Requirement]) -> Findings:
     """One line for all packages that are there, and one for each that is not."""
     lacking = [one for one in found if _lack(one)]
     told = ("torch", "ray", "transformers")

@@ -68,7 +68,7 @@ def _write(path: Path, problems: Sequence[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in problems))
 
 
-class Given(NamedTuple):
+class UserInputs(NamedTuple):
     """The model, data and reward that people bring, and the columns of prompt and answer where they name them."""
 
     model: str
@@ -79,7 +79,7 @@ class Given(NamedTuple):
     gpus: int = 0
 
 
-def bring(file: Path, given: Given) -> int:
+def bring(file: Path, given: UserInputs) -> int:
     """Write the configuration `file` for what is `given`, with sizes taken from it, and look it over.
 
     The exit code is 1 if no run can be made of it here. Raises `ConfigError` if the file is there, and for a model,
@@ -99,7 +99,7 @@ def bring(file: Path, given: Given) -> int:
         )
     scorer = FunctionScorer(function=given.reward)
     seen = rows.look(given.data, scorer, (given.prompt, given.answer), found.measure(), chat=found.chat)
-    chosen = text.Chosen(
+    chosen = text.ProjectChoices(
         name=file.stem,
         model=_from(file, given.model),
         data=_from(file, given.data),
@@ -111,10 +111,10 @@ def bring(file: Path, given: Given) -> int:
     with durable.naming(file, RunError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text.write(chosen), encoding="utf-8")
-    return _tell(file, chosen)
+    return _say_next_steps(file, chosen)
 
 
-def _tell(file: Path, chosen: text.Chosen) -> int:
+def _say_next_steps(file: Path, chosen: text.ProjectChoices) -> int:
     found, seen, length = chosen.policy, chosen.rows, chosen.sizes.completion
     known = "" if found.is_known else ", all by its name: it is not on this machine"
     answer = f"the answer {seen.answer!r} (up to {seen.longest_answer} tokens)" if seen.answer else "none is an answer"

@@ -31,7 +31,7 @@ WIDTH = 40
 """Characters of a completion, and of an explanation, in the table."""
 
 
-class Tried(NamedTuple):
+class TriedCompletion(NamedTuple):
     """One completion, its reward or the reason why there is none, and how long that took."""
 
     completion: str
@@ -65,15 +65,15 @@ async def _try(
     completions: Path | None,
     *,
     models: Mapping[str, Any],
-) -> tuple[list[Tried], Sequence[ScorerReport]]:
+) -> tuple[list[TriedCompletion], Sequence[ScorerReport]]:
     rewards = Rewards(config.reward, models)
     await rewards.start(task.sources())
     try:
         if completions is not None:
-            given = list(_given(completions, task, _written_as(config), tokenizer))
+            given = list(_read_completions(completions, task, _written_as(config), tokenizer))
             return list(await asyncio.gather(*(_score(rewards, *one) for one in given))), rewards.report()
         async with standalone.engine(
-            config, "reward-test", path, 0, weights.of_model(path, config.model.dtype)
+            config, "reward-test", path, 0, weights.model_weights(path, config.model.dtype)
         ) as engine:
             player = Player(engine, tokenizer, config.environment, build.stop(config, path, tokenizer))
             sampled = await asyncio.gather(*(_sample(config, player, rewards, task.prompt(n)) for n in range(count)))
@@ -82,25 +82,25 @@ async def _try(
         await rewards.close()
 
 
-async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> Tried:
+async def _sample(config: Config, player: Player, rewards: Rewards, prompt: Prompt) -> TriedCompletion:
     try:
         sampling = build.sampling(config)
         limit = length_limit.load(config.rollout.limit, sampling.max_tokens)
         episode = await player.play(prompt, sampling._replace(max_tokens=limit(prompt, None)))
     except FAILURES as error:
-        return Tried("", None, str(error), 0.0)
+        return TriedCompletion("", None, str(error), 0.0)
     text = episode.text(prompt, player.tokenizer, player.stop)
     tried = await _score(rewards, prompt, text)
     return tried._replace(reward=tried.reward and episode.reward(tried.reward))
 
 
-async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> Tried:
+async def _score(rewards: Rewards, prompt: Prompt, text: ScoredText) -> TriedCompletion:
     begin = time.perf_counter()
     try:
         reward, reason = await rewards.score(prompt, text), ""
     except TaskError as error:
         reward, reason = None, str(error)
-    return Tried(text.completion, reward, reason, time.perf_counter() - begin)
+    return TriedCompletion(text.completion, reward, reason, time.perf_counter() - begin)
 
 
 def _written_as(config: Config) -> Source:
@@ -109,7 +109,9 @@ def _written_as(config: Config) -> Source:
     return sources[0] if len(sources) == 1 else Source(data="")
 
 
-def _given(file: Path, task: Task, source: Source, tokenizer: Tokenizer) -> Iterator[tuple[Prompt, ScoredText]]:
+def _read_completions(
+    file: Path, task: Task, source: Source, tokenizer: Tokenizer
+) -> Iterator[tuple[Prompt, ScoredText]]:
     """Rows of a jsonl file: `completion`; `prompt` and columns, where they are not those of the task's next prompt.
 
     A `prompt` is written as `source` writes those of its rows.
@@ -121,7 +123,7 @@ def _given(file: Path, task: Task, source: Source, tokenizer: Tokenizer) -> Iter
         if finish not in ("stop", "length"):
             raise TaskError(f'{where}: `finish` is "stop" or "length", not {finish!r}')
         prompt = _prompt_of(row, where, task.prompt(number), source)
-        tokens = tokenizer.sampled(completion, finish)
+        tokens = tokenizer.encode_turn(completion, finish)
         text = ScoredText(
             prompt=prompt.text,
             completion=completion,
@@ -145,30 +147,30 @@ def _prompt_of(row: dataset_files.Row, where: str, next_one: Prompt, source: Sou
 # --- the table -----------------------------------------------------------------------------------------------
 
 
-def _print_table(tried: Sequence[Tried]) -> None:
+def _print_table(tried: Sequence[TriedCompletion]) -> None:
     rows = table("#", "reward", "ms", "completion", "components, explanation or error")
     for column in rows.columns[:3]:
         column.justify, column.no_wrap = "right", True
     for number, one in enumerate(tried):
         reward = "failed" if one.reward is None else f"{one.reward.total:.4g}"
         style = "red" if one.reward is None else None
-        rows.add_row(f"{number}", reward, f"{one.seconds * 1e3:.1f}", _cut(one.completion), _note(one), style=style)
+        rows.add_row(f"{number}", reward, f"{one.seconds * 1e3:.1f}", _shorten(one.completion), _note(one), style=style)
     console().print(rows)
 
 
-def _note(one: Tried) -> str:
+def _note(one: TriedCompletion) -> str:
     if one.reward is None:
         return one.reason
     components = " ".join(f"{name}={value:.4g}" for name, value in one.reward.components.items())
-    return " ".join(filter(None, (components, _cut(one.reward.explanation) if one.reward.explanation else "")))
+    return " ".join(filter(None, (components, _shorten(one.reward.explanation) if one.reward.explanation else "")))
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     quoted = json.dumps(text, ensure_ascii=False)
     return quoted if len(quoted) <= WIDTH else f"{quoted[: WIDTH - 1]}…"
 
 
-def _summary(tried: Sequence[Tried], reports: Sequence[ScorerReport]) -> list[str]:
+def _summary(tried: Sequence[TriedCompletion], reports: Sequence[ScorerReport]) -> list[str]:
     totals = [one.reward.total for one in tried if one.reward is not None]
     mean = f"mean reward {sum(totals) / len(totals):.4g}, " if totals else ""
     lines = [f"{len(tried)} completions: {mean}{len(tried) - len(totals)} failed"]

@@ -41,9 +41,9 @@ def driver_lock(folder: Path) -> Generator[None]:
 
     Requests to the driver before are forgotten: a run begins with the configuration that it is given.
     """
-    with _opened(folder) as opened:
+    with _open_folder(folder) as opened:
         deadline = time.monotonic() + LOCK_S
-        while not _locked(folder, opened, fcntl.LOCK_EX):
+        while not _try_lock(folder, opened, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise RunError(f"{folder}: this run is already running, in another process")
             time.sleep(POLL_S)
@@ -61,12 +61,12 @@ def _forget(request: Path) -> None:
 
 def is_running(folder: Path) -> bool:
     """Tell if the run has a driver that lives; writes nothing. Raises `RunError` where the file system has no locks."""
-    with _opened(folder) as opened:
-        return not _locked(folder, opened, fcntl.LOCK_SH)
+    with _open_folder(folder) as opened:
+        return not _try_lock(folder, opened, fcntl.LOCK_SH)
 
 
 @contextmanager
-def _opened(folder: Path) -> Generator[int]:
+def _open_folder(folder: Path) -> Generator[int]:
     """The folder, opened to be locked: its lock is released when it is closed."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -78,7 +78,7 @@ def _opened(folder: Path) -> Generator[int]:
         os.close(opened)
 
 
-def _locked(folder: Path, opened: int, kind: int) -> bool:
+def _try_lock(folder: Path, opened: int, kind: int) -> bool:
     try:
         fcntl.flock(opened, kind | fcntl.LOCK_NB)
     except BlockingIOError:

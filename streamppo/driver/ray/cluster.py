@@ -113,7 +113,7 @@ def init_ray(config: Config, mark: str) -> None:
     # Some data sets use the hashes of texts, and every actor, now and after a resume, must make the same prompts.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     if cluster.address != LOCAL:
-        variables = environment.carried(os.environ, environment.named(config))
+        variables = environment.carried_variables(os.environ, environment.key_variables(config))
         ray.init(
             address=cluster.address,
             log_to_driver=True,

@@ -52,7 +52,7 @@ KEPT = ("RAY_",)
 """Prefixes of variables that belong to a node, whatever their end."""
 
 
-def carried(environment: Mapping[str, str], keys: frozenset[str]) -> dict[str, str]:
+def carried_variables(environment: Mapping[str, str], keys: frozenset[str]) -> dict[str, str]:
     """Choose the variables of the driver that actors on a cluster get: those of `CARRIED...` and those in `keys`."""
     return {name: value for name, value in environment.items() if name in keys or _is_everybodys(name)}
 
@@ -63,7 +63,7 @@ def _is_everybodys(name: str) -> bool:
     return name in CARRIED or name.startswith(CARRIED_PREFIXES) or name.upper().endswith(CARRIED_SUFFIXES)
 
 
-def named(config: Config) -> frozenset[str]:
+def key_variables(config: Config) -> frozenset[str]:
     """Name the variables that the configuration asks for: the keys of its services and its teacher."""
     remotes = [scorer for scorer in config.reward.scorers.values() if isinstance(scorer, Remote)]
     return frozenset(one.key_env for one in (*remotes, config.algorithm.teacher) if one.key_env)

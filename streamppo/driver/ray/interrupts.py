@@ -48,9 +48,9 @@ class Interrupts:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # A terminal that is closed sends it more than once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self._tell(signal.Signals(number).name)
+        self._announce(signal.Signals(number).name)
 
-    def _tell(self, name: str) -> None:
+    def _announce(self, name: str) -> None:
         """Say at once that the run stops: the driver may look for signals seconds later."""
         resume = f"; go on with: streamppo resume {harmless(shlex.quote(str(self.run)))}" if self.run else ""
         self.say(f"{name}: stopping, a second signal stops at once{resume}\n")

@@ -35,7 +35,7 @@ class Needs(NamedTuple):
     variables: tuple[str, ...] = ()
 
 
-def of_rank(config: Config, folder: Path) -> Needs:
+def needs_of_rank(config: Config, folder: Path) -> Needs:
     """Leave a text in `folder`, and say what a learner rank needs. Raises `RunError` if the folder takes no file.
 
     Nodes with disks of their own need not see the folder.
@@ -48,7 +48,7 @@ def of_rank(config: Config, folder: Path) -> Needs:
     return Needs(str(folder), token, _given(config), tuple(config.algorithm.own_functions.values()))
 
 
-def of_rollout(config: Config, rank: Needs) -> Needs:
+def needs_of_rollout(config: Config, rank: Needs) -> Needs:
     """Say what a rollout actor needs: all that a `rank` does, and prompts and rewards."""
     scorers, task = config.reward.scorers.values(), config.task
     sources = task.sources.values() if isinstance(task, DataTask) else ()
@@ -57,12 +57,12 @@ def of_rollout(config: Config, rank: Needs) -> Needs:
     plugins = [scorer.function for scorer in scorers if isinstance(scorer, FunctionScorer)]
     plugins += [config.environment.name] if config.environment else []
     plugins += [config.rollout.limit] if config.rollout.limit else []
-    variables = tuple(sorted(environment.named(config)))
+    variables = tuple(sorted(environment.key_variables(config)))
     paths = rank.paths + _local([*data, *models])
     return rank._replace(paths=paths, plugins=(*rank.plugins, *plugins), variables=variables)
 
 
-def prove(actor: object, needs: Needs) -> None:
+def check_visible(actor: object, needs: Needs) -> None:
     """Raise `RunError`, with the node's name, if the node of this process lacks anything; run inside an actor."""
     if missing := lacking(needs):
         raise RunError(

@@ -49,7 +49,7 @@ def ends() -> Generator[str]:
             watcher.communicate(timeout=ENDING_S)
 
 
-def marked(value: str) -> Iterator[int]:
+def marked_processes(value: str) -> Iterator[int]:
     """Yield the living processes of this user that inherited `MARK` with `value`, those of the highest number first.
 
     A caller that ends each at once hardly misses one that forks and ends.
@@ -83,7 +83,7 @@ def _main(driver: int, value: str) -> None:
     _wait(driver)
     for _ in range(ROUNDS):
         found = False
-        for pid in marked(value):
+        for pid in marked_processes(value):
             found = True
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

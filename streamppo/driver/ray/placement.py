@@ -20,7 +20,7 @@ Options = dict[str, object]
 """Ray's options for an actor."""
 
 
-class Plan(NamedTuple):
+class PlacementPlan(NamedTuple):
     """Bundles, and who lives where: rank i in bundle i, rollout actor i in `actors[i]`, a reward model by its name."""
 
     bundles: list[Bundle]
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)
 
 
-def plan(config: Config, *, rollout: bool = True) -> Plan:
+def plan(config: Config, *, rollout: bool = True) -> PlacementPlan:
     """Give every rank a bundle, and every rollout actor and reward model a place, if the run has a `rollout`."""
     learner, engine = config.learner, config.rollout
     count = engine.actors if rollout else 0
@@ -46,14 +46,14 @@ def plan(config: Config, *, rollout: bool = True) -> Plan:
         # All of the GPU: Ray must not put two ranks on one.
         bundles = [_bundle(learner.threads + engine.threads * places.count(rank), 1.0) for rank in range(learner.ranks)]
     beside = {name: len(bundles) + number for number, name in enumerate(models)}
-    return Plan([*bundles, *({"GPU": gpus} for gpus in models.values())], places, beside)
+    return PlacementPlan([*bundles, *({"GPU": gpus} for gpus in models.values())], places, beside)
 
 
 def _bundle(cpus: int, gpus: float) -> Bundle:
     return {"CPU": float(cpus)} | ({"GPU": gpus} if gpus else {})
 
 
-def shortage(wanted: Plan, there: Mapping[str, float]) -> str:
+def shortage(wanted: PlacementPlan, there: Mapping[str, float]) -> str:
     """Say in words how much more is `wanted` than is `there`; "" if all is there."""
     missing = [
         f"{wanted.total(resource):g} {resource}s (there are {there.get(resource, 0):g})"

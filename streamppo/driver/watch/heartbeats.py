@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from streamppo.driver.watch.watch import Calls, Stage
+from streamppo.driver.watch.watch import RunStage, WatchedCalls
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from streamppo.queue.actor import QueueActor
 
 
-class Silence:
+class Heartbeats:
     """Calls `on_silence` with the name of every actor that the queue has not heard for `limit_s`, and the reason."""
 
     def __init__(
         self,
         queue: "ActorProxy[QueueActor]",
-        calls: Calls,
+        calls: WatchedCalls,
         on_silence: Callable[[str, str], None],
         limit_s: float,
     ) -> None:
@@ -44,4 +44,4 @@ class Silence:
                 for name in silent:
                     self._on_silence(name, f"silent for more than {self._limit_s:g} s")
 
-        self._calls.watch(self._queue.silent.remote(list(actors), self._limit_s), Stage.QUEUE, tell)
+        self._calls.watch(self._queue.silent.remote(list(actors), self._limit_s), RunStage.QUEUE, tell)

@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from streamppo.driver.ray.cluster import actor_id, kill
-from streamppo.driver.watch.watch import Calls, Stage
+from streamppo.driver.watch.watch import RunStage, WatchedCalls
 from streamppo.errors import RunError
 from streamppo.queue.actor import QueueActor
 from streamppo.rollout.actor import RolloutActor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class RolloutHandle:
     """A rollout actor, the name under which it samples, and its place (placement.py); `at_work` once it has loaded."""
 
     name: str
@@ -36,7 +36,7 @@ class Seat:
         return actor_id(self.actor)
 
 
-class Crew:
+class RolloutPool:
     """The rollout actors, the oldest first, in `seats`.
 
     `create` makes the actor of a name in the first free place; `note` writes a restart down, and whose. No name comes
@@ -48,8 +48,8 @@ class Crew:
         self,
         create: "Callable[[str, int], ActorProxy[RolloutActor]]",
         queue: "ActorProxy[QueueActor]",
-        calls: Calls,
-        note: Callable[[Stage, str, str], None],
+        calls: WatchedCalls,
+        note: Callable[[RunStage, str, str], None],
         *,
         model_path: str,
     ) -> None:
@@ -59,7 +59,7 @@ class Crew:
         self._note = note
         self._model_path = model_path
         self._names = (f"rollout-{number}" for number in count())
-        self.seats: list[Seat] = []
+        self.seats: list[RolloutHandle] = []
         self.generating = False
 
     # --- coming and going ------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Crew:
         for seat in self.seats[wanted:]:
             self._dismiss(seat)
         while len(self.seats) < wanted:
-            self._hire()
+            self._create_actor()
 
     def generate(self) -> None:
         """Start every actor, and from here on every new one: the learner has pushed weights."""
@@ -88,44 +88,44 @@ class Crew:
         if seat := next((seat for seat in self.seats if seat.name == name), None):
             self._replace(seat, reason)
 
-    def _replace(self, seat: Seat, reason: str) -> None:
-        self._note(Stage.ROLLOUT, f"{seat.name}: {reason}", f"{Stage.ROLLOUT} {seat.place}")
+    def _replace(self, seat: RolloutHandle, reason: str) -> None:
+        self._note(RunStage.ROLLOUT, f"{seat.name}: {reason}", f"{RunStage.ROLLOUT} {seat.place}")
         self._dismiss(seat)
-        self._hire()
+        self._create_actor()
 
-    def _hire(self) -> None:
+    def _create_actor(self) -> None:
         taken = {seat.place for seat in self.seats}
         name, place = next(self._names), next(place for place in count() if place not in taken)
-        self.seats.append(Seat(name, place, self._create(name, place)))
+        self.seats.append(RolloutHandle(name, place, self._create(name, place)))
         if self.generating:
             self._start(self.seats[-1])
 
-    def _start(self, seat: Seat) -> None:
+    def _start(self, seat: RolloutHandle) -> None:
         """Let an actor load, and then generate for ever."""
 
         def run(version: int) -> None:
             seat.at_work = True
-            self._calls.progressed()
-            self._calls.watch(seat.actor.run.remote(), Stage.ROLLOUT, stopped, name=seat.name)
+            self._calls.reset_stall()
+            self._calls.watch(seat.actor.run.remote(), RunStage.ROLLOUT, stopped, name=seat.name)
 
         def stopped(_: None) -> None:
             raise RunError(f"{seat.name} stopped generating")
 
-        self._calls.watch(seat.actor.start.remote(self._model_path), Stage.ROLLOUT, run, name=seat.name)
+        self._calls.watch(seat.actor.start.remote(self._model_path), RunStage.ROLLOUT, run, name=seat.name)
 
-    def _dismiss(self, seat: Seat) -> None:
+    def _dismiss(self, seat: RolloutHandle) -> None:
         self.seats.remove(seat)
-        self._calls.forget(Stage.ROLLOUT, seat.name)
+        self._calls.forget(RunStage.ROLLOUT, seat.name)
         kill(seat.actor)
-        self._calls.watch_all([self._queue.lost.remote(seat.name)], Stage.QUEUE)
+        self._calls.watch_all([self._queue.lost.remote(seat.name)], RunStage.QUEUE)
 
     # --- asking ----------------------------------------------------------------------------------------------
 
-    def at_work(self) -> list[Seat]:
+    def at_work(self) -> list[RolloutHandle]:
         """The actors that have loaded, and answer at once."""
         return [seat for seat in self.seats if seat.at_work]
 
-    def answering(self) -> list[Seat]:
+    def answering(self) -> list[RolloutHandle]:
         """The actors to ask for an evaluation: those at work, or all while none is."""
         return self.at_work() or self.seats
 

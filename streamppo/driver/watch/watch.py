@@ -25,7 +25,7 @@ TICK_S = 0.5
 T = TypeVar("T")
 
 
-class Stage(StrEnum):
+class RunStage(StrEnum):
     """The part of a run that a call, or a restart, belongs to."""
 
     QUEUE = "queue"
@@ -36,16 +36,16 @@ class Stage(StrEnum):
     CHECKPOINT = "checkpoint"
 
 
-class Watched(NamedTuple):
+class WatchedCall(NamedTuple):
     """A watched call. `name` is its actor or its stage, for messages; `again` asks another actor for the same."""
 
-    stage: Stage
+    stage: RunStage
     name: str
     done: Callable[[Any], None]
     again: Callable[[], ObjectRef[Any]] | None
 
 
-class Calls:
+class WatchedCalls:
     """The calls that are under way.
 
     `on_death` gets the name of a call whose actor has died, and the error; `on_tick` gets the driver's reason to wait.
@@ -55,7 +55,7 @@ class Calls:
     def __init__(self, on_death: Callable[[str, RayActorError], None], on_tick: Callable[[str], None]) -> None:
         self._on_death = on_death
         self._on_tick = on_tick
-        self._watched: dict[ObjectRef[Any], Watched] = {}
+        self._watched: dict[ObjectRef[Any], WatchedCall] = {}
         self._progress = time.monotonic()
 
     def wait(self, refs: Sequence[ObjectRef[T]], doing: str) -> list[T]:
@@ -68,38 +68,38 @@ class Calls:
         while pending:
             ready = self._look(doing, pending)
             pending = [ref for ref in pending if ref not in ready]
-        self.progressed()
+        self.reset_stall()
         return ray.get(list(refs))
 
     def watch(
         self,
         ref: ObjectRef[T],
-        stage: Stage,
+        stage: RunStage,
         done: Callable[[T], None],
         *,
         name: str = "",
         again: Callable[[], ObjectRef[T]] | None = None,
     ) -> None:
         """Call `done` with the value of `ref` during a later `wait`; an error in it ends the run."""
-        self._watched[ref] = Watched(stage, name or stage, done, again)
+        self._watched[ref] = WatchedCall(stage, name or stage, done, again)
 
-    def watch_all(self, refs: Sequence[ObjectRef[T]], stage: Stage) -> None:
+    def watch_all(self, refs: Sequence[ObjectRef[T]], stage: RunStage) -> None:
         """Watch calls for their errors alone."""
         for ref in refs:
             self.watch(ref, stage, _ignore)
 
-    def drain(self, stage: Stage) -> None:
+    def drain(self, stage: RunStage) -> None:
         """Wait until no call of `stage` is watched any more."""
         while any(watched.stage == stage for watched in self._watched.values()):
             self._look(stage, [])
-        self.progressed()
+        self.reset_stall()
 
-    def forget(self, stage: Stage, name: str = "") -> None:
+    def forget(self, stage: RunStage, name: str = "") -> None:
         """Watch no call of `stage` any more, or only those of the actor `name`."""
         gone = (stage, name or stage)
         self._watched = {ref: one for ref, one in self._watched.items() if (one.stage, one.name) != gone}
 
-    def progressed(self) -> None:
+    def reset_stall(self) -> None:
         """Count the time of a stall from here."""
         self._progress = time.monotonic()
 

@@ -39,7 +39,7 @@ CAP = "attn_logit_softcapping"
 """transformers' field for a bound on attention scores: flash-attn and eager attention apply it, SDPA does not."""
 
 
-class Context(NamedTuple):
+class ContextPass(NamedTuple):
     """A transformer's arguments for contexts, and `join`: (context keys, completion keys) -> the keys of a row."""
 
     arguments: dict[str, Tensor | int]
@@ -57,7 +57,7 @@ class Reading(NamedTuple):
 
     arguments: dict[str, Any]
     place_BL: Tensor
-    context: Context | None = None
+    context: ContextPass | None = None
 
 
 Layout = Callable[[Tensor, Tensor, torch.device], Reading]
@@ -125,7 +125,7 @@ def choose(config: Model, device: str) -> str:
         return "sdpa"
     major, _ = torch.cuda.get_device_capability()
     for name, capabilities in RUNS_ON.items():
-        if major in capabilities and installed(name):
+        if major in capabilities and is_flash_installed(name):
             return name
     _warn("no flash-attn that runs on this GPU is installed: the learner uses SDPA, which computes padding too")
     return "sdpa"
@@ -153,7 +153,7 @@ def without_leaks(chosen: str, config: Model, path: str | Path, transformers: "S
     return "sdpa"
 
 
-def with_caps(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
+def fall_back_to_eager(chosen: str, config: Model, configs: "Iterable[PretrainedConfig]") -> str:
     """`chosen`, or eager attention if `chosen` is SDPA and a model of `configs` caps its scores, as Gemma 2 does.
 
     Raises `ModelError` if the configuration names SDPA, which ignores the cap without a warning.
@@ -193,7 +193,7 @@ def looks_at_all(config: "PretrainedConfig", families: Sequence[str] = FAMILIES)
     return config.model_type in families and not getattr(config, "use_sliding_window", False)
 
 
-def installed(name: str) -> bool:
+def is_flash_installed(name: str) -> bool:
     """True if the flash-attn `name` can be imported and a GPU is available."""
     from transformers import utils
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from streamppo.config.engine import FAMILIES
 from streamppo.errors import ModelError
 from streamppo.learner.attention import attention, layers
-from streamppo.learner.attention.attention import CPU, Context, Reading
+from streamppo.learner.attention.attention import CPU, ContextPass, Reading
 from streamppo.learner.device import to_device
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ NAME = "context"
 """The argument of a transformer, and so of its attention modules, with the keys and values."""
 
 
-class Kept:
+class PrefixCache:
     """Keeps every layer's keys and values; takes the place of a transformer's cache."""
 
     def __init__(self) -> None:
@@ -45,10 +45,10 @@ class Kept:
         return keys, values
 
 
-class Joining:
+class ContextJoin:
     """Joins a context's kept keys and values with those of its completions."""
 
-    def __init__(self, kept: Kept, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, kept: PrefixCache, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._kept = kept
         self._join = join
 
@@ -82,12 +82,12 @@ def _hand_over(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any
     return arguments, named
 
 
-def keys_and_values(transformer: Any, context: Context) -> dict[str, Joining]:
+def keys_and_values(transformer: Any, context: ContextPass) -> dict[str, ContextJoin]:
     """Compute a context without gradient; return the argument with its keys and values for the completions' pass."""
-    kept = Kept()
+    kept = PrefixCache()
     with torch.no_grad():
         transformer(**context.arguments, use_cache=False, **{NAME: kept})
-    return {NAME: Joining(kept, context.join)}
+    return {NAME: ContextJoin(kept, context.join)}
 
 
 def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU, *, share: bool) -> Reading:
@@ -117,7 +117,7 @@ def padded(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.de
     def join(kept: Tensor, own: Tensor) -> Tensor:
         return torch.cat([kept[row_B] if share else kept, own], 2)
 
-    return Reading(arguments, place_BL, Context({"input_ids": to_device(contexts, device)}, join))
+    return Reading(arguments, place_BL, ContextPass({"input_ids": to_device(contexts, device)}, join))
 
 
 def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.device = CPU) -> Reading:
@@ -147,4 +147,4 @@ def joined(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, device: torch.de
     def join(kept: Tensor, own: Tensor) -> Tensor:
         return torch.cat([kept, own], 2).index_select(2, order_N)
 
-    return Reading(arguments, place_BL, Context(contexts.arguments, join))
+    return Reading(arguments, place_BL, ContextPass(contexts.arguments, join))

@@ -31,7 +31,7 @@ WORTH = 0.9
 """Prompts are shared if that costs at most this share of the padded layout."""
 
 
-class Plan(NamedTuple):
+class SharingPlan(NamedTuple):
     """Each trajectory's row [B] and the index of its completion in that row [B]; the tokens of every row [G]."""
 
     row_B: Tensor
@@ -70,7 +70,7 @@ def work(rows: int, width: int, hidden: int) -> float:
     return rows * width * (1 + width / (6 * hidden))
 
 
-def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Plan:
+def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> SharingPlan:
     """Put trajectories with the same prompt tokens into one row, in their order."""
     place_L = torch.arange(inputs_BL.shape[1], device=inputs_BL.device)
     # No token is -1, so no prompt equals the beginning of a longer one.
@@ -85,7 +85,7 @@ def plan(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor) -> Plan:
     begin_B = torch.empty_like(start_B)
     begin_B[order_B] = start_B[order_B] + in_row_B
     last_G = order_B[first_G + count_G - 1]
-    return Plan(row_B, begin_B, begin_B[last_G] + (width_B - start_B)[last_G])
+    return SharingPlan(row_B, begin_B, begin_B[last_G] + (width_B - start_B)[last_G])
 
 
 def number(rows_BL: Tensor) -> Tensor:
@@ -100,7 +100,9 @@ def number(rows_BL: Tensor) -> Tensor:
     return rows_BL.unique(dim=0, return_inverse=True)[1]
 
 
-def shared(inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: Plan, device: torch.device = CPU) -> Reading:
+def shared(
+    inputs_BL: Tensor, start_B: Tensor, width_B: Tensor, made: SharingPlan, device: torch.device = CPU
+) -> Reading:
     """Lay out one row for each prompt by the plan `made`. Only padding sees padding; it sees the prompt too."""
     G, W = len(made.width_G), int(made.width_G.max())
     position_BL = torch.arange(inputs_BL.shape[1]).expand(inputs_BL.shape)

@@ -73,28 +73,28 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         heads, scale = key_GWKD.shape[2], key_GWKD.shape[3] ** -0.5
         # The heads of queries that share keys are rows of one product.
-        query, key = _turned(query_GWHD, turn, heads), _turned(key_GWKD, turn, heads)
-        value = _together(value_GWKD, heads)
+        query, key = _rotate(query_GWHD, turn, heads), _rotate(key_GWKD, turn, heads)
+        value = _fold_heads(value_GWKD, heads)
         share = torch.bmm(query, key.transpose(1, 2)).mul_(scale)
         share.view(len(query_GWHD), -1, *bias.shape[-2:]).add_(bias)
         share = share.softmax(-1)
         ctx.save_for_backward(query, key, value, share, turn)
         ctx.scale, ctx.rows = scale, len(query_GWHD)
-        return _apart(torch.bmm(share, value), *query_GWHD.shape[:2])
+        return _unfold_heads(torch.bmm(share, value), *query_GWHD.shape[:2])
 
     @staticmethod
     def backward(ctx: Any, gradient_GWHD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query, key, value, share, turn = ctx.saved_tensors
-        gradient = _together(gradient_GWHD, len(key) // ctx.rows)
+        gradient = _fold_heads(gradient_GWHD, len(key) // ctx.rows)
         of_share = torch.bmm(gradient, value.transpose(1, 2))
         of_score = torch._softmax_backward_data(of_share, share, -1, share.dtype)
         shape, back = gradient_GWHD.shape[:2], turn.conj() * ctx.scale
-        of_query = _turned_back(_apart(torch.bmm(of_score, key), *shape), back)
-        of_key = _turned_back(_apart(torch.bmm(of_score.transpose(1, 2), query), *shape), back)
-        return of_query, of_key, _apart(torch.bmm(share.transpose(1, 2), gradient), *shape), None, None
+        of_query = _turned_back(_unfold_heads(torch.bmm(of_score, key), *shape), back)
+        of_key = _turned_back(_unfold_heads(torch.bmm(of_score.transpose(1, 2), query), *shape), back)
+        return of_query, of_key, _unfold_heads(torch.bmm(share.transpose(1, 2), gradient), *shape), None, None
 
 
-def _turned(part_GWHD: Tensor, turn_G1WC: Tensor, heads: int) -> Tensor:
+def _rotate(part_GWHD: Tensor, turn_G1WC: Tensor, heads: int) -> Tensor:
     """Rotate complex numbers: first half real, second half imaginary; in the result both parts alternate."""
     complex_GHWC = torch.complex(*part_GWHD.chunk(2, -1)).transpose(1, 2)
     turned = torch.empty(complex_GHWC.shape, dtype=complex_GHWC.dtype)
@@ -107,11 +107,11 @@ def _turned_back(part_GWHD: Tensor, back_G1WC: Tensor) -> Tensor:
     return torch.cat([complex_GWHC.real, complex_GWHC.imag], -1)
 
 
-def _together(part_GWHD: Tensor, heads: int) -> Tensor:
+def _fold_heads(part_GWHD: Tensor, heads: int) -> Tensor:
     """[G * K, H / K * W, D]: query heads that share keys become rows of one product."""
     return part_GWHD.transpose(1, 2).reshape(len(part_GWHD) * heads, -1, part_GWHD.shape[-1])
 
 
-def _apart(product: Tensor, rows: int, width: int) -> Tensor:
+def _unfold_heads(product: Tensor, rows: int, width: int) -> Tensor:
     """[G, W, H, D]: the inverse of `_together`."""
     return product.view(rows, -1, width, product.shape[-1]).transpose(1, 2)

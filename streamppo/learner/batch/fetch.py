@@ -27,7 +27,7 @@ OwnRows: TypeAlias = Callable[[PaddedBatch], list[int]]
 """A batch without tokens -> the rows whose tokens this rank reads."""
 
 
-class Fetched(NamedTuple):
+class FetchedBatch(NamedTuple):
     """A batch, its number of tokens by lag, and the seconds of its fetch."""
 
     batch: PaddedBatch
@@ -41,17 +41,17 @@ class Fetcher:
     def __init__(self, source: ActorProxy[BatchSource]) -> None:
         self._source = source
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
-        self._under_way: Future[Fetched | None] = Future()
+        self._under_way: Future[FetchedBatch | None] = Future()
 
     def start(self, version: int, own_rows: OwnRows | None) -> None:
         """Start to fetch the batch of the update that starts at `version`; without `own_rows`, with all tokens."""
         self._under_way = self._thread.submit(self._fetch, version, own_rows)
 
-    def result(self) -> Fetched | None:
+    def result(self) -> FetchedBatch | None:
         """Wait for the batch of the last `start`; None if the run was stopped."""
         return self._under_way.result()
 
-    def archived(self, run: str) -> Iterator[PaddedBatch]:
+    def of_archive(self, run: str) -> Iterator[PaddedBatch]:
         """The batches of another run, in the order of its updates.
 
         Raises `JournalError` if it has no archived batch, or if it is damaged.
@@ -62,28 +62,28 @@ class Fetcher:
         for version in versions:
             yield pad(decode(ray.get(self._source.archived_batch.remote(run, version)), Batch))
 
-    def _fetch(self, version: int, own_rows: OwnRows | None) -> Fetched | None:
+    def _fetch(self, version: int, own_rows: OwnRows | None) -> FetchedBatch | None:
         begin = time.perf_counter()
         taken = self._retry(version, own_rows)
         process.add("fetch", time.perf_counter() - begin)
         if taken is None:
             return None
         batch = pad(taken)
-        return Fetched(batch, lag_histogram(batch), time.perf_counter() - begin)
+        return FetchedBatch(batch, lag_histogram(batch), time.perf_counter() - begin)
 
     def _retry(self, version: int, own_rows: OwnRows | None) -> Batch | None:
         while True:
             try:
-                return self._whole(version) if own_rows is None else self._own(version, own_rows)
+                return self._fetch_whole(version) if own_rows is None else self._fetch_own_rows(version, own_rows)
             except ObjectLostError:
                 # The queue died with the object; the restarted queue has the same batch.
                 time.sleep(RETRY_S)
 
-    def _whole(self, version: int) -> Batch | None:
+    def _fetch_whole(self, version: int) -> Batch | None:
         found = ray.get(self._source.take.remote(version))
         return None if found is None else batch_parts.merge([decode(one.data, Batch) for one in ray.get(found)])
 
-    def _own(self, version: int, own_rows: OwnRows) -> Batch | None:
+    def _fetch_own_rows(self, version: int, own_rows: OwnRows) -> Batch | None:
         """The batch with the tokens of this rank's rows; None if the run was stopped."""
         if (found := ray.get(self._source.outline.remote(version))) is None:
             return None

@@ -123,19 +123,19 @@ def pad(batch: Batch) -> PaddedBatch:
     trajectories = batch.trajectories
     start_B = torch.tensor([len(one.prompt_tokens) // 4 for one in trajectories])
     length_B = torch.tensor([one.num_tokens for one in trajectories])
-    mask_BT = _padded(flags(b"".join(one.mask for one in trajectories)), length_B, 0)
-    versions_BT = _padded(ints(b"".join(one.versions for one in trajectories)), length_B, batch.version).long()
+    mask_BT = _pad_column(flags(b"".join(one.mask for one in trajectories)), length_B, 0)
+    versions_BT = _pad_column(ints(b"".join(one.versions for one in trajectories)), length_B, batch.version).long()
     inputs = ints(b"".join(one.prompt_tokens + one.tokens for one in trajectories))
     reward_B = torch.tensor([one.reward for one in trajectories], dtype=torch.float32)
     return PaddedBatch(
         version=batch.version,
-        inputs_BL=_padded(inputs, start_B + length_B, 0).long(),
+        inputs_BL=_pad_column(inputs, start_B + length_B, 0).long(),
         start_B=start_B,
         length_B=length_B,
         mask_BT=mask_BT,
         fresh_BT=mask_BT & (versions_BT >= batch.min_version),
         lag_BT=batch.version - versions_BT,
-        behavior_logprobs_BT=_padded(floats(b"".join(one.logprobs for one in trajectories)), length_B, 0),
+        behavior_logprobs_BT=_pad_column(floats(b"".join(one.logprobs for one in trajectories)), length_B, 0),
         reward_B=reward_B,
         rewards_BT=_rewards(trajectories, reward_B, mask_BT),
         truncated_B=torch.tensor([one.finish == "length" for one in trajectories]),
@@ -166,7 +166,7 @@ def _teacher_logprobs(trajectories: Sequence[Trajectory], length_B: Tensor) -> T
     if not any(one.teacher_logprobs for one in trajectories):
         return None
     given = [one.teacher_logprobs or np.full(one.num_tokens, np.nan, "<f4").tobytes() for one in trajectories]
-    return _padded(floats(b"".join(given)), length_B, 0)
+    return _pad_column(floats(b"".join(given)), length_B, 0)
 
 
 def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candidates | None:
@@ -180,8 +180,8 @@ def _candidates(trajectories: Sequence[Trajectory], length_B: Tensor) -> Candida
     held = counts * here
     return Candidates(
         tokens_M=torch.from_numpy(np.concatenate([ints(one.candidates) for one in trajectories])),
-        starts=_padded(np.cumsum(held) - held, length_B, 0),
-        counts=_padded(counts, length_B, 0),
+        starts=_pad_column(np.cumsum(held) - held, length_B, 0),
+        counts=_pad_column(counts, length_B, 0),
     )
 
 
@@ -200,7 +200,7 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     return {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
 
 
-def _padded(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
+def _pad_column(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
     """Split a flat column of all rows end to end into rows, padded on the right with `value`."""
     lengths = length_B.numpy()
     padded = np.full((len(lengths), lengths.max()), value, dtype=joined.dtype)
@@ -208,7 +208,7 @@ def _padded(joined: np.ndarray, length_B: Tensor, value: int) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def unpadded(column_BT: Tensor, length_B: Tensor) -> bytes:
+def flatten_column(column_BT: Tensor, length_B: Tensor) -> bytes:
     """The entries of all completions end to end, as a bytes column of float32."""
     valid_BT = torch.arange(column_BT.shape[1], device=column_BT.device) < length_B[:, None]
     return column_BT[valid_BT].cpu().numpy().astype("<f4").tobytes()

@@ -30,16 +30,16 @@ from streamppo.errors import CheckpointError
 from streamppo.learner.checkpoint import distcp, manifest
 from streamppo.learner.checkpoint.distcp import METADATA
 from streamppo.learner.checkpoint.history import History
-from streamppo.learner.checkpoint.manifest import Damaged, Files, State
-from streamppo.learner.checkpoint.remote import Copier, Remote
+from streamppo.learner.checkpoint.manifest import CheckpointFiles, CheckpointState, DamagedFile
+from streamppo.learner.checkpoint.remote import CheckpointStore, Copier
 from streamppo.learner.model.policy import rank_in_copy
-from streamppo.weights.pusher import Pushed
+from streamppo.weights.pusher import PushedVersion
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Trained(NamedTuple):
+class TrainState(NamedTuple):
     """All tensors of a checkpoint; it has `reference` only with `State.reference_moved`."""
 
     policy: torch.nn.Module
@@ -61,7 +61,7 @@ class Saver:
         self._copier = Copier(config)
         self._left: tuple[Path, list[str]] | None = None
 
-    def start(self, folder: Path, state: State, trained: Trained, pushed: "Future[Pushed]") -> None:
+    def start(self, folder: Path, state: CheckpointState, trained: TrainState, pushed: "Future[PushedVersion]") -> None:
         """Start a checkpoint under `folder` once the last one is complete; on return `trained` may change.
 
         `pushed` is the push of its version, which gives `state` its digest. A collective. Raises `CheckpointError` if
@@ -107,14 +107,14 @@ class Saver:
 
     def _is_there(self, final: Path) -> bool:
         """Rank 0's answer on every rank: the ranks may see the rename at different times."""
-        return _told(final.exists(), self._group)
+        return _from_first_rank(final.exists(), self._group)
 
     def _complete(
         self,
         final: Path,
-        state: State,
+        state: CheckpointState,
         written: "Future[object]",
-        pushed: "Future[Pushed]",
+        pushed: "Future[PushedVersion]",
         *,
         leads: bool,
         copies: bool,
@@ -134,11 +134,11 @@ class Saver:
                 metadata = (aside / METADATA).read_bytes()
             else:
                 metadata = b""
-            state, metadata = _told((state, metadata), self._group)
+            state, metadata = _from_first_rank((state, metadata), self._group)
             if leads:
                 # torch.distributed.checkpoint writes it only on rank 0's disk, but every rank reads it.
                 (aside / METADATA).write_bytes(metadata)
-                files = Files(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
+                files = CheckpointFiles(shared=manifest.seal(aside, METADATA), ranks=tuple(ranks))
                 manifest.write(aside, state, files)
                 durable.settle(final)
                 manifest.drop(final.parent, self._config.keep, self._config.keep_every)
@@ -156,34 +156,36 @@ class Saver:
         self._copier.start(final, {name: (final / name).open("rb") for name in names}, prunes=is_first)
 
 
-def own_group() -> dist.ProcessGroup:
+def checkpoint_process_group() -> dist.ProcessGroup:
     """A new group of all ranks for CPU tensors, for a `Saver`. A collective."""
     made = dist.new_group(backend="gloo")
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
-def load_newest(path: Path, trained: Trained, address: str = "", past: History | None = None) -> State | None:
+def load_newest(
+    path: Path, trained: TrainState, address: str = "", past: History | None = None
+) -> CheckpointState | None:
     """Load the checkpoint at `path` in place, or the newest intact one before it. A collective.
 
     A checkpoint is passed over if a file is damaged or if it is not of the run's `past`; None if all are. Ranks fetch
     missing files from `address`, if set. Raises the other errors of `load`.
     """
-    copies = Remote(address) if address else None
+    copies = CheckpointStore(address) if address else None
     here = [found.name for found in manifest.complete(path.parent)]
-    there = _listed(copies) if copies and dist.get_rank() == 0 else []
+    there = _complete_copies(copies) if copies and dist.get_rank() == 0 else []
     before = [name for name in {path.name, *here, *there} if name <= path.name]
-    for name in _told(sorted(before), dist.group.WORLD)[::-1]:
+    for name in _from_first_rank(sorted(before), dist.group.WORLD)[::-1]:
         one = path.with_name(name)
         try:
             return load(one, trained, copies, past)
-        except Damaged as error:
+        except DamagedFile as error:
             if _leads(one.parent, dist.group.WORLD) and one.is_dir():
                 manifest.set_aside(one, error)
     return None
 
 
-def _listed(copies: Remote) -> list[str]:
+def _complete_copies(copies: CheckpointStore) -> list[str]:
     """The names of the whole copies; none if the address does not answer: a missing file then raises in `load`."""
     try:
         return [f"{version:08d}" for version in copies.versions()]
@@ -199,12 +201,14 @@ def reference_has_moved(path: Path) -> bool:
     """
     try:
         found = manifest.read(path).state.reference_moved
-    except Damaged:
+    except DamagedFile:
         found = True
-    return _told(found, dist.group.WORLD)
+    return _from_first_rank(found, dist.group.WORLD)
 
 
-def load(path: Path, trained: Trained, copies: Remote | None = None, past: History | None = None) -> State:
+def load(
+    path: Path, trained: TrainState, copies: CheckpointStore | None = None, past: History | None = None
+) -> CheckpointState:
     """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
 
     A rank fetches missing files from `copies`. Raises `CheckpointError` on all ranks if another number of ranks wrote
@@ -232,20 +236,20 @@ def load(path: Path, trained: Trained, copies: Remote | None = None, past: Histo
     return state
 
 
-def _verify(path: Path, shards_of: int, copies: Remote | None, past: History | None) -> State:
+def _verify(path: Path, shards_of: int, copies: CheckpointStore | None, past: History | None) -> CheckpointState:
     """Verify on every rank the files that it reads; `shards_of` is the rank that wrote its shards.
 
     All ranks raise the same error, the first of any rank; a missing file comes before damage.
     """
-    found: State | CheckpointError
+    found: CheckpointState | CheckpointError
     try:
         found = manifest.verify(path, dist.get_rank(), shards_of, copies.fetch if copies else None, past)
     except CheckpointError as error:
         found = error
     errors = [one for one in _gather(found, dist.group.WORLD) if isinstance(one, CheckpointError)]
-    for error in sorted(errors, key=lambda error: isinstance(error, Damaged)):
+    for error in sorted(errors, key=lambda error: isinstance(error, DamagedFile)):
         raise error
-    assert isinstance(found, State)
+    assert isinstance(found, CheckpointState)
     return found
 
 
@@ -254,7 +258,7 @@ def _leads(folder: Path, group: dist.ProcessGroup | None) -> bool:
     rank = dist.get_rank(group)
     if dist.get_world_size(group) == 1:
         return True
-    token = _told(uuid4().hex, group)
+    token = _from_first_rank(uuid4().hex, group)
     marker = folder / f".rank-{rank}"
     with durable.naming(folder, CheckpointError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -274,14 +278,14 @@ def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
-def _told(value: T, group: dist.ProcessGroup | None) -> T:
+def _from_first_rank(value: T, group: dist.ProcessGroup | None) -> T:
     """The value of rank 0. A collective."""
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 
-def _tensors(trained: Trained, state: State) -> dict[str, Any]:
+def _tensors(trained: TrainState, state: CheckpointState) -> dict[str, Any]:
     """The tensors of a checkpoint: the shards, and under this rank's name all that is not sharded.
 
     Under a common name one rank would write the unsharded values for all. Frozen weights under adapters are left out:

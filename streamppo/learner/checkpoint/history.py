@@ -12,7 +12,7 @@ import msgspec
 from streamppo.config.diff import as_present
 from streamppo.config.sections import Config
 from streamppo.queue import resume_checks
-from streamppo.queue.rules.records import Made
+from streamppo.queue.rules.records import PublishedVersion
 from streamppo.queue.store.journal import Journal
 
 ANY = ""
@@ -45,14 +45,14 @@ class History(msgspec.Struct, frozen=True):
         return ""
 
 
-def of_run(run: Path, present: Config) -> History:
+def read_history(run: Path, present: Config) -> History:
     """The history of the run in the folder `run`, or only the configuration `present` for a new run.
 
     Raises `JournalError` for a journal that cannot be read.
     """
     if not (run / "journal.sqlite").is_file():
         return History({0: present})
-    journal = Journal.of(run)
+    journal = Journal.open_run(run)
     try:
         recorded, made = resume_checks.configs(journal), journal.versions()
     finally:
@@ -61,7 +61,7 @@ def of_run(run: Path, present: Config) -> History:
     return History(configs or {0: present}, digests(recorded, made))
 
 
-def digests(recorded: Mapping[int, Config], made: Mapping[int, Made]) -> dict[int, str]:
+def digests(recorded: Mapping[int, Config], made: Mapping[int, PublishedVersion]) -> dict[int, str]:
     """The digest of each version; `ANY` where a redo may not give the same weights."""
     return {version: one.digest if resume_checks.is_exact(recorded, version) else ANY for version, one in made.items()}
 

@@ -34,7 +34,7 @@ Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-
 log = logging.getLogger(__name__)
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of a checkpoint that is no tensor.
 
     `version` is also the queue's position: batch number `version` is the next to train on. `digest` is the hash of the
@@ -54,7 +54,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     lag: tuple[int, float, int] | None = None
 
 
-class Files(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of files by name: `shared` files, which all ranks read, and the files of each rank."""
 
     shared: dict[Name, str]
@@ -64,12 +64,12 @@ class Files(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of manifest.json; `check` is the SHA-256 of the rest."""
 
-    state: State
-    files: Files
+    state: CheckpointState
+    files: CheckpointFiles
     check: str
 
 
-class Damaged(CheckpointError):
+class DamagedFile(CheckpointError):
     """A file is damaged, or of another run."""
 
 
@@ -81,7 +81,7 @@ def seal(folder: Path, pattern: str) -> dict[str, str]:
     return {path.name: durable.sha256(path) for path in files}
 
 
-def write(folder: Path, state: State, files: Files) -> None:
+def write(folder: Path, state: CheckpointState, files: CheckpointFiles) -> None:
     """Write and flush the manifest of `folder`, whose other files are already flushed."""
     manifest = Manifest(state=state, files=files, check=_check(state, files))
     durable.write(folder / MANIFEST, json.dumps(msgspec.to_builtins(manifest), indent=1).encode())
@@ -92,11 +92,11 @@ def read(path: Path, past: "History | None" = None) -> Manifest:
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise Damaged(f"{path / MANIFEST}: cannot be read: {error}") from error
+        raise DamagedFile(f"{path / MANIFEST}: cannot be read: {error}") from error
     if manifest.check != _check(manifest.state, manifest.files) or path.name != f"{manifest.state.version:08d}":
-        raise Damaged(f"{path / MANIFEST}: damaged: it does not match its own checksum")
+        raise DamagedFile(f"{path / MANIFEST}: damaged: it does not match its own checksum")
     if past is not None and (reason := past.refusal(manifest.state.version, manifest.state.digest)):
-        raise Damaged(f"{path}: {reason}")
+        raise DamagedFile(f"{path}: {reason}")
     return manifest
 
 
@@ -106,7 +106,7 @@ def verify(
     shards_of: int | None = None,
     fetch: Callable[[str, str, Path], None] | None = None,
     past: "History | None" = None,
-) -> State:
+) -> CheckpointState:
     """Verify the files that `rank` reads in the checkpoint at `path`, and return its state.
 
     They are its own files and those of the rank `shards_of`, which wrote its shards if the model has several replicas.
@@ -135,7 +135,7 @@ def _defect(file: Path, expected: str, rank: int) -> CheckpointError | None:
     if not file.is_file():
         return CheckpointError(f"{file}: not on the disk of rank {rank}, which reads it")
     if durable.sha256(file) != expected:
-        return Damaged(f"{file}: damaged (its SHA-256 is not the manifest's)")
+        return DamagedFile(f"{file}: damaged (its SHA-256 is not the manifest's)")
     return None
 
 
@@ -143,13 +143,13 @@ def is_of(path: Path, past: "History | None") -> bool:
     """True if the manifest of the checkpoint at `path` is whole and of the run's `past`; else the reason is logged."""
     try:
         read(path, past)
-    except Damaged as error:
+    except DamagedFile as error:
         log.info("%s", error)
         return False
     return True
 
 
-def verify_whole(path: Path, past: "History | None" = None) -> State:
+def verify_whole(path: Path, past: "History | None" = None) -> CheckpointState:
     """Verify the files of every rank in the checkpoint at `path`, and return its state.
 
     Raises `Damaged`, also if it is not of the run's `past`, or `CheckpointError` for a missing file.
@@ -169,7 +169,7 @@ def newest(folder: Path, at_most: float = math.inf, past: "History | None" = Non
     for path in reversed([path for path in complete(folder) if int(path.name) <= at_most]):
         try:
             read(path, past)
-        except Damaged as error:
+        except DamagedFile as error:
             set_aside(path, error)
         else:
             return path
@@ -212,5 +212,5 @@ def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
 
 
-def _check(state: State, files: Files) -> str:
+def _check(state: CheckpointState, files: CheckpointFiles) -> str:
     return hashlib.sha256(json.dumps(msgspec.to_builtins([state, files]), sort_keys=True).encode()).hexdigest()

@@ -24,7 +24,7 @@ from streamppo.learner.checkpoint import history, manifest
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.checkpoint.manifest import MANIFEST, Manifest
 from streamppo.weights import factory, owner
-from streamppo.weights.store import Store, known
+from streamppo.weights.store import Store, known_address
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def address_of(config: Config, folder: Path) -> str:
     """
     if not (under := config.checkpoint.remote.rstrip("/")):
         return ""
-    found = known(folder)
+    found = known_address(folder)
     if reason := belongs_to(config, folder):
         log.info("%s: %s", folder, reason)
     if reason or not found.startswith(f"{under}/"):
@@ -57,13 +57,13 @@ def belongs_to(config: Config, folder: Path) -> str:
     that the journal lacks, as after a restored backup of `folder`. Raises `JournalError` for a journal that cannot be
     read.
     """
-    if not (address := known(folder)) or not address.startswith(f"{config.checkpoint.remote.rstrip('/')}/"):
+    if not (address := known_address(folder)) or not address.startswith(f"{config.checkpoint.remote.rstrip('/')}/"):
         return ""
     try:
-        there = Remote(address)
-        if reason := owner.of_another(there, folder):
+        there = CheckpointStore(address)
+        if reason := owner.other_owner(there, folder):
             return reason
-        others = set(there.versions()) - set(there.versions(history.of_run(folder, config)))
+        others = set(there.versions()) - set(there.versions(history.read_history(folder, config)))
     except CheckpointError as error:
         log.info("%s", error)
         return ""
@@ -76,19 +76,21 @@ def refuse_copy(config: Config, folder: Path) -> None:
         raise CheckpointError(f"{folder}: {reason}; {owner.forget(folder)}")
 
 
-def told(config: Config, folder: Path) -> Config:
+def config_for_actors(config: Config, folder: Path) -> Config:
     """The configuration for ranks and rollout actors: with the run's own address and folder of weights."""
-    return _placed(config, folder, address_of(config, folder))
+    return _with_weight_folder(config, folder, address_of(config, folder))
 
 
 def at_rest(config: Config, folder: Path) -> Config:
     """The configuration for ranks that publish nothing, as in a replay: no address is claimed, no folder needed."""
-    return factory.at_rest(_placed(config, folder, known(folder) if config.checkpoint.remote else ""))
+    return factory.without_transport(
+        _with_weight_folder(config, folder, known_address(folder) if config.checkpoint.remote else "")
+    )
 
 
-def _placed(config: Config, folder: Path, address: str) -> Config:
+def _with_weight_folder(config: Config, folder: Path, address: str) -> Config:
     checkpoint = structs.replace(config.checkpoint, remote=address)
-    return factory.placed(structs.replace(config, checkpoint=checkpoint), folder)
+    return factory.with_run_folder(structs.replace(config, checkpoint=checkpoint), folder)
 
 
 def newest(folder: Path, address: str, at_most: float, past: History | None = None) -> Path | None:
@@ -99,7 +101,7 @@ def newest(folder: Path, address: str, at_most: float, past: History | None = No
     """
     here = manifest.newest(folder, at_most, past)
     try:
-        versions = [one for one in Remote(address).versions(past) if one <= at_most] if address else []
+        versions = [one for one in CheckpointStore(address).versions(past) if one <= at_most] if address else []
     except CheckpointError as error:
         if here is None:
             raise
@@ -110,12 +112,12 @@ def newest(folder: Path, address: str, at_most: float, past: History | None = No
     return folder / f"{versions[-1]:08d}"
 
 
-class Remote(Store):
+class CheckpointStore(Store):
     """The copies of a run's checkpoints. Methods raise the errors of `Store`'s methods."""
 
     def versions(self, past: History | None = None) -> list[int]:
         """The versions of the whole copies of the run's `past`, in ascending order."""
-        return [version for version in self._listed() if self._is_whole(version, past)]
+        return [version for version in self._versions() if self._is_whole(version, past)]
 
     def fetch_checkpoint(self, path: Path) -> None:
         """Fetch all files of the checkpoint `path.name` into `path`, which does not exist yet."""
@@ -123,7 +125,7 @@ class Remote(Store):
 
     def drop(self, config: Checkpoint) -> None:
         """Delete whole copies beyond `config.keep` and `keep_every`, and partial copies older than a whole one."""
-        listed, whole = self._listed(), self.versions()
+        listed, whole = self._versions(), self.versions()
         kept = {*whole[-config.keep :], *(one for one in whole if config.keep_every and one % config.keep_every == 0)}
         for version in listed:
             if version not in kept and whole and version < whole[-1]:
@@ -131,7 +133,7 @@ class Remote(Store):
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
-    def _listed(self) -> list[int]:
+    def _versions(self) -> list[int]:
         """The versions with at least one file."""
         return sorted(int(name) for name in self.names() if name.isdigit())
 
@@ -154,7 +156,7 @@ class Copier:
     """Copies one rank's checkpoint files to the address in a thread, one checkpoint at a time."""
 
     def __init__(self, config: Checkpoint) -> None:
-        self.remote = Remote(config.remote) if config.remote else None
+        self.remote = CheckpointStore(config.remote) if config.remote else None
         self._config = config
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
         self._under_way: Future[None] | None = None
@@ -174,7 +176,7 @@ class Copier:
         if self._under_way is not None:
             self._under_way.result()
 
-    def _copy(self, remote: Remote, version: str, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
+    def _copy(self, remote: CheckpointStore, version: str, files: Mapping[str, BinaryIO], *, prunes: bool) -> None:
         try:
             remote.put(version, files)
             if prunes:

@@ -39,19 +39,19 @@ def add(lm: Any, lora: Lora, dtype: str) -> None:
             parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
-def published(name: str) -> str:
+def published_name(name: str) -> str:
     """The name in a version of peft's parameter `name`."""
     return name.replace(".base_layer.", ".").replace(f".{NAME}.", ".")
 
 
-def trained(lm: nn.Module) -> dict[str, nn.Parameter]:
+def adapter_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters, by their names in a version."""
-    return {published(name): one for name, one in lm.named_parameters() if one.requires_grad}
+    return {published_name(name): one for name, one in lm.named_parameters() if one.requires_grad}
 
 
 def frozen(lm: nn.Module) -> dict[str, nn.Parameter]:
     """The frozen parameters, by their names in a version."""
-    return {published(name): one for name, one in lm.named_parameters() if not one.requires_grad}
+    return {published_name(name): one for name, one in lm.named_parameters() if not one.requires_grad}
 
 
 def write(adapters: Mapping[str, Tensor], lora: Lora, start: str, folder: Path) -> None:

@@ -104,7 +104,7 @@ def export(weights: Mapping[str, Tensor], start: str, folder: Path, dtype: str) 
     with torch.no_grad():
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
-    return (*generation.of(start).notes, *write(lm, _tokenizer(start), folder, start))
+    return (*generation.read_settings(start).notes, *write(lm, _tokenizer(start), folder, start))
 
 
 def _tokenizer(start: str) -> "PreTrainedTokenizerBase | None":
@@ -121,7 +121,7 @@ def rehearse(path: str) -> tuple[str, ...]:
     """
     from transformers import AutoConfig
 
-    made, settings_of = generation.of(path), settings(path)
+    made, settings_of = generation.read_settings(path), settings(path)
     with tempfile.TemporaryDirectory() as folder, naming(path):
         settings_of.save_pretrained(folder)
         AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.algorithms.chunked_head import Extent, Shape, chunk_logits
+from streamppo.algorithms.chunked_head import Extent, LogitShape, chunk_logits
 from streamppo.errors import ModelError
 from streamppo.tasks import tokenizer
 
@@ -22,7 +22,7 @@ GAP, PROBED = 1e-3, 4
 """The largest difference between the model's and the learner's log-probs, in nats, and the tokens compared."""
 
 
-def shape_of(lm: Any) -> Shape:
+def shape_of(lm: Any) -> LogitShape:
     """The logit scale and soft cap from the model's config; each family has its own field names.
 
     Gemma: `final_logit_softcapping`; Granite: divided by `logits_scaling`; Cohere: times `logit_scale`; Falcon-H1:
@@ -31,7 +31,7 @@ def shape_of(lm: Any) -> Shape:
     settings: Any = lm.config.get_text_config()
     scale = getattr(settings, "logit_scale", None) or getattr(settings, "lm_head_multiplier", None) or 1.0
     divisor = getattr(settings, "logits_scaling", None) or 1.0
-    return Shape(float(scale) / float(divisor), float(getattr(settings, "final_logit_softcapping", None) or 0.0))
+    return LogitShape(float(scale) / float(divisor), float(getattr(settings, "final_logit_softcapping", None) or 0.0))
 
 
 def bias_of(lm: Any, unknown_V: Tensor | None = None) -> Tensor | None:

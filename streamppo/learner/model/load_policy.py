@@ -27,7 +27,7 @@ from streamppo.learner.parallel.context_parallel import Slices
 from streamppo.learner.parallel.routing import Routers
 from streamppo.weights.models.fit import first_not_finite
 from streamppo.weights.models.loading import fetch, not_finite
-from streamppo.weights.models.settings import as_written, is_tied, settings
+from streamppo.weights.models.settings import is_tied, read_settings, settings
 
 SHARD_LAYERS_ABOVE = 16_000_000
 """Parameters above which FSDP gathers layer by layer; a smaller model is gathered at once."""
@@ -63,14 +63,14 @@ def load(
     with torch.random.fork_rng(devices=[]):
         untied = _is_untied(path)
         plan = weight_files.plan(str(path), critic, adapted=lora is not None)
-        whole = _whole(path, critic, lora, plan) if dist.get_rank() == 0 else None
+        whole = _on_cpu(path, critic, lora, plan) if dist.get_rank() == 0 else None
     chosen = attention.choose(config, device)
     made = [] if whole is None else whole.transformers
     chosen = attention.without_leaks(chosen, config, path, made)
-    configs = [as_written(one) for one in (path, critic) if one not in CRITICS]
-    chosen = attention.with_caps(chosen, config, configs)
+    configs = [read_settings(one) for one in (path, critic) if one not in CRITICS]
+    chosen = attention.fall_back_to_eager(chosen, config, configs)
     share_prompts = config.share_prompts and chosen == "sdpa" and prefix_sharing.can_share(made)
-    policy = sharded(
+    policy = shard_without_weights(
         config, path, mesh, critic, chosen, offload=offload, master=master, lora=lora, slices=slices, untied=untied
     )
     policy.temperature, policy.share_prompts = temperature, share_prompts
@@ -91,7 +91,7 @@ def load(
     return policy
 
 
-def sharded(
+def shard_without_weights(
     config: Model,
     path: str | Path,
     mesh: DeviceMesh,
@@ -181,7 +181,7 @@ def _read(
     return lm, hf_files.critic(critic, path, chosen, weights=weights)
 
 
-def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.Plan | None) -> Policy:
+def _on_cpu(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.LoadPlan | None) -> Policy:
     """The policy with all weights, on the CPU; with a `plan` only the first layers."""
     if plan is not None:
         lm_head.check(plan.first, path)
@@ -198,7 +198,7 @@ def _whole(path: str | Path, critic: str, lora: Lora | None, plan: weight_files.
 
 
 @torch.no_grad()
-def _read_rows(policy: Policy, plan: weight_files.Plan, path: str | Path) -> None:
+def _read_rows(policy: Policy, plan: weight_files.LoadPlan, path: str | Path) -> None:
     """Read this rank's shards from the files; a value head, which is in no file, starts at 0. A collective.
 
     Raises `ModelError` on all ranks if a number is not finite.

@@ -28,8 +28,8 @@ from streamppo.learner.model.working_copy import WorkingCopy
 from streamppo.learner.parallel import context_parallel, tensor_parallel
 from streamppo.learner.parallel.routing import Routers
 from streamppo.types import Tensor as Described
-from streamppo.weights.adapters import merged
-from streamppo.weights.buckets import Shard, described
+from streamppo.weights.adapters import merge_adapters
+from streamppo.weights.buckets import Shard, describe_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ HEAD_CHUNK = 4096
 """The number of tokens whose logits are in memory at once, if the head has no kernels."""
 
 
-class Scored(NamedTuple):
+class PolicyOutput(NamedTuple):
     """The scores of the completion tokens of some rows; 0 beyond `length_B` and for a part that was not computed.
 
     Log-probs and entropies are normalised over the rows' candidates, if there are any. `bootstrap_B` is the critic's
@@ -117,7 +117,7 @@ class Policy(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, rows: PaddedBatch, part: Part) -> Scored:
+    def forward(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
         """Score `rows`. The hidden state at index i predicts token i + 1, so token t is scored at start + t - 1."""
         if self.working_copy is not None:
             self.working_copy.refresh()
@@ -125,7 +125,7 @@ class Policy(nn.Module):
         if laid.reading.context is None:
             routes = (rows.routes_BLE, rows.largest_expert) if self.replays_routes else (None, -1)
             self.routers.expect(laid.reading, rows.on_host.start_B + rows.on_host.length_B, *routes)
-        scored, hidden_ND = nothing(rows), None
+        scored, hidden_ND = empty_output(rows), None
         if part != "critic":
             hidden_ND = self._hidden(self.lm.base_model, laid.reading)
             logprobs_N, entropy_N = chunked_logprobs_entropy(
@@ -141,8 +141,12 @@ class Policy(nn.Module):
                 shape=self.head_shape,
             )
             scored = scored._replace(
-                logprobs_BT=context_parallel.joined(laid.policy.spread(logprobs_N, scored.logprobs_BT), self.slices),
-                entropy_BT=context_parallel.joined(laid.policy.spread(entropy_N, scored.entropy_BT), self.slices),
+                logprobs_BT=context_parallel.sum_over_slices(
+                    laid.policy.spread(logprobs_N, scored.logprobs_BT), self.slices
+                ),
+                entropy_BT=context_parallel.sum_over_slices(
+                    laid.policy.spread(entropy_N, scored.entropy_BT), self.slices
+                ),
             )
         if part != "policy":
             values_BT = self._values(laid, rows, hidden_ND)
@@ -200,14 +204,14 @@ class Policy(nn.Module):
             reading = prefix_sharing.read(inputs_BL, start_B, width_B, self.lm.config.hidden_size, device)
         else:
             reading = self.layout(inputs_BL, width_B, device)
-        return context_parallel.sliced(reading, self.slices)
+        return context_parallel.slice_reading(reading, self.slices)
 
     def _values(self, laid: "Laid", rows: PaddedBatch, hidden_ND: Tensor | None) -> Tensor:
         if self.critic is not None or hidden_ND is None:
             hidden_ND = self._hidden(self.lm.base_model if self.critic is None else self.critic, laid.reading)
         values_N1 = self.value_head(hidden_ND[laid.values.place_N].float())
         zeros_BT = torch.zeros(len(rows.mask_BT), rows.mask_BT.shape[1] + 1, device=rows.mask_BT.device)
-        return context_parallel.joined(laid.values.spread(values_N1[:, 0], zeros_BT), self.slices)
+        return context_parallel.sum_over_slices(laid.values.spread(values_N1[:, 0], zeros_BT), self.slices)
 
     def _hidden(self, transformer: Any, reading: Reading) -> Tensor:
         # Only a joined layout without flash-attn needs transformers' search for packed rows.
@@ -226,11 +230,11 @@ def _entries(own_BT: Tensor, place_BT: Tensor, device: torch.device) -> Entries:
     return Entries((row_N, column_N), place_N)
 
 
-def nothing(rows: PaddedBatch) -> Scored:
+def empty_output(rows: PaddedBatch) -> PolicyOutput:
     """Zeros in the shape of `rows`, in float32."""
     zeros_BT = torch.zeros(rows.mask_BT.shape, device=rows.mask_BT.device)
     zeros_B = torch.zeros(rows.start_B.shape, device=rows.start_B.device)
-    return Scored(zeros_BT, zeros_BT.clone(), zeros_BT.clone(), zeros_B)
+    return PolicyOutput(zeros_BT, zeros_BT.clone(), zeros_BT.clone(), zeros_B)
 
 
 def release(policy: Policy) -> None:
@@ -255,7 +259,7 @@ def shards(policy: Policy, dtype: str) -> dict[str, Shard]:
     Tied weights appear once, under their name in `named_parameters`.
     """
     target = getattr(torch, dtype)
-    return {name: _shard(parameter, target) for name, parameter in adapters.trained(policy.lm).items()}
+    return {name: _shard(parameter, target) for name, parameter in adapters.adapter_parameters(policy.lm).items()}
 
 
 @torch.no_grad()
@@ -266,7 +270,7 @@ def frozen(policy: Policy, dtype: str) -> tuple[Described, ...]:
     for name, parameter in adapters.frozen(policy.lm).items():
         shard = _shard(parameter, target)
         own = local(parameter) if shard.nbytes else torch.empty(shard.local_shape)
-        made.append(described(name, shard, own.to("cpu", target)))
+        made.append(describe_tensor(name, shard, own.to("cpu", target)))
     return tuple(made)
 
 
@@ -306,15 +310,15 @@ def local(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gathered(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, Tensor]:
+def gather_weights(policy: Policy, dtype: str, lora: Lora | None = None) -> dict[str, Tensor]:
     """All weights of a version in `dtype`, adapters merged, on rank 0; empty on other ranks. A collective."""
     still, moving = (
         {name: _whole_of(one.detach().to(getattr(torch, dtype))) for name, one in some.items()}
-        for some in (adapters.frozen(policy.lm), adapters.trained(policy.lm))
+        for some in (adapters.frozen(policy.lm), adapters.adapter_parameters(policy.lm))
     )
     if dist.get_rank():
         return {}
-    return moving if lora is None else merged(still, moving, lora.scale)
+    return moving if lora is None else merge_adapters(still, moving, lora.scale)
 
 
 def _whole_of(cast: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.model import adapters, load_policy
-from streamppo.learner.model.policy import Part, Policy, Scored, local
+from streamppo.learner.model.policy import Part, Policy, PolicyOutput, local
 
 
-class Without:
+class NoReferenceWeights:
     """The policy without its adapters: the run's first model, without memory of its own.
 
     For passes without gradient.
@@ -22,7 +22,7 @@ class Without:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
-    def __call__(self, rows: PaddedBatch, part: Part) -> Scored:
+    def __call__(self, rows: PaddedBatch, part: Part) -> PolicyOutput:
         """See `Policy.forward`."""
         self._count(0.0)
         try:
@@ -41,7 +41,7 @@ class Without:
 
 def load(
     config: Config, model_path: str, mesh: DeviceMesh, leader: Policy, known: Policy | None, *, has_moved: bool = False
-) -> Policy | Without | None:
+) -> Policy | NoReferenceWeights | None:
     """The reference of `config`; `leader` is the policy that trains. A collective. None without a KL.
 
     Without adapters the reference has weights of its own, which are read only if it is not `known`. They are float32
@@ -51,7 +51,7 @@ def load(
     if not kl.on:
         return None
     if config.model.lora is not None:
-        return Without(leader)
+        return NoReferenceWeights(leader)
     master = has_moved or kl.follow_every > 0
     if known is not None and master and next(known.lm.parameters()).dtype != torch.float32:
         known = None
@@ -62,7 +62,7 @@ def load(
     return made
 
 
-def own(reference: Policy | Without | None) -> Policy | None:
+def separate_reference(reference: Policy | NoReferenceWeights | None) -> Policy | None:
     """The reference if it has weights of its own, else None."""
     return reference if isinstance(reference, Policy) else None
 

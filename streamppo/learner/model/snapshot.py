@@ -19,7 +19,7 @@ from streamppo.learner.parallel import tensor_parallel
 from streamppo.process import phase
 
 
-class Copies:
+class WeightSnapshots:
     """Copies the weights of `policy`, which `optimizer` changes. Weights in the host's memory need no stream."""
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
@@ -47,7 +47,7 @@ class Copies:
 
 def is_on_gpu(policy: Policy) -> bool:
     """True if the trained weights are in a GPU's memory; offloaded weights are not."""
-    return any(local(parameter).is_cuda for parameter in adapters.trained(policy.lm).values())
+    return any(local(parameter).is_cuda for parameter in adapters.adapter_parameters(policy.lm).values())
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def snapshot(policy: Policy, into: Mapping[str, Tensor]) -> None:
 
     From a GPU to pinned memory the copy is only started. A collective only of ranks that split a weight by columns.
     """
-    for name, parameter in adapters.trained(policy.lm).items():
+    for name, parameter in adapters.adapter_parameters(policy.lm).items():
         if isinstance(parameter, DTensor) and tensor_parallel.is_cut_by_columns(parameter):
             rows = tensor_parallel.whole_rows(local(parameter).to(into[name].dtype), parameter)
             if into[name].numel():

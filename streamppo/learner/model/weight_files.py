@@ -32,7 +32,7 @@ FIRST = 2
 """The least number of layers that are compared."""
 
 
-class Files:
+class TensorFiles:
     """The tensors of a model's files, which stay open; `names` maps each tensor to its file."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -47,27 +47,27 @@ class Files:
         return self._open[file].get_slice(name)
 
 
-class Source(NamedTuple):
+class ParameterSource(NamedTuple):
     """The file tensors of a parameter: one tensor, or several for each row, which are concatenated."""
 
     rows: tuple[tuple[str, ...], ...]
     is_one: bool
 
-    def read(self, files: Files, begin: int, end: int) -> Tensor:
+    def read(self, files: TensorFiles, begin: int, end: int) -> Tensor:
         """Read the rows from `begin` to `end`, in float32."""
         if self.is_one:
             return files.tensor(self.rows[0][0])[begin:end].float()
         return torch.stack([torch.cat([files.tensor(name)[:] for name in row]).float() for row in self.rows[begin:end]])
 
 
-class Plan(NamedTuple):
+class LoadPlan(NamedTuple):
     """The sources of a causal LM's parameters in `files`, by parameter name.
 
     `first` is the model with only its first layers, on rank 0; None on other ranks.
     """
 
-    files: Files
-    sources: Mapping[str, Source]
+    files: TensorFiles
+    sources: Mapping[str, ParameterSource]
     prefix: str
     first: Any
 
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
         return None if source is None else source.read(self.files, begin, end)
 
 
-def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
+def plan(path: str, critic: str, *, adapted: bool) -> LoadPlan | None:
     """The plan by which all ranks read the model at `path`; `critic` is the configuration's. A collective.
 
     None if rank 0 must read for all ranks: the model is small or `adapted`, the critic is not made from its files, a
@@ -106,12 +106,12 @@ def plan(path: str, critic: str, *, adapted: bool) -> Plan | None:
         sees = [_is_read_alike(first, found, known)]
     dist.broadcast_object_list(sees, src=0)
     if not sees[0]:
-        _tell(path)
+        _log_progress(path)
         return None
-    return Plan(found, known, whole.base_model_prefix, first)
+    return LoadPlan(found, known, whole.base_model_prefix, first)
 
 
-def _digest(files: Files) -> str:
+def _digest(files: TensorFiles) -> str:
     """A hash of all tensor names and of the first rows of at most `SAMPLED` tensors: equal for equal models."""
     digest = hashlib.blake2b("\n".join(sorted(files.names)).encode())
     names = [name for name in sorted(files.names) if files.tensor(name).get_shape()]
@@ -120,25 +120,25 @@ def _digest(files: Files) -> str:
     return digest.hexdigest()
 
 
-def _tell(path: str) -> None:
+def _log_progress(path: str) -> None:
     if dist.get_rank() == 0:
         log.info("rank 0 reads the whole model %r into its memory: its files have other tensors than its layers", path)
 
 
-def _files(path: str) -> Files | None:
+def _files(path: str) -> TensorFiles | None:
     """The safetensors files of a large model; None for any other, and for missing files on ranks other than 0."""
     try:
-        found = headers.of_folder(fetch(path))
+        found = headers.folder_headers(fetch(path))
     except ModelError:
         if dist.get_rank() == 0:
             raise
         return None
     if found is None or sum(2 * math.prod(one.shape) for one in found.values()) < LARGE:
         return None
-    return Files({name: str(one.file) for name, one in found.items()})
+    return TensorFiles({name: str(one.file) for name, one in found.items()})
 
 
-def _source(whole: Any, name: str, parameter: Tensor) -> Source | None:
+def _source(whole: Any, name: str, parameter: Tensor) -> ParameterSource | None:
     """The file tensors of a parameter of `whole`, by transformers' save conversion; None if they are not known.
 
     For experts the conversion lists all tensors of one kind, then all of the next.
@@ -150,14 +150,14 @@ def _source(whole: Any, name: str, parameter: Tensor) -> Source | None:
     saved = revert_weight_conversion(whole, {name: parameter})
     if len(saved) == 1:
         ((only, tensor),) = saved.items()
-        return Source(((only,),), is_one=True) if tensor.shape == parameter.shape else None
+        return ParameterSource(((only,),), is_one=True) if tensor.shape == parameter.shape else None
     rows, names = len(parameter), list(saved)
     if len(names) % rows:
         return None
-    return Source(tuple(tuple(names[row::rows]) for row in range(rows)), is_one=False)
+    return ParameterSource(tuple(tuple(names[row::rows]) for row in range(rows)), is_one=False)
 
 
-def _has(files: Files, source: Source) -> bool:
+def _has(files: TensorFiles, source: ParameterSource) -> bool:
     return all(name in files.names for row in source.rows for name in row)
 
 
@@ -178,7 +178,7 @@ def _of_first_layers(config: Any, whole: Any) -> Any:
     return config
 
 
-def _first(config: Any, files: Files, sources: Mapping[str, Source]) -> Any:
+def _first(config: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> Any:
     """The model of `config`, loaded by transformers from its tensors in `files`; no other tensor is read."""
     from transformers import AutoModelForCausalLM
 
@@ -190,6 +190,6 @@ def _first(config: Any, files: Files, sources: Mapping[str, Source]) -> Any:
     return type(made).from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
-def _is_read_alike(first: Any, files: Files, sources: Mapping[str, Source]) -> bool:
+def _is_read_alike(first: Any, files: TensorFiles, sources: Mapping[str, ParameterSource]) -> bool:
     """True if the weights of `first`, loaded by transformers, equal our own reading of the files."""
     return all(torch.equal(sources[name].read(files, 0, len(one)), one) for name, one in first.named_parameters())

@@ -6,25 +6,25 @@ from collections.abc import Mapping
 import torch
 
 from streamppo.algorithms.diagnostics import LAG_BUCKETS, OffPolicy, off_policy
-from streamppo.algorithms.lag import Lag, next_lag
+from streamppo.algorithms.lag import AdmittedLag, next_lag
 from streamppo.config.queue import AdaptiveLag
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.model.optimizer import lower_policy
-from streamppo.learner.model.policy import Scored
+from streamppo.learner.model.policy import PolicyOutput
 
 
-def go_on(config: Config, lag: Lag | None) -> Lag | None:
+def go_on(config: Config, lag: AdmittedLag | None) -> AdmittedLag | None:
     """The lag under a new `config`, from the `lag` under the one before; None if the lag is not adaptive."""
     first, at_most = config.queue.first_lag, config.queue.flow_lag
     if first is None:
         return None
-    return Lag(first) if lag is None else lag._replace(admitted=min(lag.admitted, at_most))
+    return AdmittedLag(first) if lag is None else lag._replace(admitted=min(lag.admitted, at_most))
 
 
-def steered(
-    config: Config, lag: Lag, version: int, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int]
-) -> Lag:
+def lag_after_update(
+    config: Config, lag: AdmittedLag, version: int, metrics: Mapping[str, float], tokens_by_lag: Mapping[int, int]
+) -> AdmittedLag:
     """The lag after the update that starts at `version`; `metrics` are those of its batch.
 
     It stays as it is while the policy is frozen (`critic.warmup_updates`): the data is then on-policy at any lag.
@@ -43,7 +43,7 @@ def is_lowered_by_ess(config: Config) -> bool:
 
 
 def lower_by_ess(
-    config: Config, optimizer: torch.optim.Optimizer, batch: PaddedBatch, scored: Scored
+    config: Config, optimizer: torch.optim.Optimizer, batch: PaddedBatch, scored: PolicyOutput
 ) -> OffPolicy | None:
     """Lower the policy's learning rate for the update on `batch` and return the diagnostics; None if `config` has none.
 

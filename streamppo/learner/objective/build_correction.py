@@ -20,17 +20,17 @@ Filter: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(truncated_B, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT) -> [B, T] tokens left out of the loss."""
 
 
-def rejected(name: str) -> str:
+def rejection_metric(name: str) -> str:
     """The metric's name of a correction's rule."""
     return f"rejected_{name}"
 
 
-def filtered(name: str) -> str:
+def filter_metric(name: str) -> str:
     """The metric's name of a filter."""
     return f"filtered_{name}"
 
 
-TRUNCATED = filtered(str(drops.FilterTruncated.__struct_config__.tag))
+TRUNCATED = filter_metric(str(drops.FilterTruncated.__struct_config__.tag))
 """The metric's name of the filter of truncated completions, the only rule that needs no pass."""
 
 
@@ -38,8 +38,8 @@ def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[st
     """The metrics' names of all rules that leave tokens out of the policy's loss."""
     beside = choice.reject if isinstance(choice, drops.Reject | drops.Weighted) else ()
     itself = isinstance(choice, drops.Mask | drops.SecondMoment | drops.OwnCorrection)
-    dropping = [rejected(str(one.__struct_config__.tag)) for one in (choice,) * itself + beside]
-    return dropping + [filtered(str(one.__struct_config__.tag)) for one in chosen]
+    dropping = [rejection_metric(str(one.__struct_config__.tag)) for one in (choice,) * itself + beside]
+    return dropping + [filter_metric(str(one.__struct_config__.tag)) for one in chosen]
 
 
 def build(choice: drops.Correction) -> Correct:
@@ -47,13 +47,13 @@ def build(choice: drops.Correction) -> Correct:
     weights = corrections.importance_weights
     match choice:
         case drops.NoCorrection():
-            return _of_responses(partial(weights, level="token", mode="off"))
+            return _with_rejections(partial(weights, level="token", mode="off"))
         case drops.Reject(reject=rules):
-            return _of_responses(partial(weights, level="token", mode="off"), rules)
+            return _with_rejections(partial(weights, level="token", mode="off"), rules)
         case drops.Truncate(level=level, cap=cap, floor=floor, reject=rules):
-            return _of_responses(partial(weights, level=level, mode="truncate", cap=cap, floor=floor), rules)
+            return _with_rejections(partial(weights, level=level, mode="truncate", cap=cap, floor=floor), rules)
         case drops.Mask(level=level, band=(lo, hi), reject=rules):
-            return _of_responses(partial(weights, level=level, mode="mask", lo=lo, hi=hi), rules)
+            return _with_rejections(partial(weights, level=level, mode="mask", lo=lo, hi=hi), rules)
         case drops.Topr():
             return lambda proximal_BT, behavior_BT, advantages_BT, _lag, mask_BT, _trained: corrections.topr(
                 proximal_BT, behavior_BT, advantages_BT, mask_BT
@@ -65,12 +65,12 @@ def build(choice: drops.Correction) -> Correct:
                 proximal_BT, behavior_BT, trained_BT, threshold=threshold
             )
         case drops.OwnCorrection(function=name):
-            function = own.tried(name, "algorithm.correction.function", custom_correction.try_own_correction)
+            function = own.load_and_try(name, "algorithm.correction.function", custom_correction.try_own_correction)
             own_weights = partial(custom_correction.own_correction, function=function)
             return lambda proximal_BT, behavior_BT, _advantages, *rest: own_weights(proximal_BT, behavior_BT, *rest)
 
 
-def _of_responses(
+def _with_rejections(
     weigh: Callable[[Tensor, Tensor, Tensor], Correction], rules: Sequence[drops.Rejection] = ()
 ) -> Correct:
     """A correction with rejection `rules`; a response's ratio is over all its tokens, including those too old."""
@@ -85,19 +85,19 @@ def _of_responses(
     return correct
 
 
-def _rule(choice: drops.Rejection) -> rejections.Rule:
+def _rule(choice: drops.Rejection) -> rejections.RejectionRule:
     name = str(choice.__struct_config__.tag)
     match choice:
         case drops.RejectToken(band=(lo, hi)):
-            return rejections.Rule(name, partial(rejections.token_in_band, lo=lo, hi=hi))
+            return rejections.RejectionRule(name, partial(rejections.token_in_band, lo=lo, hi=hi))
         case drops.RejectSequence(band=(lo, hi)):
-            return rejections.Rule(name, partial(rejections.sequence_in_band, lo=lo, hi=hi))
+            return rejections.RejectionRule(name, partial(rejections.sequence_in_band, lo=lo, hi=hi))
         case drops.RejectGeometric(band=(lo, hi)):
-            return rejections.Rule(name, partial(rejections.geometric_in_band, lo=lo, hi=hi))
+            return rejections.RejectionRule(name, partial(rejections.geometric_in_band, lo=lo, hi=hi))
         case drops.RejectOutlier(band=(lo, hi)):
-            return rejections.Rule(name, partial(rejections.outlier_free, lo=lo, hi=hi))
+            return rejections.RejectionRule(name, partial(rejections.outlier_free, lo=lo, hi=hi))
         case drops.RejectK3(at_most=at_most):
-            return rejections.Rule(name, partial(rejections.mean_k3, at_most=at_most))
+            return rejections.RejectionRule(name, partial(rejections.mean_k3, at_most=at_most))
 
 
 def filters_of(choices: Sequence[drops.Filter]) -> dict[str, Filter]:

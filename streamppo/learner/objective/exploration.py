@@ -12,9 +12,9 @@ from torch import Tensor
 from streamppo.algorithms import exploration
 from streamppo.config import exploration as choices
 from streamppo.learner.batch.padded import PaddedBatch, row_order
-from streamppo.learner.model.policy import Scored
+from streamppo.learner.model.policy import PolicyOutput
 
-Choose: TypeAlias = Callable[[PaddedBatch, Scored, Tensor, Tensor], Tensor]
+Choose: TypeAlias = Callable[[PaddedBatch, PolicyOutput, Tensor, Tensor], Tensor]
 """(batch, proximal scores, advantages_BT, trained_BT) -> [B, T] bool."""
 Treat: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(loss_BT, log(current / proximal)_BT, chosen_BT) -> losses [B, T]."""
@@ -33,24 +33,24 @@ def build(choice: choices.Exploration, seed: int) -> Exploration | None:
         case choices.NoExploration():
             return None
         case choices.TopEntropy():
-            return Exploration(partial(_certain, choice), exploration.left_out)
+            return Exploration(partial(_certain, choice), exploration.drop_tokens)
         case choices.ClipCov():
-            return Exploration(partial(_clip_cov, choice, seed), exploration.left_out)
+            return Exploration(partial(_clip_cov, choice, seed), exploration.drop_tokens)
         case choices.KlCov(coefficient=coefficient):
-            return Exploration(partial(_kl_cov, choice), partial(exploration.penalised, coefficient=coefficient))
+            return Exploration(partial(_kl_cov, choice), partial(exploration.penalise_tokens, coefficient=coefficient))
 
 
 def _certain(
-    choice: choices.TopEntropy, batch: PaddedBatch, proximal: Scored, advantages_BT: Tensor, trained_BT: Tensor
+    choice: choices.TopEntropy, batch: PaddedBatch, proximal: PolicyOutput, advantages_BT: Tensor, trained_BT: Tensor
 ) -> Tensor:
-    return trained_BT & ~exploration.least_certain(proximal.entropy_BT, trained_BT, share=choice.share)
+    return trained_BT & ~exploration.high_entropy_mask(proximal.entropy_BT, trained_BT, share=choice.share)
 
 
 def _clip_cov(
     choice: choices.ClipCov,
     seed: int,
     batch: PaddedBatch,
-    proximal: Scored,
+    proximal: PolicyOutput,
     advantages_BT: Tensor,
     trained_BT: Tensor,
 ) -> Tensor:
@@ -61,7 +61,7 @@ def _clip_cov(
 
 
 def _kl_cov(
-    choice: choices.KlCov, batch: PaddedBatch, proximal: Scored, advantages_BT: Tensor, trained_BT: Tensor
+    choice: choices.KlCov, batch: PaddedBatch, proximal: PolicyOutput, advantages_BT: Tensor, trained_BT: Tensor
 ) -> Tensor:
     covariance_BT = exploration.covariance(proximal.logprobs_BT, advantages_BT, trained_BT)
     return exploration.kl_cov(covariance_BT, trained_BT, share=choice.share)

@@ -32,7 +32,7 @@ COMPARES = (choices.Grpo, choices.DrGrpo, choices.Rloo, choices.MaxRl)
 """Estimators whose advantage is 0 for a group of equal rewards."""
 
 
-class Rows(NamedTuple):
+class IdleRows(NamedTuple):
     """The rows [B] of a batch that its steps pass over, and the rows scored before the first step; on the CPU.
 
     `idle_B` are rows with tokens in the loss, all without a gradient: a minibatch of idle rows still makes a step.
@@ -42,30 +42,30 @@ class Rows(NamedTuple):
     scored_B: Tensor
     idle_B: Tensor
 
-    def of(self, rows: Tensor) -> Tensor:
+    def select(self, rows: Tensor) -> Tensor:
         """Return the `rows` that the steps pass over."""
         return rows[self.taught_B[rows]]
 
 
-def find(config: Config, batch: PaddedBatch) -> Rows:
+def find(config: Config, batch: PaddedBatch) -> IdleRows:
     """Find the trained and the scored rows of `batch`. If no row has a gradient, all rows pass, for the metrics."""
     # Other rules need a pass of the truncated completions too: their shares are over all.
     known = _has_no_other_rule(config.algorithm)
     algorithm = config.algorithm if known else structs.replace(config.algorithm, filters=())
     trained_B = trained_tokens(algorithm, batch).any(-1).cpu()
     every_B = torch.ones_like(trained_B)
-    if _is_steered(config):
-        return Rows(every_B, every_B, ~every_B)
+    if _needs_whole_batch(config):
+        return IdleRows(every_B, every_B, ~every_B)
     idle_B = ~every_B
     if _moves_by_advantage_alone(config):
         idle_B = zero_variance(batch.reward_B, batch.prompt_B).cpu() & trained_B
     taught_B = trained_B & ~idle_B
     if not taught_B.any():
-        return Rows(every_B, every_B, ~every_B)
-    return Rows(taught_B, every_B if _scores_all(config.algorithm) else taught_B, idle_B)
+        return IdleRows(every_B, every_B, ~every_B)
+    return IdleRows(taught_B, every_B if _scores_all(config.algorithm) else taught_B, idle_B)
 
 
-def _is_steered(config: Config) -> bool:
+def _needs_whole_batch(config: Config) -> bool:
     """True if the lag or the learning rate follows the effective sample size of the whole batch."""
     return is_lowered_by_ess(config) or isinstance(config.queue.max_lag, AdaptiveLag)
 

@@ -15,7 +15,7 @@ from streamppo.learner.objective.build_correction import TRUNCATED
 from streamppo.learner.objective.metrics import Minibatch
 
 
-def left_out_shares(
+def dropped_shares(
     names_N: Sequence[str], minibatches: Sequence[Minibatch], batch: PaddedBatch, group: dist.ProcessGroup
 ) -> dict[str, float]:
     """The share of sampled tokens that each rule leaves out, and as `NAME_responses` of responses that lose a token.
@@ -34,7 +34,7 @@ def left_out_shares(
     add_up(counts_NC, group)
     shares: dict[str, float] = {}
     for name, left_C in zip(names_N, counts_NC[1:], strict=True):
-        more_C, all_C = _of_idle(minibatches, batch) if name == TRUNCATED else (0.0, 0.0)
+        more_C, all_C = _idle_counts(minibatches, batch) if name == TRUNCATED else (0.0, 0.0)
         share_C = (left_C + more_C) / (counts_NC[0] + all_C).clamp(min=1.0)
         shares[name], shares[f"{name}_responses"] = share_C.tolist()
     return shares
@@ -45,7 +45,7 @@ def _counts(mask_bT: Tensor) -> Tensor:
     return torch.stack([mask_bT.sum(), mask_bT.any(-1).sum()])
 
 
-def _of_idle(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+def _idle_counts(minibatches: Iterable[Minibatch], batch: PaddedBatch) -> tuple[Tensor, Tensor]:
     """The counts of the idle rows that were truncated, and of all idle rows."""
     some = [one.idle for one in minibatches if one.part != "critic" and one.idle is not None]
     rows = to_device(torch.cat([torch.empty(0, dtype=torch.long), *some]), batch.mask_BT.device)

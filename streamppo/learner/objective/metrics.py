@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamppo.algorithms.advantages import Estimate
+from streamppo.algorithms.advantages import AdvantageEstimate
 from streamppo.algorithms.diagnostics import OffPolicy, off_policy, ratio_quantiles, update_statistics_of
 from streamppo.algorithms.groups import zero_variance
 from streamppo.algorithms.kl import kl, policy_weights
 from streamppo.algorithms.value_losses import explained_variance
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.device import add_up
-from streamppo.learner.model.policy import Part, Scored
+from streamppo.learner.model.policy import Part, PolicyOutput
 
 
 class Sums(NamedTuple):
@@ -93,7 +93,7 @@ def first_logprobs(
     """[B, T] log-probs of every row's first pass, and [B] True for rows with a pass. A collective."""
     first_BT = torch.zeros(like_BT.shape, device=like_BT.device)
     passed_B = torch.zeros(len(like_BT), dtype=torch.bool, device=like_BT.device)
-    for minibatch in _of_policy(minibatches):
+    for minibatch in _policy_metrics(minibatches):
         for rows, logprobs_bT, *_ in minibatch.passes:
             new_b = ~passed_B[rows]
             first_BT[rows[new_b], : logprobs_bT.shape[1]] = logprobs_bT[new_b]
@@ -142,7 +142,7 @@ def _last_ratios(
     """[B, T] ratios of every row's last pass on any rank, and [B, T] True for trained tokens of rows with a pass."""
     ratio_BT = torch.zeros(trained_BT.shape, device=trained_BT.device)
     passed_B = torch.zeros(len(trained_BT), dtype=torch.bool, device=trained_BT.device)
-    for minibatch in _of_policy(minibatches):
+    for minibatch in _policy_metrics(minibatches):
         everyones = minibatch.rows.to(passed_B.device)
         passed_B[everyones], ratio_BT[everyones] = True, 0.0
         for rows, _, ratio_bT, *_ in minibatch.passes:
@@ -151,7 +151,7 @@ def _last_ratios(
     return ratio_BT, trained_BT & passed_B[:, None]
 
 
-def _of_policy(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
+def _policy_metrics(minibatches: Iterable[Minibatch]) -> Iterable[Minibatch]:
     return (minibatch for minibatch in minibatches if minibatch.part != "critic")
 
 
@@ -175,9 +175,9 @@ def _float64(*numbers: Tensor | float) -> Tensor:
 
 def batch_metrics(
     batch: PaddedBatch,
-    learner: Scored,
+    learner: PolicyOutput,
     passed_B: Tensor,
-    estimate: Estimate,
+    estimate: AdvantageEstimate,
     trained_BT: Tensor,
     age: OffPolicy | None = None,
 ) -> dict[str, float]:
@@ -193,7 +193,7 @@ def batch_metrics(
     for bucket, divergence in found.by_lag.items():
         by_lag |= {f"ess_lag_{bucket}": divergence.ess_token, f"behavior_kl_lag_{bucket}": divergence.k3}
     return {
-        **described(batch, trained_BT),
+        **describe(batch, trained_BT),
         "behavior_kl_k1": found.overall.k1,
         "behavior_kl": found.overall.k3,
         "ess": found.overall.ess_token,
@@ -210,11 +210,11 @@ def batch_metrics(
     }
 
 
-def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
+def describe(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
     """The metrics of a batch that need no policy; `trained_BT` are its tokens in the loss."""
     lag = batch.lag_BT[batch.mask_BT].float()
     return {
-        **_of_completions(batch),
+        **_completion_metrics(batch),
         "tokens": float(batch.mask_BT.sum()),
         "tokens_too_old": float((batch.mask_BT & ~batch.fresh_BT).sum()),
         "tokens_trained": float(trained_BT.sum()),
@@ -226,7 +226,7 @@ def described(batch: PaddedBatch, trained_BT: Tensor) -> dict[str, float]:
     }
 
 
-def _of_completions(batch: PaddedBatch) -> dict[str, float]:
+def _completion_metrics(batch: PaddedBatch) -> dict[str, float]:
     """Metrics of the ended completions, each counted with its last segment; a batch of segments may have none."""
     ended_B = ~batch.cut_B
     found = {"segments_cut": batch.cut_B.float().mean().item()} if batch.cut_B.any() or batch.prefix_B.any() else {}
@@ -248,7 +248,7 @@ def _candidates(batch: PaddedBatch) -> dict[str, float]:
 
 
 def distances(
-    batch: PaddedBatch, teacher_BT: Tensor | None, right_BT: Tensor | None, learner: Scored, passed_B: Tensor
+    batch: PaddedBatch, teacher_BT: Tensor | None, right_BT: Tensor | None, learner: PolicyOutput, passed_B: Tensor
 ) -> dict[str, float]:
     """The KL of the policy (`learner` of `batch_metrics`) to the teacher, and the NLL of right answers."""
     found: dict[str, float] = {}

@@ -22,7 +22,7 @@ from streamppo.algorithms import (
     sequence_losses,
     vtrace,
 )
-from streamppo.algorithms.advantages import Estimate
+from streamppo.algorithms.advantages import AdvantageEstimate
 from streamppo.algorithms.masked import spread
 from streamppo.algorithms.policy_losses import TokenLoss
 from streamppo.config import algorithm as choices
@@ -31,13 +31,13 @@ from streamppo.config.correction import FilterTruncated
 from streamppo.config.sections import Config
 from streamppo.learner import own
 from streamppo.learner.batch.padded import PaddedBatch
-from streamppo.learner.model.policy import Part, Scored
+from streamppo.learner.model.policy import Part, PolicyOutput
 from streamppo.learner.objective import build_correction, exploration
 from streamppo.learner.objective.adaptive_lag import is_lowered_by_ess
 from streamppo.learner.objective.build_correction import Correct, Filter
 from streamppo.learner.objective.exploration import Exploration
 
-Advantages: TypeAlias = Callable[[PaddedBatch, Scored, Tensor], Estimate]
+Advantages: TypeAlias = Callable[[PaddedBatch, PolicyOutput, Tensor], AdvantageEstimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
 Trained: TypeAlias = Callable[[PaddedBatch], Tensor]
 """batch -> [B, T] tokens in the loss: within max_lag, not of a masked group, not of a filtered completion."""
@@ -110,7 +110,7 @@ def build(config: Config) -> Objective:
     if anchor is None or choice.needs_proximal_first:
         scored = "both" if choice.has_critic else "policy"
     return Objective(
-        advantages=partial(_whitened, _advantages(choice.advantage), choice.whiten, choice.has_critic),
+        advantages=partial(_build_whitening, _advantages(choice.advantage), choice.whiten, choice.has_critic),
         trained=partial(trained_tokens, choice),
         correct=build_correction.build(choice.correction),
         filters=build_correction.filters_of(choice.filters),
@@ -147,9 +147,14 @@ def _epochs(config: Config) -> tuple[Epoch, ...]:
     return tuple(epochs)
 
 
-def _whitened(
-    raw: Advantages, config: choices.Whiten, has_critic: bool, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
-) -> Estimate:
+def _build_whitening(
+    raw: Advantages,
+    config: choices.Whiten,
+    has_critic: bool,
+    batch: PaddedBatch,
+    proximal: PolicyOutput,
+    rewards_BT: Tensor,
+) -> AdvantageEstimate:
     estimate = raw(batch, proximal, rewards_BT)
     over = ("batch" if has_critic else "off") if config.over == "auto" else config.over
     if over == "off":
@@ -176,13 +181,13 @@ def _advantages(choice: choices.Advantage) -> Advantages:
         case choices.SequenceLevel():
             return _sequence_level
         case choices.Grpo(unbiased=unbiased):
-            return partial(_grouped, partial(groups.grpo, unbiased=unbiased))
+            return partial(_build_group_advantages, partial(groups.grpo, unbiased=unbiased))
         case choices.DrGrpo(baseline_shift=shift):
-            return partial(_grouped, partial(groups.dr_grpo, baseline_shift=shift))
+            return partial(_build_group_advantages, partial(groups.dr_grpo, baseline_shift=shift))
         case choices.Rloo():
-            return partial(_grouped, groups.rloo)
+            return partial(_build_group_advantages, groups.rloo)
         case choices.MaxRl():
-            return partial(_grouped, groups.maxrl)
+            return partial(_build_group_advantages, groups.maxrl)
         case choices.ReinforcePlusPlus(gamma=gamma):
             return lambda batch, _, rewards_BT: _no_critic(
                 groups.reinforce_plus_plus(rewards_BT, batch.mask_BT, gamma=gamma)
@@ -195,11 +200,12 @@ def _advantages(choice: choices.Advantage) -> Advantages:
             return partial(_gdpo, partial(groups.gdpo, weights=weights, unbiased=unbiased))
         case choices.OwnAdvantage(function=name):
             return partial(
-                _own_advantage, own.tried(name, "algorithm.advantage.function", custom_advantage.try_own_advantage)
+                _own_advantage,
+                own.load_and_try(name, "algorithm.advantage.function", custom_advantage.try_own_advantage),
             )
 
 
-def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor) -> AdvantageEstimate:
     lam: float | Tensor = choice.lam
     if choice.adaptive_alpha:
         lam = advantages.adaptive_lambda(batch.mask_BT.sum(-1), choice.adaptive_alpha)
@@ -214,7 +220,9 @@ def _gae(choice: choices.Gae, batch: PaddedBatch, proximal: Scored, rewards_BT: 
     )
 
 
-def _vtrace(choice: choices.VTrace, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+def _vtrace(
+    choice: choices.VTrace, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
+) -> AdvantageEstimate:
     log_rho_BT = vtrace.log_rho(proximal.logprobs_BT, batch.behavior_logprobs_BT, batch.mask_BT, lag_BT=batch.lag_BT)
     return vtrace.vtrace(
         rewards_BT,
@@ -228,37 +236,40 @@ def _vtrace(choice: choices.VTrace, batch: PaddedBatch, proximal: Scored, reward
     )
 
 
-def _bootstrap(choice: choices.Bootstrapped, batch: PaddedBatch, proximal: Scored) -> Tensor:
+def _bootstrap(choice: choices.Bootstrapped, batch: PaddedBatch, proximal: PolicyOutput) -> Tensor:
     """[B] values after the last token of cut segments and, if chosen, of truncated completions; 0 for others."""
     return proximal.bootstrap_B * (batch.cut_B | (batch.truncated_B & choice.bootstrap_truncated))
 
 
-def _sequence_level(batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor) -> Estimate:
+def _sequence_level(batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor) -> AdvantageEstimate:
     return advantages.sequence_level(_scores(batch, rewards_BT), proximal.values_BT[:, 0], batch.mask_BT)
 
 
-def _grouped(
-    compare: Callable[[Tensor, Tensor], Tensor], batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
-) -> Estimate:
+def _build_group_advantages(
+    compare: Callable[[Tensor, Tensor], Tensor], batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
+) -> AdvantageEstimate:
     advantages_B = compare(_scores(batch, rewards_BT), batch.prompt_B)
     return _no_critic(torch.where(batch.mask_BT, advantages_B[:, None], 0.0))
 
 
 def _gdpo(
-    compare: Callable[[Mapping[str, Tensor], Tensor], Tensor], batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
-) -> Estimate:
+    compare: Callable[[Mapping[str, Tensor], Tensor], Tensor],
+    batch: PaddedBatch,
+    proximal: PolicyOutput,
+    rewards_BT: Tensor,
+) -> AdvantageEstimate:
     return _no_critic(spread(compare(batch.components_B, batch.prompt_B), batch.mask_BT))
 
 
 def _own_advantage(
-    function: custom_advantage.OwnAdvantage, batch: PaddedBatch, proximal: Scored, rewards_BT: Tensor
-) -> Estimate:
+    function: custom_advantage.OwnAdvantage, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
+) -> AdvantageEstimate:
     columns = rewards_BT, batch.prompt_B, batch.mask_BT, batch.lag_BT, batch.truncated_B
     return _no_critic(custom_advantage.own_advantage(*columns, function=function))
 
 
-def _no_critic(advantages_BT: Tensor) -> Estimate:
-    return Estimate(advantages_BT, torch.zeros_like(advantages_BT))
+def _no_critic(advantages_BT: Tensor) -> AdvantageEstimate:
+    return AdvantageEstimate(advantages_BT, torch.zeros_like(advantages_BT))
 
 
 def _scores(batch: PaddedBatch, rewards_BT: Tensor) -> Tensor:
@@ -281,7 +292,7 @@ def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
     if isinstance(config.policy_loss, losses.OwnLoss):
         field = "algorithm.policy_loss.function"
-        function = own.tried(config.policy_loss.function, field, custom_loss.try_own_loss)
+        function = own.load_and_try(config.policy_loss.function, field, custom_loss.try_own_loss)
         return partial(custom_loss.own_loss, function=function)
     ratio_loss = _ratio_loss(config.policy_loss)
     return lambda logprobs_BT, proximal_BT, _behavior, *rest: ratio_loss(logprobs_BT, proximal_BT, *rest)

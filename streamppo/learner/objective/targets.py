@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from streamppo.algorithms import distillation
-from streamppo.algorithms.advantages import Estimate
+from streamppo.algorithms.advantages import AdvantageEstimate
 from streamppo.algorithms.checks import check_any, check_finite, check_logprobs
 from streamppo.algorithms.corrections import Correction
 from streamppo.algorithms.kl import kl_reward
 from streamppo.config.algorithm import Algorithm
 from streamppo.config.sections import Config
-from streamppo.learner.batch.padded import PaddedBatch, unpadded
+from streamppo.learner.batch.padded import PaddedBatch, flatten_column
 from streamppo.learner.device import to_device
-from streamppo.learner.model.policy import Scored
+from streamppo.learner.model.policy import PolicyOutput
 from streamppo.learner.objective.objective import Objective
-from streamppo.types import Learned
+from streamppo.types import TokenRecord
 
 
 class Frozen(NamedTuple):
@@ -29,7 +29,7 @@ class Frozen(NamedTuple):
     teacher_BT: Tensor | None
 
 
-def of_server(batch: PaddedBatch) -> Tensor:
+def teacher_logprobs_from_batch(batch: PaddedBatch) -> Tensor:
     """[B, T] log-probs of a teacher's server, which come with the trajectories: an update makes no call to it.
 
     Raises `ValueError` if trajectories have none.
@@ -53,8 +53,8 @@ class Targets(NamedTuple):
     `positive_nll`.
     """
 
-    scored: Scored
-    estimate: Estimate
+    scored: PolicyOutput
+    estimate: AdvantageEstimate
     correction: Correction | None
     trained_BT: Tensor
     reference_BT: Tensor | None
@@ -63,11 +63,11 @@ class Targets(NamedTuple):
     right_BT: Tensor | None
 
 
-def find_targets(
+def compute_targets(
     objective: Objective,
     config: Config,
     batch: PaddedBatch,
-    scored: Scored,
+    scored: PolicyOutput,
     frozen: Frozen,
     scored_B: Tensor,
     *,
@@ -97,13 +97,15 @@ def find_targets(
     chosen_BT = None
     if objective.exploration is not None:
         chosen_BT = objective.exploration.choose(batch, scored, estimate.advantages, trained_BT)
-    right_BT = in_right_answers(batch, config) & trained_BT if config.algorithm.positive_nll else None
+    right_BT = correct_answer_mask(batch, config) & trained_BT if config.algorithm.positive_nll else None
     return Targets(
         scored, estimate, correction, trained_BT, frozen.reference_BT, chosen_BT, frozen.teacher_BT, right_BT
     )
 
 
-def learned(objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor) -> Learned:
+def per_token_record(
+    objective: Objective, config: Config, batch: PaddedBatch, targets: Targets, scored_B: Tensor
+) -> TokenRecord:
     """The per-token numbers to archive, as far as the pass before the first step computes them.
 
     Log-probs of rows outside `scored_B` are NaN.
@@ -111,19 +113,19 @@ def learned(objective: Objective, config: Config, batch: PaddedBatch, targets: T
     scored, is_kept = targets.scored, config.archive.numbers
     has_logprobs = is_kept and objective.scored in ("policy", "both")
     logprobs_BT = scored.logprobs_BT.masked_fill(~to_device(scored_B, batch.mask_BT.device)[:, None], torch.nan)
-    return Learned(
-        values=unpadded(scored.values_BT, batch.length_B) if config.algorithm.has_critic else b"",
-        proximal_logprobs=unpadded(logprobs_BT, batch.length_B) if has_logprobs else b"",
-        advantages=unpadded(targets.estimate.advantages, batch.length_B) if is_kept else b"",
+    return TokenRecord(
+        values=flatten_column(scored.values_BT, batch.length_B) if config.algorithm.has_critic else b"",
+        proximal_logprobs=flatten_column(logprobs_BT, batch.length_B) if has_logprobs else b"",
+        advantages=flatten_column(targets.estimate.advantages, batch.length_B) if is_kept else b"",
     )
 
 
-def in_right_answers(batch: PaddedBatch, config: Config) -> Tensor:
+def correct_answer_mask(batch: PaddedBatch, config: Config) -> Tensor:
     """[B, T] tokens that the policy sampled in right answers."""
     return batch.mask_BT & (batch.reward_B >= config.reward.correct_at)[:, None]
 
 
-def _rewards(config: Algorithm, batch: PaddedBatch, scored: Scored, frozen: Frozen, beta: float) -> Tensor:
+def _rewards(config: Algorithm, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen, beta: float) -> Tensor:
     """[B, T] rewards, minus the KL to the reference and to the teacher if the configuration says so."""
     rewards_BT, logprobs_BT, mask_BT = batch.rewards_BT, scored.logprobs_BT, batch.mask_BT
     if frozen.reference_BT is not None and config.kl.reward_beta:
@@ -134,7 +136,9 @@ def _rewards(config: Algorithm, batch: PaddedBatch, scored: Scored, frozen: Froz
     return rewards_BT
 
 
-def _taught(config: Algorithm, estimate: Estimate, batch: PaddedBatch, scored: Scored, frozen: Frozen) -> Estimate:
+def _taught(
+    config: Algorithm, estimate: AdvantageEstimate, batch: PaddedBatch, scored: PolicyOutput, frozen: Frozen
+) -> AdvantageEstimate:
     """The estimate, with the teacher's advantages mixed in if teacher.signal is "advantage"."""
     if frozen.teacher_BT is None or config.teacher.signal != "advantage":
         return estimate

@@ -25,7 +25,7 @@ from streamppo.learner.attention import attention
 from streamppo.learner.attention.attention import Reading
 from streamppo.learner.device import everybody
 from streamppo.learner.parallel import tensor_parallel
-from streamppo.learner.parallel.tensor_parallel import Cut
+from streamppo.learner.parallel.tensor_parallel import TensorParallelSpec
 
 KNOWN = (*FAMILIES, "qwen3_moe")
 """Values of model_type whose layers mix tokens only in attention, and whose attention sees all earlier tokens."""
@@ -48,9 +48,9 @@ class Slices(NamedTuple):
     within: dist.ProcessGroup | None = None
     across: dist.ProcessGroup | None = None
     heads: dist.ProcessGroup | None = None
-    cut: Cut = Cut()
+    cut: TensorParallelSpec = TensorParallelSpec()
 
-    def apart(self) -> dist.ProcessGroup:
+    def data_ranks(self) -> dist.ProcessGroup:
         """The ranks that pass different rows: all ranks if rows are not split."""
         return self.across or everybody()
 
@@ -122,12 +122,12 @@ def _attend(
     compute: Any = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation.removeprefix(PREFIX)]
     if slices.heads is None:
         return compute(module, query_BHSD, key_BHSD, value_BHSD, attention_mask, **others)
-    heads = [_Exchange.apply(one, slices.heads, 1, 2) for one in (query_BHSD, key_BHSD, value_BHSD)]
+    heads = [_ExchangeSlices.apply(one, slices.heads, 1, 2) for one in (query_BHSD, key_BHSD, value_BHSD)]
     seen_BWHD, _ = compute(module, *heads, attention_mask, **others)
-    return _Exchange.apply(seen_BWHD, slices.heads, 1, 2), None  # pyright: ignore[reportReturnType]
+    return _ExchangeSlices.apply(seen_BWHD, slices.heads, 1, 2), None  # pyright: ignore[reportReturnType]
 
 
-def sliced(reading: Reading, slices: Slices) -> Reading:
+def slice_reading(reading: Reading, slices: Slices) -> Reading:
     """This rank's slice of `reading`. Tokens of other ranks have the index -1."""
     if slices.ranks == 1:
         return reading
@@ -156,7 +156,7 @@ def sliced(reading: Reading, slices: Slices) -> Reading:
     return Reading(arguments, torch.where(here_BL, row * size + place % size, -1))
 
 
-def joined(column_BT: Tensor, slices: Slices) -> Tensor:
+def sum_over_slices(column_BT: Tensor, slices: Slices) -> Tensor:
     """The sum of `column_BT` over the ranks of `slices`: an entry is 0 on all ranks but one.
 
     All ranks compute the same loss from it, so each rank's own entries get the whole gradient.
@@ -164,7 +164,7 @@ def joined(column_BT: Tensor, slices: Slices) -> Tensor:
     return column_BT if slices.ranks == 1 else _Sum.apply(column_BT, slices.within)  # pyright: ignore
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeSlices(torch.autograd.Function):
     """All-to-all: send each rank its share of dimension `split`, and concatenate the received shares along `join`."""
 
     @staticmethod
@@ -177,7 +177,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return _Exchange.apply(gradient, ctx.group, *ctx.dimensions), None, None, None  # pyright: ignore
+        return _ExchangeSlices.apply(gradient, ctx.group, *ctx.dimensions), None, None, None  # pyright: ignore
 
 
 class _Sum(torch.autograd.Function):

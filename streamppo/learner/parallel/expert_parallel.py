@@ -21,7 +21,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens, each token's experts, the experts' weights) -> the weighted sum of the experts' outputs for each token."""
 
 
-def to_experts(
+def dispatch_to_experts(
     compute: Compute,
     group: dist.ProcessGroup,
     experts: int,
@@ -42,23 +42,23 @@ def to_experts(
     there, back = received_R.tolist(), sent_R.tolist()
 
     def exchanged(tensor: Tensor) -> Tensor:
-        return _Exchange.apply(tensor, group, there, back)  # pyright: ignore[reportReturnType]
+        return _ExchangeTokens.apply(tensor, group, there, back)  # pyright: ignore[reportReturnType]
 
     hidden_PD = exchanged(hidden_ND[order_M // top_k])
     index_P, weights_P = exchanged((index_M % experts)[order_M]), exchanged(weights_Nk.flatten()[order_M])
     if not len(hidden_PD):
         # One zero row, so that unused weights have a gradient too: all ranks reduce the same tensors.
-        hidden_PD, index_P, weights_P = (_with_nothing(one) for one in (hidden_PD, index_P, weights_P))
+        hidden_PD, index_P, weights_P = (_empty_experts(one) for one in (hidden_PD, index_P, weights_P))
     found_PD = compute(hidden_PD, index_P[:, None], weights_P[:, None])[: sum(there)]
-    found_MD: Tensor = _Exchange.apply(found_PD, group, back, there)  # pyright: ignore[reportAssignmentType]
+    found_MD: Tensor = _ExchangeTokens.apply(found_PD, group, back, there)  # pyright: ignore[reportAssignmentType]
     return found_MD[order_M.argsort()].view(*index_Nk.shape, -1).sum(1)
 
 
-def _with_nothing(rows: Tensor) -> Tensor:
+def _empty_experts(rows: Tensor) -> Tensor:
     return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeTokens(torch.autograd.Function):
     """Send `back[r]` rows to every rank r, and receive `there[r]` from it."""
 
     @staticmethod
@@ -70,4 +70,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return _Exchange.apply(gradient, *ctx.given), None, None, None  # pyright: ignore
+        return _ExchangeTokens.apply(gradient, *ctx.given), None, None, None  # pyright: ignore

@@ -43,7 +43,7 @@ TOKENS = -2
 Move = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-class Cut(NamedTuple):
+class TensorParallelSpec(NamedTuple):
     """The meshes that split weights: [replicas, if several; ranks that shard a part; parts]."""
 
     tensor: DeviceMesh | None = None
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
         return tuple(group for mesh in self.meshes for group in mesh.get_all_groups())
 
 
-def cut_of(device: str, config: Mesh) -> Cut:
+def cut_of(device: str, config: Mesh) -> TensorParallelSpec:
     """Make the meshes of `config`. A collective."""
     shards = config.shards(dist.get_world_size())
 
@@ -72,7 +72,7 @@ def cut_of(device: str, config: Mesh) -> Cut:
         return init_device_mesh(device, shape[first:], mesh_dim_names=names[first:])
 
     tensor = mesh_of(config.tensor)
-    return Cut(tensor, tensor if config.expert == config.tensor else mesh_of(config.expert))
+    return TensorParallelSpec(tensor, tensor if config.expert == config.tensor else mesh_of(config.expert))
 
 
 def refusal(config: Any, ranks: int) -> str:
@@ -103,7 +103,7 @@ def cut_parameters(transformer: Any, layer: nn.Module) -> tuple[int, int]:
 # --- cutting ---------------------------------------------------------------------------------------------------
 
 
-def cut_weights(transformer: Any, cut: Cut) -> None:
+def cut_weights(transformer: Any, cut: TensorParallelSpec) -> None:
     """Split the weights of `transformer`, which is on the meta device, and let its layers compute with their parts.
 
     Raises `ModelError` for a model that cannot be split.
@@ -120,7 +120,7 @@ def cut_weights(transformer: Any, cut: Cut) -> None:
                 _cut_experts(module, name, cut.expert)
 
 
-def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: Cut, fully_shard: Callable[..., Any]) -> None:
+def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: TensorParallelSpec, fully_shard: Callable[..., Any]) -> None:
     """Shard `module` over `mesh` by FSDP2's `fully_shard`; of a split weight every rank shards its part.
 
     Gradients are summed over ranks, not averaged: weights are sharded over different numbers of ranks.
@@ -131,7 +131,7 @@ def shard_fully(module: nn.Module, mesh: DeviceMesh, cut: Cut, fully_shard: Call
     module.set_force_sum_reduction_for_comms(True)
 
 
-def _placement(cut: Cut) -> Callable[[nn.Parameter], Any]:
+def _placement(cut: TensorParallelSpec) -> Callable[[nn.Parameter], Any]:
     """The function from a weight to the ranks that shard it: for a split weight, the ranks with the same part.
 
     Raises `ModelError` with a torch whose FSDP2 shards all weights of a module over the same ranks.
@@ -170,7 +170,7 @@ def _cut_layers(config: Any, modules: dict[str, nn.Module], mesh: DeviceMesh) ->
             blocks[block] = modules[block]
         else:
             _cut_parameter(module, "weight", name, 1, mesh)
-            module.forward = partial(_summed, module, group)  # pyright: ignore[reportAttributeAccessIssue]
+            module.forward = partial(_row_parallel_output, module, group)  # pyright: ignore[reportAttributeAccessIssue]
     if not blocks:
         parts = mesh[PART].size()
         raise ModelError(f"learner.mesh.tensor = {parts} is not possible with this model: none of its layers is cut")
@@ -186,7 +186,7 @@ def _cut_experts(module: Any, name: str, mesh: DeviceMesh) -> None:
         _cut_parameter(module, own, name, 0, mesh)
     module.num_experts //= mesh[PART].size()
     compute = partial(_with_parts, module, module.forward)
-    module.forward = partial(expert_parallel.to_experts, compute, mesh.get_group(PART), module.num_experts)
+    module.forward = partial(expert_parallel.dispatch_to_experts, compute, mesh.get_group(PART), module.num_experts)
 
 
 def _cut_parameter(module: nn.Module, own: str, name: str, dimension: int, mesh: DeviceMesh) -> None:
@@ -223,11 +223,11 @@ def _with_parts(module: nn.Module, forward: Callable[..., Tensor], *arguments: T
         return forward(*arguments)
 
 
-def _summed(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
+def _row_parallel_output(module: Any, group: dist.ProcessGroup, units: Tensor) -> Tensor:
     """This rank's slice of the product with all columns, a sum over ranks. The bias is added once."""
     with _parts(module):
         mine = nn.functional.linear(units, module.weight)
-    summed: Tensor = _Paired.apply(mine, group, _scattered, _gathered)  # pyright: ignore[reportAssignmentType]
+    summed: Tensor = _Collective.apply(mine, group, _reduce_slices, _gather_slices)  # pyright: ignore[reportAssignmentType]
     return summed if module.bias is None else summed + module.bias
 
 
@@ -239,7 +239,7 @@ def _gather_arguments(
     def gathered(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(gathered(one) for one in value)
-        return _Paired.apply(value, group, _gathered, _scattered)
+        return _Collective.apply(value, group, _gather_slices, _reduce_slices)
 
     made = {name: gathered(one) if name in BY_TOKEN else one for name, one in named.items()}
     return tuple(gathered(one) for one in arguments), made
@@ -263,7 +263,7 @@ def _parts(module: nn.Module) -> Iterator[None]:
         module._parameters.update(before)
 
 
-class _Paired(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     """Forward: `forth` of a tensor between the ranks of a group; backward: `back` of its gradient."""
 
     @staticmethod
@@ -277,7 +277,7 @@ class _Paired(torch.autograd.Function):
         return back(gradient, group), None, None, None
 
 
-def _gathered(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_slices(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The slices of all ranks, end to end."""
     ranks = dist.get_world_size(group)
     received = slice_S.new_empty(ranks, *slice_S.shape)
@@ -287,7 +287,7 @@ def _gathered(slice_S: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(received.unbind(), TOKENS)
 
 
-def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_slices(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's slice of the sum over ranks."""
     sent = torch.stack(whole.chunk(dist.get_world_size(group), TOKENS))
     received = torch.empty_like(sent[:1])

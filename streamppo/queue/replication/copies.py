@@ -17,7 +17,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 from streamppo.errors import CheckpointError
-from streamppo.weights.store import Store, row_of, summed
+from streamppo.weights.store import Store, row_of, with_crc
 
 JOURNAL, SHARDS, LIVES, ARCHIVE, RUN = "journal", "shards", "lives", "archive", "run"
 """Folders at a run's address."""
@@ -31,7 +31,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Copies:
+class ReplicaWriter:
     """Writes the copies of a run to `address`; threads may use it at a time."""
 
     def __init__(self, address: str) -> None:
@@ -40,24 +40,24 @@ class Copies:
 
     def put(self, folder: str, name: str, row: bytes) -> None:
         """Copy `row`, behind its CRC-32: `read` finds it if all of it is there."""
-        self.put_bytes(folder, name, summed(row))
+        self.put_bytes(folder, name, with_crc(row))
 
     def put_bytes(self, folder: str, name: str, content: bytes) -> None:
         """Copy `content` as it is."""
-        self._patiently(lambda: self._store.put(folder, {name: io.BytesIO(content)}))
+        self._retry(lambda: self._store.put(folder, {name: io.BytesIO(content)}))
 
     def put_file(self, folder: str, path: Path, name: str) -> None:
         """Copy a file as it is, under `name`. Raises `OSError` if it cannot be read here."""
         with path.open("rb") as file:
-            self._patiently(lambda: self._store.put(folder, {name: file}))
+            self._retry(lambda: self._store.put(folder, {name: file}))
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The bytes of each file in a folder there."""
-        return self._patiently(lambda: self._store.sizes(folder))
+        return self._retry(lambda: self._store.sizes(folder))
 
     def names(self, folder: str) -> list[str]:
         """The names of what is in a folder there."""
-        return self._patiently(lambda: self._store.names(folder))
+        return self._retry(lambda: self._store.names(folder))
 
     def delete(self, folder: str, name: str) -> bool:
         """Delete a file that nobody reads any more, and tell if it went: one that stays does no harm."""
@@ -68,7 +68,7 @@ class Copies:
             return False
         return True
 
-    def _patiently(self, call: Callable[[], T]) -> T:
+    def _retry(self, call: Callable[[], T]) -> T:
         while True:
             try:
                 return call()

@@ -26,12 +26,12 @@ from streamppo.config import consent
 from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue.replication import copies
-from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIVES, RUN, SHARDS, Copies
-from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.replication.copies import ARCHIVE, JOURNAL, LIVES, RUN, SHARDS, ReplicaWriter
+from streamppo.queue.rules.records import Changes, PublishedVersion
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
 from streamppo.queue.store.trajectory_store import Bodies
-from streamppo.types import Crossing, Identity, encode
+from streamppo.types import Identity, WireStruct, encode
 from streamppo.weights import owner, store
 
 BASE = ".base"
@@ -46,28 +46,28 @@ TOGETHER = 64
 """Trajectories of a file when a shard copies all that it has."""
 
 
-class Wrote(Crossing, frozen=True, tag="wrote"):
+class WriteEntry(WireStruct, frozen=True, tag="wrote"):
     """A call of `Journal.write`."""
 
     changes: Changes
-    made: tuple[Made, ...]
+    made: tuple[PublishedVersion, ...]
 
 
-class Configured(Crossing, frozen=True, tag="configured"):
+class ConfigureEntry(WireStruct, frozen=True, tag="configured"):
     """A call of `Journal.configure`."""
 
     version: int
     config: bytes
 
 
-class Forgot(Crossing, frozen=True, tag="forgot"):
+class ForgetEntry(WireStruct, frozen=True, tag="forgot"):
     """A call of `Journal.forget`."""
 
     before: int
     first_slot: int
 
 
-Entry: TypeAlias = Wrote | Configured | Forgot
+Entry: TypeAlias = WriteEntry | ConfigureEntry | ForgetEntry
 
 
 class CopiedJournal(Journal):
@@ -78,7 +78,7 @@ class CopiedJournal(Journal):
 
     def __init__(self, run: Path, address: str, every: int) -> None:
         super().__init__(run / "journal.sqlite")
-        self._run, self._every, self._copies = run, every, Copies(address)
+        self._run, self._every, self._copies = run, every, ReplicaWriter(address)
         self._archive = Archive(run / ARCHIVE, {})
         self._life = copies.life(run)
         self._folder, self._token = f"{JOURNAL}/{self._life}", owner.token(run)
@@ -95,30 +95,33 @@ class CopiedJournal(Journal):
         self._copies.put(LIVES, self._life, b"")
 
     def write(
-        self, changes: Changes, made: Sequence[Made] = (), before_commit: Callable[[Made], None] | None = None
+        self,
+        changes: Changes,
+        made: Sequence[PublishedVersion] = (),
+        before_commit: Callable[[PublishedVersion], None] | None = None,
     ) -> None:
         """See `Journal.write`."""
         super().write(changes, made, before_commit)
         if made:
             self._refuse_others()
-        for path, name in self._archived(checksums(made)):
+        for path, name in self._archive_files(checksums(made)):
             self._copy_file(ARCHIVE, path, name)
         if any(self._every and one.version % self._every == 0 for one in made):
             self._copy_run()
-        self._copy(Wrote(changes=changes, made=tuple(made)))
+        self._copy(WriteEntry(changes=changes, made=tuple(made)))
 
     def configure(self, version: int, config: bytes) -> None:
         """See `Journal.configure`."""
         super().configure(version, config)
         self._copy_run()
-        self._copy(Configured(version=version, config=config))
+        self._copy(ConfigureEntry(version=version, config=config))
 
     def forget(self, before: int, first_slot: int) -> None:
         """See `Journal.forget`; the copies of these batches go too."""
         dropped = [one for one in checksums(self.versions().values()).items() if one[0] < before]
         super().forget(before, first_slot)
-        self._copy(Forgot(before=before, first_slot=first_slot))
-        for _, name in self._archived(dict(dropped)):
+        self._copy(ForgetEntry(before=before, first_slot=first_slot))
+        for _, name in self._archive_files(dict(dropped)):
             self._copies.delete(ARCHIVE, name)
 
     # --- the pieces ------------------------------------------------------------------------------------------
@@ -146,11 +149,11 @@ class CopiedJournal(Journal):
     def _copy_archive(self) -> None:
         """Copy the batches of which the address has no copy, or a part of one: a writer died, or had no address."""
         there = self._copies.sizes(ARCHIVE)
-        for path, name in self._archived(checksums(self.versions().values())):
+        for path, name in self._archive_files(checksums(self.versions().values())):
             if path.is_file() and there.get(name) != path.stat().st_size:
                 self._copy_file(ARCHIVE, path, name)
 
-    def _archived(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
+    def _archive_files(self, files: Mapping[int, tuple[str, ...]]) -> Iterator[tuple[Path, str]]:
         """The paths of files of the archive, by version with their SHA-256, and the name of the copy of each."""
         for version, sums in files.items():
             for path, checksum in zip(self._archive.paths(version, len(sums)), sums, strict=True):
@@ -195,7 +198,7 @@ class CopiedBodies(Bodies):
 
     def __init__(self, run: Path, number: int, address: str) -> None:
         super().__init__(run, number)
-        self._copies, self._folder = Copies(address), f"{SHARDS}/{copies.life(run)}/{number}"
+        self._copies, self._folder = ReplicaWriter(address), f"{SHARDS}/{copies.life(run)}/{number}"
         self._token = owner.token(run)
         self._needed: dict[str, set[Identity]] = {}
         before = self._copies.names(self._folder)
@@ -234,12 +237,12 @@ def journal_of(run: Path, config: Config) -> Journal:
     """The journal of the run in the folder `run`, for its one writer; with a copy, if `config` asks for one."""
     if not config.queue.standby:
         return Journal(run / "journal.sqlite")
-    return CopiedJournal(run, store.known(run), config.checkpoint.every)
+    return CopiedJournal(run, store.known_address(run), config.checkpoint.every)
 
 
 def bodies_of(run: Path, number: int, config: Config) -> Bodies:
     """The journal of shard `number` of that run; with a copy, if `config` asks for one."""
-    return CopiedBodies(run, number, store.known(run)) if config.queue.standby else Bodies(run, number)
+    return CopiedBodies(run, number, store.known_address(run)) if config.queue.standby else Bodies(run, number)
 
 
 def copy_name(path: Path, checksum: str) -> str:

@@ -2,15 +2,15 @@
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from streamppo.queue.rules.slot import ISSUED, OPEN, READY, Record, SlotState
-from streamppo.types import Crossing, Identity, Trajectory
+from streamppo.queue.rules.slot import ISSUED, OPEN, READY, SlotState, TrajectoryRecord
+from streamppo.types import Identity, Trajectory, WireStruct
 
 Ending: TypeAlias = Literal["too_old", "failed", "dead_letter", "lost", "abandoned", "resampled"]
 GIVEN_UP: tuple[Ending, ...] = ("abandoned", "resampled")
 """The endings after which the slot is abandoned."""
 
 
-class SavedSlot(Crossing, frozen=True):
+class SavedSlot(WireStruct, frozen=True):
     """A slot that is held, or a part of one.
 
     Request `call` of `actor` has its ticket, or its trajectory is stored, or it is open. If the queue has shards, a
@@ -24,7 +24,7 @@ class SavedSlot(Crossing, frozen=True):
     failures: int
     trajectory: Trajectory | None
     part: int = 0
-    record: Record | None = None
+    record: TrajectoryRecord | None = None
 
     @property
     def stored(self) -> Trajectory | None:
@@ -37,7 +37,7 @@ class SavedSlot(Crossing, frozen=True):
         return READY if self.stored else ISSUED if self.actor else OPEN
 
 
-class Shape(NamedTuple):
+class GroupShape(NamedTuple):
     """The task's kind and the sizes of its groups and units: they give every slot its number."""
 
     task: str
@@ -50,10 +50,10 @@ class Shape(NamedTuple):
         return range(first, first + self.samples_per_prompt)
 
 
-class Counters(Crossing, frozen=True):
+class Counters(WireStruct, frozen=True):
     """Everything about a queue that is not one of its slots. A journal of another shape belongs to another run."""
 
-    shape: Shape
+    shape: GroupShape
     version: int
     opened: int
     abandoned: int
@@ -65,7 +65,7 @@ class Counters(Crossing, frozen=True):
     admitted_lag: int | None = None
 
 
-class Lease(Crossing, frozen=True):
+class Lease(WireStruct, frozen=True):
     """The batch of `version`: these slots, by number and part, in this order."""
 
     version: int
@@ -73,7 +73,7 @@ class Lease(Crossing, frozen=True):
     slots: tuple[tuple[int, int], ...]
 
 
-class Ended(Crossing, frozen=True):
+class EndedAttempt(WireStruct, frozen=True):
     """An attempt that was never trained on and never will be, and why; the archive names those that were."""
 
     number: int
@@ -82,14 +82,14 @@ class Ended(Crossing, frozen=True):
     reason: str
 
 
-class DeadLetter(Crossing, frozen=True):
+class DeadLetter(WireStruct, frozen=True):
     """A trajectory that arrived and cannot be trained on, with the reason."""
 
     trajectory: Trajectory
     reason: str
 
 
-class Archived(Crossing, frozen=True):
+class ArchivedBatch(WireStruct, frozen=True):
     """The files of one batch in the archive: the SHA-256 of the only one, or of each shard's part.
 
     All prompts of the batch are from `first_prompt` to `last_prompt`.
@@ -100,12 +100,12 @@ class Archived(Crossing, frozen=True):
     last_prompt: int
 
 
-class Made(Crossing, frozen=True):
+class PublishedVersion(WireStruct, frozen=True):
     """A published version: its weights' digest, and the archived batch that made it; version 0 has none."""
 
     version: int
     digest: str
-    archived: Archived | None
+    archived: ArchivedBatch | None
 
 
 class Changes(NamedTuple):
@@ -116,10 +116,10 @@ class Changes(NamedTuple):
     leases: tuple[Lease, ...] = ()
     gone: tuple[tuple[int, int], ...] = ()
     dead: tuple[DeadLetter, ...] = ()
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[EndedAttempt, ...] = ()
 
 
-class Saved(NamedTuple):
+class QueueSnapshot(NamedTuple):
     """All that a queue is rebuilt from."""
 
     counters: Counters

@@ -32,32 +32,32 @@ from streamppo.errors import QueueError
 from streamppo.process import phase
 from streamppo.queue.rules import segments
 from streamppo.queue.rules.failures import FailureWindow
-from streamppo.queue.rules.records import DeadLetter, Ended, Ending
+from streamppo.queue.rules.records import DeadLetter, EndedAttempt, Ending
 from streamppo.queue.rules.slot import (
     ABANDONED,
     ISSUED,
     OPEN,
     READY,
-    Record,
     Slot,
+    TrajectoryRecord,
     Unit,
     all_younger,
     count_older,
     newest_version,
 )
-from streamppo.queue.rules.state import NEVER, QueueState, Request, Settings
-from streamppo.queue.rules.validation import Limits, defect, defects
-from streamppo.queue.rules.window import in_window
+from streamppo.queue.rules.state import NEVER, QueueSettings, QueueState, TicketRequest
+from streamppo.queue.rules.validation import TokenLimits, defect, defects
+from streamppo.queue.rules.window import units_in_window
 from streamppo.types import Batch, Failure, Identity, Ticket, Trajectory
 
 
 class QueueRules:
     """Operates on `state`. `limits` are set when the model is there, which is before anything can arrive."""
 
-    def __init__(self, settings: Settings, state: QueueState) -> None:
+    def __init__(self, settings: QueueSettings, state: QueueState) -> None:
         self.settings = settings
         self.state = state
-        self.limits: Limits | None = None
+        self.limits: TokenLimits | None = None
         self._recent = FailureWindow(settings.max_failure_rate)
 
     # --- rollout's side --------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class QueueRules:
                 self._touch(slot)
                 slots.append(slot)
             if slots:
-                self.state.calls[actor] = Request(call, slots)
+                self.state.calls[actor] = TicketRequest(call, slots)
         mine = [slot for slot in slots if slot.actor == actor and slot.call == call]
         return tuple([Ticket(identity=slot.identity, slot=slot.number) for slot in mine])
 
@@ -100,7 +100,7 @@ class QueueRules:
             engine_version = state.version
         lag = settings.admitted_lag(state.admitted_lag)
         bound = (engine_version + lag + 1 - state.version) * settings.batch_size
-        held = state.held + segments.to_come(settings, state)
+        held = state.held + segments.expected_cuts(settings, state)
         if held < bound or not state.open:
             return held < bound
         # The tokens of an engine that is behind would be older than those that the slot was opened for.
@@ -112,7 +112,7 @@ class QueueRules:
         """Store finished trajectories, each as `put` does; those of a delivery are looked at all at once."""
         self._put_all(trajectories, defects(trajectories, self.limits))
 
-    def put_records(self, records: Sequence[Record]) -> None:
+    def put_records(self, records: Sequence[TrajectoryRecord]) -> None:
         """Store the records of finished trajectories, which a shard has looked at."""
         self._put_all(records, [record.defect or None for record in records])
 
@@ -133,13 +133,13 @@ class QueueRules:
         return sum([self._put(trajectory, reason) for trajectory, reason in judged])
 
     def _put(self, trajectory: Trajectory, reason: str | None) -> bool:
-        slot = self._issued(trajectory.identity)
+        slot = self._find_issued(trajectory.identity)
         if slot is None:
             self._count_delivered(trajectory.num_sampled, "duplicates")
             return False
         if reason:
             self._count_delivered(trajectory.num_sampled, "dead_letters")
-            self.state.unwritten.dead_letters.append(DeadLetter(trajectory=trajectory, reason=reason))
+            self.state.pending_changes.dead_letters.append(DeadLetter(trajectory=trajectory, reason=reason))
             self.state.counts["dead_letters"] += 1
             self._fail(slot, "dead_letter", "engine", reason)
             return False
@@ -163,12 +163,12 @@ class QueueRules:
 
     def fail(self, failure: Failure) -> None:
         """Open the slot again, or abandon it. Raises `TooManyFailures` above the configured rate."""
-        slot = self._issued(failure.identity)
+        slot = self._find_issued(failure.identity)
         self._count_delivered(failure.tokens, "failed" if slot else "duplicates")
         if slot is not None:
             self._fail(slot, "failed", failure.stage, failure.reason)
 
-    def lost(self, actor: str) -> None:
+    def mark_dead(self, actor: str) -> None:
         """Give `actor` up for dead, for ever: its slots are sampled again. No failure of the task."""
         self.state.fenced.add(actor)
         self.state.calls.pop(actor, None)
@@ -181,7 +181,7 @@ class QueueRules:
     def lost_all(self) -> None:
         """Nobody is left of those who were sampling; all of it is sampled again."""
         for actor in {slot.actor for slot in self.state.slots.values() if slot.actor is not None}:
-            self.lost(actor)
+            self.mark_dead(actor)
         # Fenced actors went with the rest, and the names are free for others.
         self.state.fenced.clear()
 
@@ -207,11 +207,11 @@ class QueueRules:
         units, masked_tokens = chosen
         leased = state.lease(version, min_version, units)
         state.ready_units -= len(units)
-        state.unwritten.leases.append(version)
+        state.pending_changes.leases.append(version)
         state.counts["masked_tokens"] += masked_tokens
         return leased
 
-    def leased(self, version: int) -> Batch:
+    def leased_batch(self, version: int) -> Batch:
         """The batch of `version`. Raises `QueueError` if it is not leased."""
         if version not in self.state.leases:
             raise QueueError(f"version {version + 1} was made without the batch of version {version}")
@@ -227,9 +227,9 @@ class QueueRules:
             return
         if version != state.version + 1:
             raise QueueError(f"version {version} was published after version {state.version}")
-        batch = self.leased(state.version)
+        batch = self.leased_batch(state.version)
         state.counts["consumed"] += len(batch.trajectories)
-        state.tokens["consumed"] += _sampled(batch.trajectories)
+        state.tokens["consumed"] += _num_sampled(batch.trajectories)
         state.consume(state.version)
         state.version, state.admitted_lag = version, admitted_lag
 
@@ -256,14 +256,14 @@ class QueueRules:
 
     def _open_next_part(self, slot: Slot) -> None:
         """Wait for the rest of the completion, of which a segment has come."""
-        following = slot.go_on()
+        following = slot.open_next_segment()
         self.state.units[following.place] = following.unit
         self.state.slots[slot.identity.prompt, slot.identity.sample] = following
         self.state.issues(following)
         self.state.counts["cut"] += 1
         self._touch(following)
 
-    def _issued(self, identity: Identity) -> Slot | None:
+    def _find_issued(self, identity: Identity) -> Slot | None:
         """The slot that waits for the trajectory of `identity`, or else None and a duplicate more."""
         slot = self.state.slots.get((identity.prompt, identity.sample))
         if slot is None or slot.state is not ISSUED or slot.identity != identity:
@@ -302,14 +302,14 @@ class QueueRules:
     def _abandon(self, unit: Unit, ending: Ending, reason: str) -> None:
         self.state.abandoned += len(unit.slots)
         self.state.dropped[ending] += len(unit.slots)
-        self.state.tokens[ending] += _sampled(unit.trajectories)
+        self.state.tokens[ending] += _num_sampled(unit.trajectories)
         self.state.forget(unit)
         for slot in unit.slots:
             self.state.returns(slot)
             slot.move(ABANDONED)
             self._end(slot, ending, reason)
-            self.state.unwritten.slots.pop(slot.place, None)
-            self.state.unwritten.gone.append(slot.place)
+            self.state.pending_changes.slots.pop(slot.place, None)
+            self.state.pending_changes.gone.append(slot.place)
         unit.end()
 
     def _choose(self, min_version: int) -> tuple[list[Unit], int] | None:
@@ -320,13 +320,13 @@ class QueueRules:
         wanted = self.settings.batch_units
         if self.state.ready_units < wanted:
             return None
-        first = list(islice(in_window(self.settings, self.state), wanted))
+        first = list(islice(units_in_window(self.settings, self.state), wanted))
         if len(first) == wanted and all_younger(first, min_version):
             return first, 0
         chosen: list[Unit] = []
         masked_tokens = 0
-        for unit in in_window(self.settings, self.state):
-            masked = self._masked(unit, min_version)
+        for unit in units_in_window(self.settings, self.state):
+            masked = self._stale_tokens(unit, min_version)
             if masked is not None:
                 chosen.append(unit)
                 masked_tokens += masked
@@ -348,7 +348,7 @@ class QueueRules:
             self._abandon(unit, "too_old", f"all of it was sampled before version {min_version}")
         return (units, masked_tokens) if len(units) == self.settings.batch_size else None
 
-    def _masked(self, unit: Unit, min_version: int) -> int | None:
+    def _stale_tokens(self, unit: Unit, min_version: int) -> int | None:
         """Tokens of a ready unit that are too old; None if it cannot be trained on, and all of it is opened again."""
         ages = [count_older(trajectory, min_version) for trajectory in unit.trajectories]
         if self.settings.too_old == "mask":
@@ -359,7 +359,7 @@ class QueueRules:
             return sum(old for old, _ in ages)
         self.state.ready_units -= 1
         self.state.dropped["too_old"] += len(unit.slots)
-        self.state.tokens["too_old"] += _sampled(unit.trajectories)
+        self.state.tokens["too_old"] += _num_sampled(unit.trajectories)
         oldest = min(trajectory.oldest_version for trajectory in unit.trajectories)
         for slot in unit.slots:
             self._reopen(slot, "too_old", f"sampled by versions from {oldest} on, {min_version} is the oldest allowed")
@@ -375,14 +375,14 @@ class QueueRules:
         if ending != "too_old":
             # Its segments are trained on: what they were sampled from is no less true.
             self.state.counts["orphaned"] += slot.identity.segment
-        ended = Ended(number=slot.number, identity=slot.identity, state=ending, reason=reason)
-        self.state.unwritten.ended.append(ended)
+        ended = EndedAttempt(number=slot.number, identity=slot.identity, state=ending, reason=reason)
+        self.state.pending_changes.ended.append(ended)
 
     def _touch(self, slot: Slot) -> None:
-        self.state.unwritten.slots[slot.place] = slot
+        self.state.pending_changes.slots[slot.place] = slot
 
 
-def _sampled(trajectories: Sequence[Trajectory]) -> int:
+def _num_sampled(trajectories: Sequence[Trajectory]) -> int:
     """The tokens of all of them that the policy sampled."""
     return sum(trajectory.num_sampled for trajectory in trajectories)
 

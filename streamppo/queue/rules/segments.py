@@ -16,10 +16,10 @@ tokens may grow too old, and are masked.
 from typing import NamedTuple
 
 from streamppo.queue.rules.slot import Unit, count_older
-from streamppo.queue.rules.state import QueueState, Settings
+from streamppo.queue.rules.state import QueueSettings, QueueState
 
 
-class Chosen(NamedTuple):
+class ChosenUnits(NamedTuple):
     """Units for a batch; how many of their tokens are too old, and the units that have no others."""
 
     units: list[Unit]
@@ -32,7 +32,7 @@ def last_cut(state: QueueState) -> int | None:
     return min((state.cut_for.get(actor, -1) for actor in state.issued), default=None)
 
 
-def to_come(settings: Settings, state: QueueState) -> int:
+def expected_cuts(settings: QueueSettings, state: QueueState) -> int:
     """The places that completions under way will open by cuts by length, if they are like those that have ended."""
     if settings.segments is None or not settings.segments.max_tokens:
         return 0
@@ -40,14 +40,14 @@ def to_come(settings: Settings, state: QueueState) -> int:
     return sum(state.issued.values()) * cut // max(1, ended)
 
 
-def is_behind(settings: Settings, state: QueueState, min_version: int) -> bool:
+def is_behind(settings: QueueSettings, state: QueueState, min_version: int) -> bool:
     """True if an actor may still sample behind tokens that would be too old for the batch after this one."""
     newest = last_cut(state)
     # Behind a cut for version v there are tokens of v - S + 1 and later ones.
     return newest is not None and max(0, newest - settings.flow_lag + 1) <= min_version
 
 
-def choose(state: QueueState, min_version: int, count: int) -> Chosen:
+def choose(state: QueueState, min_version: int, count: int) -> ChosenUnits:
     """Choose `count` segments for a batch whose tokens are of `min_version` or later; fewer if there are no more."""
     young: list[tuple[int, tuple[int, int], int, Unit]] = []
     given_up: list[Unit] = []
@@ -59,4 +59,4 @@ def choose(state: QueueState, min_version: int, count: int) -> Chosen:
         else:
             young.append((trajectory.oldest_version, unit.slots[0].place, old, unit))
     first = sorted(young, key=lambda one: one[:2])[:count]
-    return Chosen([unit for *_, unit in first], sum(old for _, _, old, _ in first), given_up)
+    return ChosenUnits([unit for *_, unit in first], sum(old for _, _, old, _ in first), given_up)

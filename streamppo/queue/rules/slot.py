@@ -55,7 +55,7 @@ NEXT: dict[SlotState, tuple[SlotState, ...]] = {
 """The arrows of the drawing; any other transition is a bug of ours."""
 
 
-class Record(Trajectory, frozen=True):
+class TrajectoryRecord(Trajectory, frozen=True):
     """A trajectory as the queue has it if a shard has its columns (shard.py), which are empty here.
 
     `ages` are the versions that sampled its tokens, oldest first, and how many each of them sampled. With a `defect` it
@@ -83,7 +83,7 @@ class Record(Trajectory, frozen=True):
         return self.ages[0][0]
 
 
-BARE: dict[str, Any] = dict.fromkeys(
+COLUMNS_OF_SHARD: dict[str, Any] = dict.fromkeys(
     (
         "prompt_tokens",
         "tokens",
@@ -101,16 +101,16 @@ BARE: dict[str, Any] = dict.fromkeys(
 """Fields of a trajectory that its record does without."""
 
 
-def record_of(trajectory: Trajectory, defect: str | None) -> Record:
+def record_of(trajectory: Trajectory, defect: str | None) -> TrajectoryRecord:
     """The record of a trajectory that is sound; one that has a `defect` keeps all that it has."""
     fields = structs.asdict(trajectory)
     if defect is not None:
         ages = ((0, trajectory.num_sampled),)
-        return Record(**fields, length=trajectory.num_tokens, ages=ages, defect=defect)
+        return TrajectoryRecord(**fields, length=trajectory.num_tokens, ages=ages, defect=defect)
     versions = ints(trajectory.versions)
     ages, counts = np.unique(versions[flags(trajectory.mask)], return_counts=True)
-    return Record(
-        **fields | BARE,
+    return TrajectoryRecord(
+        **fields | COLUMNS_OF_SHARD,
         length=trajectory.num_tokens,
         newest_version=int(versions.max()),
         ages=tuple(zip(ages.tolist(), counts.tolist(), strict=True)),
@@ -157,7 +157,7 @@ class Slot:
         self.move(READY)
         self.trajectory, self.actor = trajectory, None
 
-    def go_on(self) -> "Slot":
+    def open_next_segment(self) -> "Slot":
         """Return the part behind this one: `actor` goes on to sample it, and no request has its ticket."""
         following = structs.replace(self.identity, segment=self.identity.segment + 1)
         unit = Unit(missing=1)
@@ -192,7 +192,7 @@ class Unit:
 
 def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
     """(tokens that the policy sampled before `version`, all that it sampled)."""
-    if isinstance(trajectory, Record):
+    if isinstance(trajectory, TrajectoryRecord):
         return sum(count for age, count in trajectory.ages if age < version), trajectory.num_sampled
     mask = flags(trajectory.mask)
     return int((ints(trajectory.versions)[mask] < version).sum()), int(mask.sum())
@@ -200,15 +200,15 @@ def count_older(trajectory: Trajectory, version: int) -> tuple[int, int]:
 
 def newest_version(trajectories: Sequence[Trajectory]) -> int:
     """The newest version of any token of any of them."""
-    if isinstance(trajectories[0], Record):
-        return max(one.newest_version for one in trajectories if isinstance(one, Record))
+    if isinstance(trajectories[0], TrajectoryRecord):
+        return max(one.newest_version for one in trajectories if isinstance(one, TrajectoryRecord))
     return int(ints(b"".join([one.versions for one in trajectories])).max())
 
 
 def all_younger(units: Iterable[Unit], version: int) -> bool:
     """True if no token of `units` was sampled before `version`: the common case, found out for all units at once."""
     trajectories = [trajectory for unit in units for trajectory in unit.trajectories]
-    if isinstance(trajectories[0], Record):
+    if isinstance(trajectories[0], TrajectoryRecord):
         return all(trajectory.oldest_version >= version for trajectory in trajectories)
     columns = b"".join([trajectory.versions for trajectory in trajectories])
     return bool(ints(columns).min() >= version)

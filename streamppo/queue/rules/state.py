@@ -11,12 +11,12 @@ from typing import Literal, NamedTuple
 from streamppo.config.correction import Resample
 from streamppo.config.queue import Segments
 from streamppo.config.sections import Config
-from streamppo.queue.rules.records import DeadLetter, Ended, Shape
+from streamppo.queue.rules.records import DeadLetter, EndedAttempt, GroupShape
 from streamppo.queue.rules.slot import CONSUMED, ISSUED, LEASED, NO_CALL, Slot, Unit
 from streamppo.types import Batch, Trajectory
 
 
-class Settings(NamedTuple):
+class QueueSettings(NamedTuple):
     """The queue that a configuration describes.
 
     `flow_lag`, of at most `max_lag`, is the lag that admission aims at. `whole_groups` keeps the `samples_per_prompt`
@@ -71,15 +71,15 @@ class Settings(NamedTuple):
         return version - self.max_lag if self.hard else 0
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> GroupShape:
         """The settings that every journal of a run has in common."""
-        return Shape(self.task, self.samples_per_prompt, self.unit_size)
+        return GroupShape(self.task, self.samples_per_prompt, self.unit_size)
 
 
-def settings_of(config: Config) -> Settings:
+def settings_of(config: Config) -> QueueSettings:
     """The queue that the configuration describes."""
     queue = config.queue
-    return Settings(
+    return QueueSettings(
         task=str(config.task.__struct_config__.tag),
         batch_size=queue.batch_size,
         samples_per_prompt=queue.samples_per_prompt,
@@ -103,14 +103,14 @@ class LeasedBatch(NamedTuple):
     units: list[Unit]
 
 
-class Request(NamedTuple):
+class TicketRequest(NamedTuple):
     """The last request of an actor that got tickets, and their slots. An actor counts its requests in `call`."""
 
     call: int
     slots: list[Slot]
 
 
-NEVER = Request(NO_CALL, [])
+NEVER = TicketRequest(NO_CALL, [])
 """The last request of an actor that has made none."""
 
 
@@ -125,7 +125,7 @@ class Unwritten:
     gone: list[tuple[int, int]]
     leases: list[int]
     dead_letters: list[DeadLetter]
-    ended: list[Ended]
+    ended: list[EndedAttempt]
 
 
 def nothing_unwritten() -> Unwritten:
@@ -164,14 +164,14 @@ class QueueState:
     open: list[Slot] = field(default_factory=list[Slot])
     leases: dict[int, LeasedBatch] = field(default_factory=dict[int, LeasedBatch])
     issued: Counter[str] = field(default_factory=Counter[str])
-    calls: dict[str, Request] = field(default_factory=dict[str, Request])
+    calls: dict[str, TicketRequest] = field(default_factory=dict[str, TicketRequest])
     fenced: set[str] = field(default_factory=set[str])
     cut_for: dict[str, int] = field(default_factory=dict[str, int])
     counts: Counter[str] = field(default_factory=Counter[str])
     tokens: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
-    unwritten: Unwritten = field(default_factory=nothing_unwritten)
+    pending_changes: Unwritten = field(default_factory=nothing_unwritten)
 
     @property
     def held(self) -> int:
@@ -222,7 +222,7 @@ class QueueState:
         for unit in self.leases.pop(version).units:
             for slot in unit.slots:
                 slot.move(CONSUMED)
-                self.unwritten.gone.append(slot.place)
+                self.pending_changes.gone.append(slot.place)
             unit.end()
 
     def waiting(self) -> Iterator[Slot]:

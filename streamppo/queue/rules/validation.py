@@ -20,7 +20,7 @@ LOGPROB_SLACK = 1e-4
 """How far above 0 rounding may carry a log-prob."""
 
 
-class Limits(NamedTuple):
+class TokenLimits(NamedTuple):
     """Tokens that the model has, and the most tokens of a completion and of a prompt (None: any number).
 
     With `candidates`, top-p or top-k are on, and a trajectory without the tokens that they left is of no use; neither
@@ -37,7 +37,7 @@ class Limits(NamedTuple):
     routes: bool = False
 
 
-def limits_of(config: Config, model_path: str) -> Limits:
+def limits_of(config: Config, model_path: str) -> TokenLimits:
     """The limits by the configuration and the model's config.json, in a folder or under a hub name.
 
     Raises `ModelError` if that cannot be read.
@@ -48,7 +48,7 @@ def limits_of(config: Config, model_path: str) -> Limits:
         vocabulary = int({**settings, **settings.get("text_config", {})}["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{model_path}: its config.json does not say how many tokens it has: {error!r}") from error
-    return Limits(
+    return TokenLimits(
         vocabulary=vocabulary,
         completion=longest_completion(config),
         prompt=_prompt_limit(config),
@@ -74,7 +74,7 @@ def _prompt_limit(config: Config) -> int | None:
     return max(source.max_prompt_tokens for source in config.task.sources.values())
 
 
-def defects(trajectories: Sequence[Trajectory], limits: Limits | None) -> list[str | None]:
+def defects(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> list[str | None]:
     """For each trajectory what `defect` says of it; those of a delivery that are sound are found out all at once."""
     if trajectories and all(map(_is_even, trajectories)) and _are_sound(trajectories, limits):
         return [None] * len(trajectories)
@@ -88,7 +88,7 @@ def _is_even(one: Trajectory) -> bool:
     return is_plain and size == len(one.logprobs) == len(one.versions) == 4 * len(one.mask) > 0 < prompt == prompt & ~3
 
 
-def _are_sound(trajectories: Sequence[Trajectory], limits: Limits | None) -> bool:
+def _are_sound(trajectories: Sequence[Trajectory], limits: TokenLimits | None) -> bool:
     """True if even columns hold nothing that `defect` refuses. False says only that one has to look at each."""
     marks = b"".join(one.mask for one in trajectories)
     if max(marks) > 1 or not all(b"\1" in one.mask for one in trajectories):
@@ -116,7 +116,7 @@ def _are_sound(trajectories: Sequence[Trajectory], limits: Limits | None) -> boo
     return bool(tokens.min() >= 0 and tokens.max() < limits.vocabulary)
 
 
-def defect(trajectory: Trajectory, limits: Limits | None) -> str | None:
+def defect(trajectory: Trajectory, limits: TokenLimits | None) -> str | None:
     """The reason why a trajectory cannot be trained on, or None."""
     found = _shape(trajectory) or _numbers(trajectory) or _teacher(trajectory) or _candidates(trajectory)
     found = found or _routes(trajectory)
@@ -195,7 +195,7 @@ def _routes(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _beyond(trajectory: Trajectory, limits: Limits) -> str | None:
+def _beyond(trajectory: Trajectory, limits: TokenLimits) -> str | None:
     if limits.candidates and not trajectory.candidate_counts:
         return "sampled with top-p or top-k, and it does not say from which candidates"
     if limits.teacher and not trajectory.teacher_logprobs:

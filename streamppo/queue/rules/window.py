@@ -27,10 +27,10 @@ which is MiniMax's share; L = 1 has room for a flow or a window, and has the flo
 from collections.abc import Iterator
 
 from streamppo.queue.rules.slot import Unit
-from streamppo.queue.rules.state import QueueState, Settings
+from streamppo.queue.rules.state import QueueSettings, QueueState
 
 
-def in_window(settings: Settings, state: QueueState) -> Iterator[Unit]:
+def units_in_window(settings: QueueSettings, state: QueueState) -> Iterator[Unit]:
     """The whole units that a batch may take, the oldest first; the window stays at one that is opened again."""
     window, oldest = settings.window, None
     for (number, _), unit in state.units.items():

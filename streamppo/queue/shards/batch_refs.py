@@ -17,7 +17,7 @@ import ray
 from numpy.typing import NDArray
 
 from streamppo.queue.store import batch_parts
-from streamppo.types import Batch, Crossing, Outline, Tokens, encode, ints
+from streamppo.types import Batch, Outline, Tokens, WireStruct, encode, ints
 
 BatchRef: TypeAlias = ray.ObjectRef[NDArray[np.uint8]]
 """An encoded `Batch`, or a part of it, in the object store."""
@@ -32,7 +32,7 @@ def put(encoded: NDArray[np.uint8]) -> BatchRef:
     return ray.put(encoded)
 
 
-def encoded(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uint8]:
+def encode_slowly(value: Batch | Outline | tuple[Tokens, ...]) -> NDArray[np.uint8]:
     """`encode(value)`, one trajectory after another: the event loop beside this thread waits for one at most."""
     whole = bytearray()
     match value:
@@ -54,7 +54,7 @@ def _add_batch(whole: bytearray, batch: Batch) -> None:
     _add(whole, batch.trajectories)
 
 
-def _add(whole: bytearray, members: Sequence[Crossing]) -> None:
+def _add(whole: bytearray, members: Sequence[WireStruct]) -> None:
     encoder = msgspec.msgpack.Encoder()
     for one in members:
         encoder.encode_into(one, whole, -1)
@@ -77,17 +77,19 @@ class Handout:
 
     async def batch(self, version: int, read: Callable[[], Batch]) -> BatchRef:
         """The batch as it is."""
-        return await self._refs.get(version, "whole", lambda: self._put(encoded(read())))
+        return await self._refs.get(version, "whole", lambda: self._put(encode_slowly(read())))
 
     async def outline(self, version: int, read: Callable[[], Batch]) -> BatchRef:
         """Its `Outline`."""
         batch = await self._batches.get(version, "", read)
-        return await self._refs.get(version, "outline", lambda: self._put(encoded(batch_parts.outline_of(batch))))
+        return await self._refs.get(version, "outline", lambda: self._put(encode_slowly(batch_parts.outline_of(batch))))
 
     async def tokens(self, version: int, rows: bytes, read: Callable[[], Batch]) -> BatchRef:
         """The `Tokens` of the trajectories at `rows` (int32)."""
         batch, picked = await self._batches.get(version, "", read), ints(rows).tolist()
-        return await self._refs.get(version, rows, lambda: self._put(encoded(batch_parts.tokens_of(batch, picked))))
+        return await self._refs.get(
+            version, rows, lambda: self._put(encode_slowly(batch_parts.tokens_of(batch, picked)))
+        )
 
 
 Made = TypeVar("Made")

@@ -29,12 +29,12 @@ from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue.replication import standby
 from streamppo.queue.rules.slot import record_of
-from streamppo.queue.rules.validation import Limits, defects, limits_of
+from streamppo.queue.rules.validation import TokenLimits, defects, limits_of
 from streamppo.queue.shards import batch_refs
 from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
 from streamppo.queue.store import archive
-from streamppo.queue.store.archive import Written
-from streamppo.types import Batch, Crossing, Identity, Learned, Trajectory, decode, encode, floats, ints
+from streamppo.queue.store.archive import WrittenFile
+from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct, decode, encode, floats, ints
 
 LearnedRef: TypeAlias = "ObjectRef[bytes]"
 """An encoded `Learned` of a whole batch, in the object store."""
@@ -42,7 +42,7 @@ LEARNED_S = 60.0
 """Seconds for it to come: ranks of which one is out of reach start anew, and publish with another reference."""
 
 
-class Part(Crossing, frozen=True):
+class BatchPart(WireStruct, frozen=True):
     """The trajectories of a batch that one shard has, by the numbers of their `rows` (int32) in it.
 
     `ends` (int64) says where the tokens of each row of the whole batch begin and end.
@@ -63,12 +63,12 @@ class QueueShard:
         self._config, self._model_path = msgspec.msgpack.decode(config, type=Config), model_path
         self._archive = Path(run) / "archive"
         self._bodies = standby.bodies_of(Path(run), number, self._config)
-        self._limits: Limits | None = None
+        self._limits: TokenLimits | None = None
         self._handout = Handout(put)
         self._life = uuid4().hex
         self._waiting: dict[Identity, bytes] = {}
         self._writing = asyncio.Lock()
-        process.collect_rarely()
+        process.freeze_gc()
 
     @ray.method
     async def another_life(self, known: str) -> str:
@@ -95,19 +95,19 @@ class QueueShard:
     @ray.method
     async def take(self, part: bytes) -> BatchRef:
         """The trajectories of an encoded `Part`."""
-        named = decode(part, Part)
+        named = decode(part, BatchPart)
         return await self._handout.batch(named.version, lambda: self._batch(named))
 
     @ray.method
     async def outline(self, part: bytes) -> BatchRef:
         """Their `Outline`."""
-        named = decode(part, Part)
+        named = decode(part, BatchPart)
         return await self._handout.outline(named.version, lambda: self._batch(named))
 
     @ray.method
     async def tokens(self, part: bytes, rows: bytes) -> BatchRef:
         """Their `Tokens`, of those that are among `rows` (int32) of the whole batch."""
-        named = decode(part, Part)
+        named = decode(part, BatchPart)
         return await self._handout.tokens(named.version, rows, lambda: self._batch(named))
 
     @ray.method
@@ -118,8 +118,8 @@ class QueueShard:
         `TimeoutError` for a reference of a rank that cannot be reached: Ray alone waits for minutes.
         """
         async with asyncio.timeout(LEARNED_S):
-            numbers = decode(await learned[0], Learned) if learned else Learned()
-        return encode(await asyncio.to_thread(self._write_part, decode(part, Part), numbers))
+            numbers = decode(await learned[0], TokenRecord) if learned else TokenRecord()
+        return encode(await asyncio.to_thread(self._write_part, decode(part, BatchPart), numbers))
 
     @ray.method
     async def drop(self, identities: bytes, first_prompt: int) -> None:
@@ -147,13 +147,13 @@ class QueueShard:
                 self._waiting = together | self._waiting
                 raise
 
-    def _batch(self, part: Part) -> Batch:
+    def _batch(self, part: BatchPart) -> Batch:
         trajectories = tuple(self._bodies.read(part.identities))
         return Batch(version=part.version, min_version=part.min_version, rows=part.rows, trajectories=trajectories)
 
-    def _write_part(self, part: Part, learned: Learned) -> Written:
+    def _write_part(self, part: BatchPart, learned: TokenRecord) -> WrittenFile:
         ends = np.frombuffer(part.ends, dtype=np.int64).tolist()
         mine = [slice(ends[row], ends[row + 1]) for row in ints(part.rows).tolist()]
         columns = {name: floats(column) for name, column in msgspec.structs.asdict(learned).items() if column}
         own = {name: b"".join(column[one].tobytes() for one in mine) for name, column in columns.items()}
-        return archive.write(self._archive, self._batch(part), Learned(**own))
+        return archive.write(self._archive, self._batch(part), TokenRecord(**own))

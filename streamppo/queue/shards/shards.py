@@ -10,11 +10,11 @@ import numpy as np
 import ray
 
 from streamppo.config.sections import Config
-from streamppo.process import Spent
-from streamppo.queue.rules.slot import Record
+from streamppo.process import PhaseTime
+from streamppo.queue.rules.slot import TrajectoryRecord
 from streamppo.queue.shards.batch_refs import BatchRef
-from streamppo.queue.shards.shard import LearnedRef, Part
-from streamppo.queue.store.archive import Written
+from streamppo.queue.shards.shard import BatchPart, LearnedRef
+from streamppo.queue.store.archive import WrittenFile
 from streamppo.types import Batch, Identity, Trajectory, decode, encode
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Shards:
         self._actors = list(actors)
 
     @classmethod
-    def of(cls, config: Config) -> "Shards":
+    def attach(cls, config: Config) -> "Shards":
         """The shards of the run that this process is a part of; they have been made already."""
         # An actor that Ray starts again must not be made of references, which may be gone by then.
         return cls([ray.get_actor(name(number)) for number in numbers(config)])
@@ -48,15 +48,15 @@ class Shards:
     def __bool__(self) -> bool:
         return bool(self._actors)
 
-    async def store(self, trajectories: Sequence[Trajectory]) -> tuple[Record, ...]:
+    async def store(self, trajectories: Sequence[Trajectory]) -> tuple[TrajectoryRecord, ...]:
         """Give each trajectory to its shard; returns their records in their order."""
         rows = self._rows([one.identity for one in trajectories])
         sent = [
             self._actors[shard].store.remote(encode(tuple(trajectories[row] for row in mine))) for shard, mine in rows
         ]
-        records: dict[int, Record] = {}
+        records: dict[int, TrajectoryRecord] = {}
         for (_, mine), stored in zip(rows, await asyncio.gather(*sent), strict=True):
-            records.update(zip(mine, decode(stored, tuple[Record, ...]), strict=True))
+            records.update(zip(mine, decode(stored, tuple[TrajectoryRecord, ...]), strict=True))
         return tuple(records[row] for row in range(len(trajectories)))
 
     async def take(self, batch: Batch) -> list[BatchRef]:
@@ -72,11 +72,11 @@ class Shards:
         parts = self._parts(batch)
         return await asyncio.gather(*(self._actors[shard].tokens.remote(part, rows) for shard, part in parts))
 
-    async def archive(self, batch: Batch, learned: "list[LearnedRef]") -> list[Written]:
+    async def archive(self, batch: Batch, learned: "list[LearnedRef]") -> list[WrittenFile]:
         """Have the parts of a batch written to the archive, each to a file without a name."""
         parts = self._parts(batch)
         answers = await asyncio.gather(*(self._actors[shard].archive.remote(part, learned) for shard, part in parts))
-        return [decode(one, Written) for one in answers]
+        return [decode(one, WrittenFile) for one in answers]
 
     def drop(self, identities: Sequence[Identity], first_prompt: int) -> None:
         """Have trajectories forgotten that are gone; nobody waits for it, and what is missed goes by `first_prompt`."""
@@ -84,10 +84,10 @@ class Shards:
         for number, actor in enumerate(self._actors):
             actor.drop.remote(encode(by_shard.get(number, ())), first_prompt)
 
-    async def spent(self) -> list[dict[str, Spent]]:
+    async def phase_times(self) -> list[dict[str, PhaseTime]]:
         """The time that each of them has spent, by phase."""
         answers = await asyncio.gather(*(actor.report.remote() for actor in self._actors))
-        return [decode(answer, dict[str, Spent]) for answer in answers]
+        return [decode(answer, dict[str, PhaseTime]) for answer in answers]
 
     def _rows(self, identities: Sequence[Identity]) -> list[tuple[int, list[int]]]:
         """The shards that have any of these, each with the places of its own."""
@@ -104,7 +104,7 @@ class Shards:
             (
                 shard,
                 encode(
-                    Part(
+                    BatchPart(
                         version=batch.version,
                         min_version=batch.min_version,
                         rows=np.array(rows, dtype="<i4").tobytes(),

@@ -41,7 +41,7 @@ import numpy as np
 from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.process import phase
-from streamppo.queue.rules.records import Archived, Made
+from streamppo.queue.rules.records import ArchivedBatch, PublishedVersion
 from streamppo.queue.store import batch_parts, zarr_zip
 from streamppo.queue.store.columns import (
     FLAT,
@@ -49,21 +49,21 @@ from streamppo.queue.store.columns import (
     RAGGED,
     Attributes,
     Column,
+    batch_columns,
+    decode_words,
     explanations,
-    learned,
-    of_batch,
-    spelled,
+    record_columns,
     to_batch,
     verify,
 )
 from streamppo.queue.store.journal import Journal
-from streamppo.types import Batch, Crossing, Floats, Learned
+from streamppo.types import Batch, Floats, TokenRecord, WireStruct
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-class Written(Crossing, frozen=True):
+class WrittenFile(WireStruct, frozen=True):
     """A file without a name, of a batch or of a part of one, its SHA-256, and its first and its last prompt."""
 
     path: str
@@ -84,23 +84,23 @@ class Archive:
         """The versions whose batch is here, in order."""
         return sorted(self.checksums)
 
-    def write(self, batch: Batch, learned: Learned | None = None) -> Archived:
+    def write(self, batch: Batch, learned: TokenRecord | None = None) -> ArchivedBatch:
         """Make `batch` durable, but for its name, which `settle` gives it; returns the journal's record of the file.
 
         `learned` has one number for each token of its completions. Raises `JournalError` if the disk refuses.
         """
-        return self.gather(batch.version, [write(self.folder, batch, learned or Learned())])
+        return self.gather(batch.version, [write(self.folder, batch, learned or TokenRecord())])
 
-    def gather(self, version: int, written: Sequence[Written]) -> Archived:
+    def gather(self, version: int, written: Sequence[WrittenFile]) -> ArchivedBatch:
         """Note the files of all parts of a batch, which shards have written; returns the journal's record of them."""
         self._asides[version] = [Path(one.path) for one in written]
-        return Archived(
+        return ArchivedBatch(
             files=tuple(one.sha256 for one in written),
             first_prompt=min(one.first_prompt for one in written),
             last_prompt=max(one.last_prompt for one in written),
         )
 
-    def settle(self, made: Made) -> None:
+    def settle(self, made: PublishedVersion) -> None:
         """Give the batch that made a version its name, if there is one; it counts from here on.
 
         To be called within the transaction that records it. Raises `JournalError` if the disk refuses.
@@ -142,10 +142,10 @@ class Archive:
         columns, attributes = self._read(version)
         return to_batch(columns, attributes)
 
-    def batch_and_learned(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
+    def batch_and_record(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
         """The batch and its `learned` numbers, in one reading. Raises `JournalError` if it is missing or damaged."""
         columns, attributes = self._read(version)
-        return to_batch(columns, attributes), learned(columns)
+        return to_batch(columns, attributes), record_columns(columns)
 
     def table(self, version: int) -> "pyarrow.Table":
         """The batch as a pyarrow Table with one row for each trajectory; `.to_pandas()` makes it a frame."""
@@ -164,7 +164,7 @@ class Archive:
             del columns[name]
         if "components" in columns:
             columns |= dict(zip(attributes.component_names, columns.pop("components").T, strict=True))
-        words = {name: spelled(columns.pop(name), known) for name, known in attributes.words().items()}
+        words = {name: decode_words(columns.pop(name), known) for name, known in attributes.words().items()}
         told = {"explanation": texts} if any(texts) else {}
         return pyarrow.table({**columns, **words, **told, **flat})
 
@@ -185,24 +185,24 @@ class Archive:
             raise JournalError(f"{path}: no batch of version {version} was recorded")
         paths = self.paths(version, len(expected))
         found = [_read(path, sha256) for path, sha256 in zip(paths, expected, strict=True)]
-        return found[0] if len(found) == 1 and not found[0][1].rows else _merged(found)
+        return found[0] if len(found) == 1 and not found[0][1].rows else _merge_columns(found)
 
 
 def open(run: Path) -> Archive:
     """The archive of the run in the folder `run`. Raises `JournalError` if it has none."""
-    journal = Journal.of(run)
+    journal = Journal.open_run(run)
     versions = journal.versions().values()
     journal.close()
     return Archive(run / "archive", checksums(versions))
 
 
-def checksums(versions: Iterable[Made]) -> dict[int, tuple[str, ...]]:
+def checksums(versions: Iterable[PublishedVersion]) -> dict[int, tuple[str, ...]]:
     """The SHA-256 of the files of each archived batch, by the batch's version."""
     return {made.version - 1: made.archived.files for made in versions if made.archived}
 
 
 @phase("archive")
-def write(folder: Path, batch: Batch, learned: Learned) -> Written:
+def write(folder: Path, batch: Batch, learned: TokenRecord) -> WrittenFile:
     """Make a batch, or a part of one, durable, but for its name; `learned` has a number for each of its tokens.
 
     Raises `JournalError` if the disk refuses.
@@ -211,13 +211,13 @@ def write(folder: Path, batch: Batch, learned: Learned) -> Written:
     aside = durable.aside(path.with_name(f"{path.name}.{uuid4().hex}"))
     with durable.naming(path, JournalError):
         durable.folder(folder)
-        arrays, attributes = of_batch(batch, learned)
-        content = zarr_zip.packed(arrays, msgspec.to_builtins(attributes))
+        arrays, attributes = batch_columns(batch, learned)
+        content = zarr_zip.pack(arrays, msgspec.to_builtins(attributes))
         aside.write_bytes(content)
         durable.flush(aside)
     sha256 = hashlib.sha256(content).hexdigest()
     prompts = [trajectory.identity.prompt for trajectory in batch.trajectories]
-    return Written(path=str(aside), sha256=sha256, first_prompt=min(prompts), last_prompt=max(prompts))
+    return WrittenFile(path=str(aside), sha256=sha256, first_prompt=min(prompts), last_prompt=max(prompts))
 
 
 def _path(folder: Path, version: int, part: str = "") -> Path:
@@ -230,7 +230,7 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
         with durable.reading(path) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                 raise JournalError(f"{path}: damaged: its SHA-256 is not the one that was recorded")
-            columns, attributes = zarr_zip.unpacked(file)
+            columns, attributes = zarr_zip.unpack(file)
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error}") from error
     except zarr_zip.Strange as error:
@@ -243,14 +243,14 @@ def _read(path: Path, expected: str) -> tuple[dict[str, Column], Attributes]:
     return columns, told
 
 
-def _merged(found: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
+def _merge_columns(found: Sequence[tuple[dict[str, Column], Attributes]]) -> tuple[dict[str, Column], Attributes]:
     """The columns of a whole batch, of those of its parts."""
     batch = batch_parts.merge([to_batch(columns, attributes) for columns, attributes in found])
     if len({frozenset(columns).intersection(LEARNED) for columns, _ in found}) > 1:
         raise JournalError(f"the batch of version {batch.version} came in parts with different columns")
     by_row: dict[str, dict[int, Floats]] = {}
     for columns, attributes in found:
-        for name, numbers in learned(columns).items():
+        for name, numbers in record_columns(columns).items():
             by_row.setdefault(name, {}).update(zip(attributes.rows, numbers, strict=True))
     flat = {name: np.concatenate([rows[row] for row in sorted(rows)]).tobytes() for name, rows in by_row.items()}
-    return of_batch(batch, Learned(**flat))
+    return batch_columns(batch, TokenRecord(**flat))

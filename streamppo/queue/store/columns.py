@@ -17,14 +17,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamppo.types import Batch, Floats, Identity, Learned, Trajectory, flags, floats, ints, routes
+from streamppo.types import Batch, Floats, Identity, TokenRecord, Trajectory, flags, floats, ints, routes
 
 Column: TypeAlias = NDArray[np.generic]
 Finish: TypeAlias = Literal["stop", "length", "cut"]
 FINISH: tuple[Finish, ...] = ("stop", "length", "cut")
 FLAT = {"tokens": ints, "logprobs": floats, "versions": ints, "mask": flags}
 """Columns with one entry for each token of a completion."""
-LEARNED = Learned.__struct_fields__
+LEARNED = TokenRecord.__struct_fields__
 """Columns that the learner adds to them."""
 RAGGED = {
     "token_rewards": floats,
@@ -122,13 +122,13 @@ def _verify_values(columns: Mapping[str, Column], attributes: Attributes, rows: 
         raise ValueError("the number of a row that no batch has")
 
 
-def learned(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
+def record_columns(columns: Mapping[str, Column]) -> dict[str, list[Floats]]:
     """The learner's numbers that are kept, by their names: for every completion, one for each of its tokens."""
     ends = columns["offsets"][1:-1].tolist()
     return {name: np.split(columns[name].astype(np.float32, copy=False), ends) for name in LEARNED if name in columns}
 
 
-def of_batch(batch: Batch, learned: Learned) -> tuple[dict[str, Column], Attributes]:
+def batch_columns(batch: Batch, learned: TokenRecord) -> tuple[dict[str, Column], Attributes]:
     """The columns of a batch, with the `learned` numbers of its tokens, and their words."""
     trajectories = batch.trajectories
     words = {"task": [one.identity.task for one in trajectories], "actor": [one.actor for one in trajectories]}
@@ -183,7 +183,7 @@ def _present(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]
     return {name: number for name, number in zip(names, numbers, strict=True) if not math.isnan(number)}
 
 
-def spelled(column: Column, known: Sequence[str]) -> list[str]:
+def decode_words(column: Column, known: Sequence[str]) -> list[str]:
     """The words that a column of numbers stands for."""
     return [known[int(number)] for number in column]
 
@@ -199,7 +199,7 @@ def explanations(columns: Mapping[str, Column]) -> list[str]:
 def to_batch(columns: Mapping[str, Column], attributes: Attributes) -> Batch:
     """The batch of columns that `verify` has let pass."""
     at, prompt_at = columns["offsets"].tolist(), columns["prompt_offsets"].tolist()
-    words = {name: spelled(columns[name], known) for name, known in attributes.words().items()}
+    words = {name: decode_words(columns[name], known) for name, known in attributes.words().items()}
     ragged_at = {name: columns[f"{name}_offsets"].tolist() for name in RAGGED if name in columns}
     components = columns["components"].tolist() if "components" in columns else None
     known, texts = columns.get("versions_known"), explanations(columns)

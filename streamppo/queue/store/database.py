@@ -105,9 +105,9 @@ class Database:
     def _rows(self, table: str, query: str, kind: type[T], *arguments: int) -> list[T]:
         with self._errors_named():
             found = self._db.execute(query, arguments).fetchall()
-        return [self._decoded(table, row, checksum, kind) for row, checksum in found]
+        return [self._decode(table, row, checksum, kind) for row, checksum in found]
 
-    def _decoded(self, table: str, row: bytes, checksum: int, kind: type[T]) -> T:
+    def _decode(self, table: str, row: bytes, checksum: int, kind: type[T]) -> T:
         self._check(table, row, checksum)
         try:
             return decode(row, kind)
@@ -151,7 +151,7 @@ def _tables(tables: str) -> list[tuple[str, str, str | None]]:
         return db.execute(SCHEMA).fetchall()
 
 
-def checked(value: object) -> tuple[bytes, int]:
+def with_checksum(value: object) -> tuple[bytes, int]:
     """A row, and its checksum."""
     return checked_row(ENCODER.encode(value))
 

@@ -23,8 +23,17 @@ import msgspec
 from streamppo import durable
 from streamppo.errors import JournalError
 from streamppo.process import phase
-from streamppo.queue.rules.records import Changes, Counters, DeadLetter, Ended, Lease, Made, Saved, SavedSlot
-from streamppo.queue.store.database import Database, checked
+from streamppo.queue.rules.records import (
+    Changes,
+    Counters,
+    DeadLetter,
+    EndedAttempt,
+    Lease,
+    PublishedVersion,
+    QueueSnapshot,
+    SavedSlot,
+)
+from streamppo.queue.store.database import Database, with_checksum
 
 FORMAT = 7
 """The number of the tables' format; a journal of another one is refused."""
@@ -69,7 +78,7 @@ class Journal(Database):
             self._number = self._last_transaction(tip)
 
     @classmethod
-    def of(cls, run: Path) -> "Journal":
+    def open_run(cls, run: Path) -> "Journal":
         """The journal of the run in the folder `run`, to be read. Raises `JournalError` if it has none."""
         path = run / "journal.sqlite"
         if not path.is_file():
@@ -77,7 +86,7 @@ class Journal(Database):
         return cls(path, read_only=True)
 
     @classmethod
-    def restored(cls, path: Path, number: int) -> "Journal":
+    def from_copy(cls, path: Path, number: int) -> "Journal":
         """The journal at `path`, a copy that was made after transaction `number`."""
         with durable.naming(path, JournalError):
             durable.write(path.with_name(TIP_FILE), _tip(number))
@@ -90,38 +99,44 @@ class Journal(Database):
 
     def fence(self) -> None:
         """Keep everybody who opened it before from writing; all that they wrote is read from here on."""
-        with self._numbered(fencing=True):
+        with self._transaction(fencing=True):
             pass
 
     @phase("journal")
     def write(
-        self, changes: Changes, made: Sequence[Made] = (), before_commit: Callable[[Made], None] | None = None
+        self,
+        changes: Changes,
+        made: Sequence[PublishedVersion] = (),
+        before_commit: Callable[[PublishedVersion], None] | None = None,
     ) -> None:
         """Write one transaction. Rows that are there already are replaced by the same.
 
         `before_commit` is called within it for each of `made`: never for a writer that was fenced out, and before the
         version is known as made.
         """
-        with self._numbered() as db:
+        with self._transaction() as db:
             if before_commit is not None:
                 for version in made:
                     before_commit(version)
             db.executemany(
                 "insert or replace into slots values (?, ?, ?, ?)",
-                [(slot.number, slot.part, *checked(slot)) for slot in changes.slots],
+                [(slot.number, slot.part, *with_checksum(slot)) for slot in changes.slots],
             )
             db.executemany(
                 "insert or replace into leases values (?, ?, ?)",
-                [(lease.version, *checked(lease)) for lease in changes.leases],
+                [(lease.version, *with_checksum(lease)) for lease in changes.leases],
             )
             db.executemany("delete from slots where number = ? and part = ?", changes.gone)
             db.executemany(
                 "insert or ignore into ended values (?, ?, ?, ?, ?)",
-                [(one.number, one.identity.attempt, one.identity.segment, *checked(one)) for one in changes.ended],
+                [
+                    (one.number, one.identity.attempt, one.identity.segment, *with_checksum(one))
+                    for one in changes.ended
+                ],
             )
             db.executemany(
                 "insert or ignore into versions values (?, ?, ?)",
-                [(version.version, *checked(version)) for version in made],
+                [(version.version, *with_checksum(version)) for version in made],
             )
             db.execute("delete from leases where version < ?", (changes.counters.version,))
             if changes.dead:
@@ -129,12 +144,12 @@ class Journal(Database):
                 db.execute(
                     "delete from dead_letters where rowid <= (select max(rowid) from dead_letters) - ?", (DEAD_LETTERS,)
                 )
-            db.execute("insert or replace into state values ('counters', ?, ?)", checked(changes.counters))
+            db.execute("insert or replace into state values ('counters', ?, ?)", with_checksum(changes.counters))
 
-    def read(self) -> Saved | None:
+    def read(self) -> QueueSnapshot | None:
         """All that a queue is rebuilt from; None if nothing was ever written."""
         counters = self.counters()
-        return counters and Saved(counters, tuple(self.slots()), tuple(self.leases()))
+        return counters and QueueSnapshot(counters, tuple(self.slots()), tuple(self.leases()))
 
     def counters(self) -> Counters | None:
         """The queue's counters; None if nothing was ever written."""
@@ -150,19 +165,19 @@ class Journal(Database):
         """The leased batches, by version."""
         return self._rows("leases", "select row, checksum from leases order by version", Lease)
 
-    def versions(self) -> dict[int, Made]:
+    def versions(self) -> dict[int, PublishedVersion]:
         """Every published version, in order."""
-        found = self._rows("versions", "select row, checksum from versions order by version", Made)
+        found = self._rows("versions", "select row, checksum from versions order by version", PublishedVersion)
         return {version.version: version for version in found}
 
     def dead_letters(self) -> list[DeadLetter]:
         """The trajectories that arrived and could not be trained on, oldest first."""
         return self._rows("dead_letters", "select row, checksum from dead_letters order by rowid", DeadLetter)
 
-    def ended(self, numbers: range = ALL) -> list[Ended]:
+    def ended_attempts(self, numbers: range = ALL) -> list[EndedAttempt]:
         """Every attempt at the slots of these numbers that came to nothing, by its slot and its number."""
         query = "select row, checksum from ended where number >= ? and number < ? order by number, attempt, segment"
-        return self._rows("ended", query, Ended, numbers.start, numbers.stop)
+        return self._rows("ended", query, EndedAttempt, numbers.start, numbers.stop)
 
     def configs(self) -> dict[int, bytes]:
         """The encoded configurations of the run, by the version from which each of them holds."""
@@ -174,21 +189,21 @@ class Journal(Database):
 
     def configure(self, version: int, config: bytes) -> None:
         """Note that `config` holds from `version` on."""
-        with self._numbered() as db:
+        with self._transaction() as db:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
     def forget(self, before: int, first_slot: int) -> None:
         """Note that the batches of versions below `before` are not kept; nor is why attempts below a slot ended."""
         made = [one for one in self.versions().values() if one.archived is not None and one.version <= before]
-        rows = [(one.version, *checked(msgspec.structs.replace(one, archived=None))) for one in made]
-        with self._numbered() as db:
+        rows = [(one.version, *with_checksum(msgspec.structs.replace(one, archived=None))) for one in made]
+        with self._transaction() as db:
             db.executemany("insert or replace into versions values (?, ?, ?)", rows)
             db.execute("delete from ended where number < ?", (first_slot,))
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _numbered(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
+    def _transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
         """A transaction with the next number, which the tip has afterwards."""
         with self._errors_named():
             with self._transaction() as db:
@@ -201,7 +216,7 @@ class Journal(Database):
                     # Its name and its size survive a power cut; what it says later is never ahead of the log.
                     durable.write(self._tip, _tip(0))
                 yield db
-                db.execute("insert or replace into state values ('number', ?, ?)", checked(number + 1))
+                db.execute("insert or replace into state values ('number', ?, ?)", with_checksum(number + 1))
             self._number = number + 1
             with open(self._tip, "r+b", buffering=0) as file:
                 file.write(_tip(self._number))
@@ -249,4 +264,4 @@ def _is_whole(tip: bytes) -> bool:
 
 def _dead(letter: DeadLetter) -> tuple[int | bytes, ...]:
     identity = letter.trajectory.identity
-    return identity.prompt, identity.sample, identity.attempt, *checked(letter)
+    return identity.prompt, identity.sample, identity.attempt, *with_checksum(letter)

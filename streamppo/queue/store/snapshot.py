@@ -9,14 +9,14 @@ from collections import Counter
 from pathlib import Path
 
 from streamppo.errors import JournalError
-from streamppo.queue.rules.records import Changes, Counters, Lease, Saved, SavedSlot
-from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Record, Slot, Unit
-from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueState, Request, Settings, nothing_unwritten
+from streamppo.queue.rules.records import Changes, Counters, Lease, QueueSnapshot, SavedSlot
+from streamppo.queue.rules.slot import NO_CALL, OPEN, READY, Slot, TrajectoryRecord, Unit
+from streamppo.queue.rules.state import NEVER, LeasedBatch, QueueSettings, QueueState, TicketRequest, nothing_unwritten
 
 
-def drain(settings: Settings, state: QueueState) -> Changes:
+def take_changes(settings: QueueSettings, state: QueueState) -> Changes:
     """All that has changed since the last call, for the journal."""
-    unwritten, state.unwritten = state.unwritten, nothing_unwritten()
+    unwritten, state.pending_changes = state.pending_changes, nothing_unwritten()
     leased = [(version, state.leases[version]) for version in unwritten.leases if version in state.leases]
     return Changes(
         counters=Counters(
@@ -31,7 +31,7 @@ def drain(settings: Settings, state: QueueState) -> Changes:
             fenced=tuple(state.fenced),
             admitted_lag=state.admitted_lag,
         ),
-        slots=tuple(_saved(slot) for slot in unwritten.slots.values()),
+        slots=tuple(_read_snapshot(slot) for slot in unwritten.slots.values()),
         leases=tuple(_lease(version, batch) for version, batch in leased),
         gone=tuple(unwritten.gone),
         dead=tuple(unwritten.dead_letters),
@@ -39,7 +39,7 @@ def drain(settings: Settings, state: QueueState) -> Changes:
     )
 
 
-def rebuild(settings: Settings, saved: Saved, path: Path) -> QueueState:
+def rebuild(settings: QueueSettings, saved: QueueSnapshot, path: Path) -> QueueState:
     """The state that was saved in `path`. Raises `JournalError` for a queue of another shape."""
     counters = saved.counters
     refuse_other_shape(settings, counters, path)
@@ -63,7 +63,7 @@ def rebuild(settings: Settings, saved: Saved, path: Path) -> QueueState:
     return state
 
 
-def refuse_other_shape(settings: Settings, counters: Counters, path: Path) -> None:
+def refuse_other_shape(settings: QueueSettings, counters: Counters, path: Path) -> None:
     """Raise `JournalError` if the journal at `path`, with these counters, is of a queue of another shape."""
     if counters.shape != settings.shape:
         raise JournalError(
@@ -101,11 +101,11 @@ def _add_to_request(state: QueueState, actor: str, slot: Slot) -> None:
     """An actor's last request is the one with the highest call, and all slots of that call are its answer."""
     last, slots = state.calls.get(actor, NEVER)
     if slot.call >= last:
-        state.calls[actor] = Request(slot.call, [*slots, slot] if slot.call == last else [slot])
+        state.calls[actor] = TicketRequest(slot.call, [*slots, slot] if slot.call == last else [slot])
 
 
-def _saved(slot: Slot) -> SavedSlot:
-    record = slot.trajectory if isinstance(slot.trajectory, Record) else None
+def _read_snapshot(slot: Slot) -> SavedSlot:
+    record = slot.trajectory if isinstance(slot.trajectory, TrajectoryRecord) else None
     return SavedSlot(
         number=slot.number,
         identity=slot.identity,

@@ -63,7 +63,7 @@ class Bodies(Database):
         with self._errors_named():
             found = self._db.execute("select row, checksum from bodies")
             while rows := found.fetchmany(together):
-                yield {self._decoded("bodies", row, checksum, Trajectory).identity: row for row, checksum in rows}
+                yield {self._decode("bodies", row, checksum, Trajectory).identity: row for row, checksum in rows}
 
     def count(self) -> int:
         """The trajectories that are here."""

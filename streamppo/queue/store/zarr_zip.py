@@ -35,7 +35,7 @@ class Strange(ValueError):
     """A file is not as `packed` writes it."""
 
 
-class Described(msgspec.Struct):
+class ColumnMetadata(msgspec.Struct):
     """The part of a column's metadata by which the rest is known."""
 
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]]
@@ -50,22 +50,22 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     node_type: Literal["group"]
 
 
-def packed(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
+def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
     """The content of a file with `columns`, each as one chunk, and `attributes`. `unpacked` takes it, however large."""
     assert len(columns) <= MOST_COLUMNS, "more columns than are read"
-    contents = {name: _compressed(column) for name, column in columns.items()}
+    contents = {name: _compress(column) for name, column in columns.items()}
     if _is_bomb(sum(one.nbytes for one in columns.values()), sum(map(len, contents.values()))):
-        contents = {name: _stored(column) for name, column in columns.items()}
+        contents = {name: _store_raw(column) for name, column in columns.items()}
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, mode="w") as file:
         _entry(file, "zarr.json", {"attributes": attributes, "zarr_format": 3, "node_type": "group"})
         for name, column in columns.items():
-            _entry(file, f"{name}/zarr.json", _described(column.dtype, column.shape))
+            _entry(file, f"{name}/zarr.json", _read_metadata(column.dtype, column.shape))
             file.writestr(_chunk(name, column.shape), contents[name])
     return whole.getbuffer()
 
 
-def _compressed(column: NDArray[np.generic]) -> bytes:
+def _compress(column: NDArray[np.generic]) -> bytes:
     assert column.dtype.itemsize == 1 or column.dtype.newbyteorder("<") == column.dtype, "a big-endian column"
     assert column.dtype.name in TYPES and 1 <= column.ndim <= 2, "a column that is not read"
     content = ZSTD.encode(np.ascontiguousarray(column))
@@ -73,7 +73,7 @@ def _compressed(column: NDArray[np.generic]) -> bytes:
     return content
 
 
-def _stored(column: NDArray[np.generic]) -> bytes:
+def _store_raw(column: NDArray[np.generic]) -> bytes:
     """A frame of zstd that is as long as its content: it says the size, and has raw blocks (RFC 8878, 3.1.1)."""
     content = np.ascontiguousarray(column).tobytes()
     parts = [MAGIC, b"\xe0", len(content).to_bytes(8, "little")]
@@ -89,14 +89,14 @@ def _is_bomb(total: int, size: int) -> bool:
     return total > MOST_BYTES + MOST_RATIO * size
 
 
-def unpacked(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
+def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
     """The columns and the attributes of a file, as JSON: the inverse of `packed`. Raises `Strange` for any other file.
 
     Every size is looked at before memory is taken for it.
     """
     try:
         with zipfile.ZipFile(file) as opened:
-            return _unpacked(opened, file.seek(0, io.SEEK_END))
+            return _unpack(opened, file.seek(0, io.SEEK_END))
     except Strange:
         raise
     # The last two are for entries that are encrypted, and for a central directory that lies.
@@ -104,7 +104,7 @@ def unpacked(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Ra
         raise Strange(f"{error or type(error).__name__}") from error
 
 
-def _unpacked(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
+def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
     entries = {one.filename: one for one in file.infolist()}
     if len(entries) != len(file.infolist()) or len(entries) > 2 * MOST_COLUMNS + 1:
         raise Strange(f"{len(file.infolist())} entries, or several of one name")
@@ -126,11 +126,11 @@ def _unpacked(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.ge
 
 def _read_description(content: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
     """The type and the shape of a column whose metadata are those that `packed` writes for them."""
-    told = msgspec.json.decode(content, type=Described)
+    told = msgspec.json.decode(content, type=ColumnMetadata)
     if told.data_type not in TYPES or not 1 <= len(told.shape) <= 2:
         raise Strange(f"a column of {told.data_type!r} with the shape {told.shape}")
     found = np.dtype(told.data_type), tuple(told.shape)
-    if content != msgspec.json.encode(_described(*found)):
+    if content != msgspec.json.encode(_read_metadata(*found)):
         raise Strange("a column with other metadata than streamppo's")
     return found
 
@@ -164,7 +164,7 @@ def _chunk(name: str, shape: Sequence[int]) -> str:
     return f"{name}/c/{'/'.join('0' for _ in shape)}"
 
 
-def _described(dtype: np.dtype[np.generic], shape: Sequence[int]) -> dict[str, object]:
+def _read_metadata(dtype: np.dtype[np.generic], shape: Sequence[int]) -> dict[str, object]:
     return {
         "shape": list(shape),
         "data_type": dtype.name,

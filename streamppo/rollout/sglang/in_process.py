@@ -45,7 +45,7 @@ HANDLERS = {
 """Names of SGLang's endpoints, and their handlers in its tokenizer manager."""
 
 
-class Watchdog(Protocol):
+class ProcessWatchdog(Protocol):
     """SGLang's thread that looks at its processes."""
 
     def stop(self) -> None:
@@ -56,7 +56,7 @@ class Watchdog(Protocol):
 class TokenizerManager(Protocol):
     """The part of SGLang's tokenizer manager that is used here by name; `HANDLERS` holds the rest."""
 
-    _subprocess_watchdog: Watchdog
+    _subprocess_watchdog: ProcessWatchdog
 
     def abort_request(self, rid: str) -> None:
         """Give up a request."""
@@ -80,7 +80,7 @@ class SGLang(Protocol):
 class OwnEngine:
     """A `Link` to the processes of `engine`, which `thread` has started and which write to `output`."""
 
-    def __init__(self, thread: EngineThread, engine: SGLang, output: BinaryIO, settings: "Settings") -> None:
+    def __init__(self, thread: EngineThread, engine: SGLang, output: BinaryIO, settings: "LaunchSettings") -> None:
         self.version = settings.version
         self.capacity, self.ranks = settings.capacity, settings.ranks
         self._thread, self._engine, self._output = thread, engine, output
@@ -154,7 +154,7 @@ class OwnEngine:
         return more[0] if more else None
 
 
-class Settings(NamedTuple):
+class LaunchSettings(NamedTuple):
     """How the processes are started: SGLang's `version` and `arguments`, and the `environment` of the processes."""
 
     version: tuple[int, ...]
@@ -166,7 +166,7 @@ class Settings(NamedTuple):
     start_s: float
 
 
-async def start(settings: Settings, life: int) -> OwnEngine:
+async def start(settings: LaunchSettings, life: int) -> OwnEngine:
     """Start SGLang's processes; life number `life` has a seed of its own. Raises `ModelError` if they do not start."""
     # SGLang's processes send their parent SIGQUIT when they die; its default is to end the parent.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
@@ -194,7 +194,7 @@ async def start(settings: Settings, life: int) -> OwnEngine:
     return OwnEngine(thread, engine, output, settings)
 
 
-async def _build(settings: Settings, seed: int, log: str) -> SGLang:
+async def _build(settings: LaunchSettings, seed: int, log: str) -> SGLang:
     """Construct SGLang's engine. Runs in SGLang's thread. Raises `ModelError` for an argument that it has not."""
     arguments = settings.arguments
     os.environ.update(settings.environment)

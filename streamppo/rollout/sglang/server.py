@@ -26,7 +26,7 @@ class Server:
     def __init__(self, client: httpx.AsyncClient, url: str, slots: int, info: Mapping[str, Answer]) -> None:
         states = info.get("internal_states") or [{}]
         room = sum(state.get("effective_max_running_requests_per_dp") or slots for state in states)
-        self.version = wire.supported(info["version"], f"the SGLang server at {url}")
+        self.version = wire.parse_supported_version(info["version"], f"the SGLang server at {url}")
         self.capacity, self.ranks = min(slots, room), int(info.get("tp_size", 1))
         self._client, self._url = client, url
 

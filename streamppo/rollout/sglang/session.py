@@ -18,7 +18,7 @@ from streamppo.rollout.sglang.push import Carrier, Connect
 from streamppo.rollout.sglang.verify_weights import Attestation
 
 
-class Setup(NamedTuple):
+class SessionSetup(NamedTuple):
     """The same for all lives: how SGLang starts, how weights get there, what a swap does with running completions.
 
     With `cuts`, completions are sampled with top-p or top-k; with `segments`, they hand over parts of them; with
@@ -55,14 +55,14 @@ class Life:
 
         Raises `ValueError` or `WeightsError` if SGLang does not take them.
         """
-        await self.attestation.before()
+        await self.attestation.record_state()
         await _load(self.link, self.carrier, self._kv, version)
         loaded(version)
         await self.link.call("continue_generation")
         await self.attestation.check(tensors)
 
 
-async def begin(setup: Setup, number: int, version: int, tensors: Mapping[str, Tensor]) -> Life:
+async def begin(setup: SessionSetup, number: int, version: int, tensors: Mapping[str, Tensor]) -> Life:
     """Start SGLang for life number `number` on `tensors` as `version`.
 
     Raises `ModelError` if it does not start, dies, or does not hold them within `start_s`; `WeightsError` if it refuses
@@ -79,7 +79,7 @@ async def begin(setup: Setup, number: int, version: int, tensors: Mapping[str, T
             wire.check_routes(link.version)
         try:
             async with asyncio.timeout(setup.start_s):
-                life = await _in_life(link, _fill(setup, link, version, tensors))
+                life = await _until_death(link, _fill(setup, link, version, tensors))
         except TimeoutError:
             limit = f"rollout.engine.start_s ({setup.start_s:g} s)"
             raise ModelError(f"SGLang has started, and has not taken version {version} within {limit}") from None
@@ -91,11 +91,11 @@ async def begin(setup: Setup, number: int, version: int, tensors: Mapping[str, T
     return life
 
 
-async def _fill(setup: Setup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> Life:
+async def _fill(setup: SessionSetup, link: Link, version: int, tensors: Mapping[str, Tensor]) -> Life:
     """Load the first weights into an SGLang that has just started."""
     carrier = await setup.connect(link)
     attestation = await verify_weights.begin(link, tensors, setup.vocabulary)
-    await attestation.before()
+    await attestation.record_state()
     await carrier.stage(tensors)
     await _load(link, carrier, setup.kv, version)
     await link.call("continue_generation")
@@ -103,7 +103,7 @@ async def _fill(setup: Setup, link: Link, version: int, tensors: Mapping[str, Te
     return Life(link, carrier, attestation, setup.kv)
 
 
-async def _in_life(link: Link, work: Coroutine[object, object, Life]) -> Life:
+async def _until_death(link: Link, work: Coroutine[object, object, Life]) -> Life:
     """Return the result of `work`. Raises `ConnectionError` if SGLang dies: a call to the dead may never return."""
     task = asyncio.create_task(work)
     try:

@@ -34,17 +34,17 @@ Means = Literal["checksums", "values", "log-probs"]
 Tensors = Mapping[str, Tensor]
 
 
-class Witness(Protocol):
+class WeightProbe(Protocol):
     """A means to see what SGLang holds."""
 
     means: Means
     exact: Collection[str]
 
-    async def before(self) -> None:
+    async def record_state(self) -> None:
         """Remember what SGLang holds, ahead of a load."""
         ...
 
-    async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
+    async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """Name what is not as a load of `tensors` leaves it; the load before it was of `before`, if there was one."""
         ...
 
@@ -57,7 +57,7 @@ class Attestation:
     log-probs    if a tensor has changed, so have the log-probs of a fixed text
     """
 
-    def __init__(self, witness: Witness) -> None:
+    def __init__(self, witness: WeightProbe) -> None:
         self._witness = witness
         self._tensors: Tensors | None = None
 
@@ -71,13 +71,13 @@ class Attestation:
         """SGLang's names of the tensors whose bytes are compared with those of the push."""
         return self._witness.exact
 
-    async def before(self) -> None:
+    async def record_state(self) -> None:
         """Look at SGLang ahead of a load."""
-        await self._witness.before()
+        await self._witness.record_state()
 
     async def check(self, tensors: Tensors) -> None:
         """Raise `WeightsError`, with a name, if SGLang does not hold `tensors`, which it has just loaded."""
-        if wrong := await self._witness.wrong(self._tensors, tensors):
+        if wrong := await self._witness.mismatches(self._tensors, tensors):
             raise WeightsError(f"SGLang has not taken {wrong[0]} (compared by {self.means}, {len(wrong)} are wrong)")
         self._tensors = tensors
 
@@ -110,24 +110,24 @@ class Checksums:
         self._link, self._seen = link, seen
         self.exact: Collection[str] = ()
 
-    async def before(self) -> None:
+    async def record_state(self) -> None:
         """See `Witness.before`: the checksums after the last load are those before the next."""
 
-    async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
+    async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """See `Witness.wrong`."""
         seen, self._seen = self._seen, wire.checksums(await self._link.call("weights_checker", action="checksum"))
         unmoved = {key for key, checksum in self._seen.items() if checksum == seen.get(key)}
         if self._link.ranks == 1:
-            known = await asyncio.to_thread(_known, tensors)
+            known = await asyncio.to_thread(_expected_checksums, tensors)
             same = {name for name, checksum in known.items() if self._seen.get(f"0/{name}") == checksum}
             if before is None:
                 self.exact = same
             elif other := set(self.exact) - same:
                 return [name for name in tensors if layout.held_name(name) in other]
-        return await asyncio.to_thread(_wrong, unmoved, self._seen, before, tensors)
+        return await asyncio.to_thread(_unmoved_tensors, unmoved, self._seen, before, tensors)
 
 
-async def _by_checksums(link: Link) -> Witness | None:
+async def _by_checksums(link: Link) -> WeightProbe | None:
     try:
         await link.call("weights_checker", action="checksum")
         await link.call("weights_checker", action="reset_tensors")
@@ -136,16 +136,16 @@ async def _by_checksums(link: Link) -> Witness | None:
         return None
 
 
-def _known(tensors: Tensors) -> dict[str, str]:
+def _expected_checksums(tensors: Tensors) -> dict[str, str]:
     """The checksum that an SGLang on a CPU has of each of its tensors, if it lays them out as `layout.held` does."""
     try:
         from sglang.srt.managers.mm_utils import tensor_hash
     except ImportError:
         return {}
-    return {name: f"{tensor_hash(one):016x}" for name, one in layout.held(tensors).items()}
+    return {name: f"{tensor_hash(one):016x}" for name, one in layout.tensors_of_rank(tensors).items()}
 
 
-def _wrong(
+def _unmoved_tensors(
     unmoved: set[str], held: "set[str] | Mapping[str, str]", before: Tensors | None, tensors: Tensors
 ) -> list[str]:
     """Name the tensors that a load of `tensors` should have moved."""
@@ -186,10 +186,10 @@ class Values:
             self._names = [name for name in self._names if tensors[name].dim() == 1 and name.endswith("norm.weight")]
         self._seen: Sequence[float] = ()
 
-    async def before(self) -> None:
+    async def record_state(self) -> None:
         """See `Witness.before`: the log-probs after the last load are those before the next."""
 
-    async def wrong(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
+    async def mismatches(self, before: Tensors | None, tensors: Tensors) -> Sequence[str]:
         """See `Witness.wrong`."""
         if self.means == "values":
             rows = await self._read()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Begun(Generator[Any, Any, T]):
+class EagerCoroutine(Generator[Any, Any, T]):
     """`ended` is the result of `coroutine` if it has not waited; else it is None, and to be awaited, once.
 
     `at_s` is the event loop's time at which it began. An error that it raises before it waits is raised here.

@@ -63,7 +63,7 @@ def answer(program: str, operations: list[Operation], out: TextIO) -> None:
         try:
             arguments = [decode(one, found.__getitem__) for one in as_list(operation.get("arguments"))]
             before = [_written(one) for one in arguments]
-            value = _perform(operation, arguments, module.__dict__, found)
+            value = _run_operation(operation, arguments, module.__dict__, found)
             line: dict[str, Data] = _shown(value)
             if value is None:
                 changed = [_written(one) for one in arguments]
@@ -76,7 +76,9 @@ def answer(program: str, operations: list[Operation], out: TextIO) -> None:
     _say(out, "done")
 
 
-def _perform(operation: Operation, arguments: list[object], names: Mapping[str, object], found: list[object]) -> object:
+def _run_operation(
+    operation: Operation, arguments: list[object], names: Mapping[str, object], found: list[object]
+) -> object:
     name = str(operation.get("name"))
     if operation["do"] == "name":
         if name not in names:
@@ -135,7 +137,7 @@ class Trace:
         self.asked.append(operation)
         if self.guesses or place >= len(self._known) or self._known[place][0] != operation:
             self.guesses = True
-            return Remote(self, place)
+            return RemoteObject(self, place)
         self.certain += 1
         said = self._known[place][1]
         # The program may have written this line itself.
@@ -144,17 +146,17 @@ class Trace:
         except UNREADABLE as error:
             raise self.refusal(f"the program's answer is no data: {type(error).__name__}") from None
         if value is OBJECT:
-            return Remote(self, place)
+            return RemoteObject(self, place)
         if not isinstance(value, Exception):
             return value
         # `hasattr` asks for attributes that objects of the program may lack.
         if operation["do"] == "name" or (operation["do"] == "attribute" and isinstance(value, AttributeError)):
             raise value
-        raise self.exceptions.noted(value)
+        raise self.exceptions.record(value)
 
     def refusal(self, message: str) -> BaseException:
         """Return an exception that fails the test, whatever the test does with it."""
-        return self.exceptions.noted(Refused(message))
+        return self.exceptions.record(Refused(message))
 
 
 def _value_of(said: dict[str, Data], arguments: tuple[object, ...]) -> object:
@@ -172,7 +174,7 @@ def _value_of(said: dict[str, Data], arguments: tuple[object, ...]) -> object:
     return value
 
 
-class Remote:
+class RemoteObject:
     """An object of the program, or a value that is not known yet. It can be called, and its attributes be had.
 
     A test that compares an object of the program, or asks for its truth or length, fails: the answer would be the
@@ -186,38 +188,38 @@ class Remote:
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._trace.ask({"do": "attribute", "of": self.written(), "name": name})
+        return self._trace.ask({"do": "attribute", "of": self.reference(), "name": name})
 
     def __call__(self, *arguments: object, **named: object) -> object:
         written = [encode(one, _crossing) for one in arguments]
         by_name = {key: encode(one, _crossing) for key, one in named.items()}
-        call: Operation = {"do": "call", "of": self.written(), "arguments": written, "named": by_name}
+        call: Operation = {"do": "call", "of": self.reference(), "arguments": written, "named": by_name}
         return self._trace.ask(call, arguments)
 
     def __iter__(self) -> Iterator[object]:
         if self._trace.guesses:
             return iter(())
-        items = self._trace.ask({"do": "items", "of": self.written()})
-        if isinstance(items, Remote) and not self._trace.guesses:
+        items = self._trace.ask({"do": "items", "of": self.reference()})
+        if isinstance(items, RemoteObject) and not self._trace.guesses:
             raise self._trace.refusal("the program's iterator gives objects; tests look at data")
         return iter(items) if isinstance(items, Iterable) else iter(())
 
-    def written(self) -> Data:
+    def reference(self) -> Data:
         """Name it for the program's side."""
         if self._place is None:
             raise Stopped
         return {"answer": self._place}
 
-    def guessed(self, *_: object) -> object:
+    def stand_in(self, *_: object) -> object:
         """Return a stand-in for a result that is not known yet."""
         if not self._trace.guesses:
             raise self._trace.refusal(
                 "an object of the program takes part in no comparison or arithmetic; tests look at data"
             )
-        return Remote(self._trace, None)
+        return RemoteObject(self._trace, None)
 
     def __bool__(self) -> bool:
-        self.guessed()
+        self.stand_in()
         return True
 
     def __len__(self) -> int:
@@ -232,12 +234,12 @@ class Remote:
 BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
 OPERATORS = ["eq", "ne", "lt", "le", "gt", "ge", "getitem", "contains", "neg", "pos", "abs", "round", "invert", *BINARY]
 for _name in (*OPERATORS, *(f"r{one}" for one in BINARY)):
-    setattr(Remote, f"__{_name}__", Remote.guessed)
+    setattr(RemoteObject, f"__{_name}__", RemoteObject.stand_in)
 
 
 def _crossing(value: object) -> Data:
-    if isinstance(value, Remote):
-        return value.written()
+    if isinstance(value, RemoteObject):
+        return value.reference()
     name = getattr(value, "__name__", "")
     if name and getattr(builtins, name, None) is value:
         return {"builtin": name}

@@ -14,7 +14,7 @@ from streamppo.errors import ConfigError, ModelError
 from streamppo.learner.attention import attention
 from streamppo.learner.batch.padded import PaddedBatch, micro_batches, pad
 from streamppo.learner.model import hf_files, load_policy
-from streamppo.learner.model.policy import Policy, Scored
+from streamppo.learner.model.policy import Policy, PolicyOutput
 
 TWO, THREE, FOUR = FLASH
 BF16 = "model.dtype=bfloat16"
@@ -70,7 +70,7 @@ def test_flash_attention_gets_the_bounds_of_every_row_and_no_padding(folder: Pat
 def test_gradients_are_those_of_padded_rows(folder: Path, flash: list[Call]) -> None:
     def gradients(implementation: str) -> dict[str, torch.Tensor]:
         made = policy(folder, implementation, attention.layout(implementation))
-        scored: Scored = made(pad(case.batch()), "both")
+        scored: PolicyOutput = made(pad(case.batch()), "both")
         (scored.logprobs_BT.sum() + scored.values_BT.square().sum() + scored.bootstrap_B.sum()).backward()
         return {name: parameter.grad for name, parameter in made.named_parameters() if parameter.grad is not None}
 
@@ -163,7 +163,7 @@ def test_where_the_configuration_insists_on_joined_rows_such_a_model_is_refused_
 
 def chosen(monkeypatch: pytest.MonkeyPatch, capability: int, there: set[str], *overrides: str) -> str:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-    monkeypatch.setattr(attention, "installed", lambda name: name in there)
+    monkeypatch.setattr(attention, "is_flash_installed", lambda name: name in there)
     attention._warn.cache_clear()
     return attention.choose(case.config_of(*overrides).model, "cuda")
 

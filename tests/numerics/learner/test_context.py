@@ -19,7 +19,7 @@ from streamppo.learner.attention import attention, layers
 from streamppo.learner.attention.layers import Checkpointing
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import hf_files, load_policy
-from streamppo.learner.model.policy import Policy, Scored
+from streamppo.learner.model.policy import Policy, PolicyOutput
 
 DETACHED = "queue.segments={prefix='detached'}"
 COLUMNS = ("logprobs_BT", "entropy_BT", "values_BT", "bootstrap_B")
@@ -54,7 +54,7 @@ def policy(
     return made
 
 
-def loss(scored: Scored, lengths: torch.Tensor) -> torch.Tensor:
+def loss(scored: PolicyOutput, lengths: torch.Tensor) -> torch.Tensor:
     """A sum in which every number of a row weighs another amount, the same in every batch that the row is in."""
     total = scored.bootstrap_B.sum() * 0.7
     for at, name in enumerate(COLUMNS[:3]):

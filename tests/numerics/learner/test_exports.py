@@ -67,7 +67,7 @@ def test_what_is_exported_is_read_by_transformers_and_scores_as_the_learner(
     with torch.no_grad():
         for one in held.lm.parameters():
             one.add_(0.01)
-    hf_files.export(policy.gathered(held, dtype), str(path), tmp_path / "final", dtype)
+    hf_files.export(policy.gather_weights(held, dtype), str(path), tmp_path / "final", dtype)
     own: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").eval()
     assert own.dtype == getattr(torch, dtype) == AutoModelForCausalLM.from_pretrained(tmp_path / "final").dtype
     assert_scores_as(tmp_path / "final", held, 1e-5 if dtype == "float32" else 0.03)
@@ -158,7 +158,7 @@ def test_generation_settings_that_are_fine_are_those_of_the_model(start: Path, t
     (path / "generation_config.json").unlink()
     if content is not None:
         (path / "generation_config.json").write_text(json.dumps(content))
-    made = generation.of(path)
+    made = generation.read_settings(path)
     assert not made.notes and made.config.eos_token_id == (content or {}).get("eos_token_id")
 
 

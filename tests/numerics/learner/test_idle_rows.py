@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import policy
 from streamppo.learner.objective import idle_rows
-from streamppo.learner.objective.idle_rows import Rows
+from streamppo.learner.objective.idle_rows import IdleRows
 from streamppo.queue.store import batch_parts
 from streamppo.types import Batch
 
@@ -77,9 +77,9 @@ BATCHES = {
 }
 
 
-def all_rows(_: object, batch: PaddedBatch) -> Rows:
+def all_rows(_: object, batch: PaddedBatch) -> IdleRows:
     every_B = torch.ones(len(batch.reward_B), dtype=torch.bool)
-    return Rows(every_B, every_B, ~every_B)
+    return IdleRows(every_B, every_B, ~every_B)
 
 
 def weights(folder: Path, overrides: tuple[str, ...], batch: Batch, *, leave: bool) -> case.Weights:
@@ -160,7 +160,7 @@ def test_an_update_of_which_two_thirds_teach_nothing_passes_over_a_third(
     passed: list[int] = []
     forward = policy.Policy.forward
 
-    def counted(self: policy.Policy, rows: PaddedBatch, part: policy.Part) -> policy.Scored:
+    def counted(self: policy.Policy, rows: PaddedBatch, part: policy.Part) -> policy.PolicyOutput:
         passed.append(len(rows.reward_B))
         return forward(self, rows, part)
 

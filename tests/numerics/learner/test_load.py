@@ -17,7 +17,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from streamppo.algorithms.chunked_head import Shape
+from streamppo.algorithms.chunked_head import LogitShape
 from streamppo.errors import ModelError
 from streamppo.learner.attention import layers
 from streamppo.learner.model import lm_head, load_policy
@@ -103,7 +103,7 @@ def test_a_model_that_does_more_to_its_logits_than_its_settings_say_is_refused(
 ) -> None:
     torch.manual_seed(5)
     GraniteForCausalLM(GraniteConfig(**case.SMALL, logits_scaling=8.0)).save_pretrained(tmp_path / "policy")
-    monkeypatch.setattr(lm_head, "shape_of", lambda _: Shape())
+    monkeypatch.setattr(lm_head, "shape_of", lambda _: LogitShape())
     with pytest.raises(ModelError, match=r"more to its logits than the learner knows.* would be up to [0-9.]+ nats"):
         load(tmp_path, "head", init_device_mesh("cpu", (1,)))
 

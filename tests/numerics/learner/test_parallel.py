@@ -15,16 +15,16 @@ from streamppo.errors import ConfigError, ModelError
 from streamppo.learner.attention import prefix_sharing
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.checkpoint import checkpoint
-from streamppo.learner.checkpoint.checkpoint import Saver, Trained
-from streamppo.learner.checkpoint.manifest import State
+from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
+from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.device import mesh_of
 from streamppo.learner.model import load_policy, optimizer, weight_files
 from streamppo.learner.model import policy as model
 from streamppo.learner.model.reference import follow
 from streamppo.learner.model.snapshot import snapshot
 from streamppo.learner.parallel import context_parallel, expert_parallel, tensor_parallel
-from streamppo.weights.buckets import Buckets, packed
-from streamppo.weights.pusher import Pushed
+from streamppo.weights.buckets import Buckets, pack_whole
+from streamppo.weights.pusher import PushedVersion
 from streamppo.weights.shares import join
 
 RANKS = 4
@@ -76,8 +76,8 @@ def made(ranks: int, folder: Path, cases: tuple[tuple[str, ...], ...]) -> list[A
         snapshot(updater.policy, buckets.tensors)
         pushes: list[Any] = [None] * ranks
         dist.all_gather_object(pushes, buckets.push(1, rank=dist.get_rank(), ranks=ranks).push)
-        gathered = model.gathered(updater.policy, "bfloat16")
-        digests = join(pushes).digest, packed(1, gathered, 3000).push.digest if gathered else ""
+        gathered = model.gather_weights(updater.policy, "bfloat16")
+        digests = join(pushes).digest, pack_whole(1, gathered, 3000).push.digest if gathered else ""
         found.append((case.whole(updater.policy), metrics, digests))
     return found
 
@@ -106,10 +106,10 @@ def saved(ranks: int, folder: Path, out: Path, mesh: str) -> dict[str, Any]:
     updater = case.updater(config, folder)
     updater.optimizer = optimizer.adamw(updater.policy, config)
     case.metrics(updater, pad(case.batch(seed=1)))
-    trained, done = Trained(updater.policy, updater.optimizer, None), Future[Pushed]()
-    done.set_result(Pushed("", 0.0, 0))
-    saver = Saver(checkpoint.own_group(), config.checkpoint)
-    saver.start(out, State(version=1, digest="", ranks=ranks, beta=0.0, bad_steps=(0, 0)), trained, done)
+    trained, done = TrainState(updater.policy, updater.optimizer, None), Future[PushedVersion]()
+    done.set_result(PushedVersion("", 0.0, 0))
+    saver = Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
+    saver.start(out, CheckpointState(version=1, digest="", ranks=ranks, beta=0.0, bad_steps=(0, 0)), trained, done)
     saver.wait()
     dist.barrier()
     after: list[case.Weights] = []
@@ -175,7 +175,7 @@ def all_to_the_first(ranks: int, computes: str) -> list[Any]:
     experts.num_experts = 1
     tokens_ND = torch.randn(5, 32, requires_grad=True)
     to_first = torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1)
-    expert_parallel.to_experts(experts, dist.group.WORLD, 1, tokens_ND, *to_first).sum().backward()  # pyright: ignore
+    expert_parallel.dispatch_to_experts(experts, dist.group.WORLD, 1, tokens_ND, *to_first).sum().backward()  # pyright: ignore
     assert tokens_ND.grad is not None and tokens_ND.grad.any()
     found: list[Any] = [None] * ranks
     dist.all_gather_object(found, [None if one.grad is None else bool(one.grad.any()) for one in experts.parameters()])

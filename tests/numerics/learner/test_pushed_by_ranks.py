@@ -45,7 +45,7 @@ def pushes(ranks: int, path: str, dtype: str, layer_by_layer: bool) -> dict[str,
         # All ranks gather, whether they send something or not.
         everybody: list[object] = [None] * ranks
         dist.all_gather_object(everybody, (mine.push, mine.arrays))
-        gathered = model.gathered(policy, dtype)
+        gathered = model.gather_weights(policy, dtype)
         if dist.get_rank() == 0:
             parts = [one for one in everybody if isinstance(one, tuple)]
             push: Push = join([part for part, _ in parts])

@@ -190,13 +190,13 @@ def test_a_value_after_the_last_token_that_is_not_finite_is_refused_wherever_it_
 ) -> None:
     updater, padded = case.updater(case.config_of(), folder), pad(case.batch())
     finished = padded.truncated_B.logical_not().nonzero()[0]
-    before = Scorer._before
+    before = Scorer._score_batch
 
     def poisoned(scorer: Scorer, objective: Objective, batch: PaddedBatch):
         scored, graph = before(scorer, objective, batch)
         return scored._replace(bootstrap_B=scored.bootstrap_B.index_fill(0, finished, torch.nan)), graph
 
-    monkeypatch.setattr(Scorer, "_before", poisoned)
+    monkeypatch.setattr(Scorer, "_score_batch", poisoned)
     with pytest.raises(UpdateError, match=rf"bootstrap\[{int(finished)}\] = nan"):
         updater.update(padded)
 

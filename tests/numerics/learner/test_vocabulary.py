@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model import lm_head, load_policy, policy
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.tasks import tokenizer
 from streamppo.tasks.tokenizer import character_tokenizer
@@ -89,7 +89,7 @@ def test_engine_and_learner_agree_about_the_distribution(tmp_path: Path) -> None
     assert unknown and min(unknown) == KNOWN
 
     async def complete() -> list[Completion]:
-        ends = Ends(unknown=unknown)
+        ends = EndTokens(unknown=unknown)
         engine = EmbeddedEngine(model.config, tensors, version=3, slots=4, max_total_tokens=64, ends=ends, seed=7)
         try:
             prompts = [np.array([n % KNOWN], np.int32) for n in range(12)]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from streamppo.errors import ModelError
 from streamppo.learner.model import load_policy, weight_files
 from streamppo.learner.model.policy import Policy
-from streamppo.learner.model.weight_files import Files, Source
+from streamppo.learner.model.weight_files import ParameterSource, TensorFiles
 
 LAYERS = 5
 BY_RANK_0 = {"FalconH1", "Nemotron"}
@@ -49,15 +49,15 @@ def test_rows_are_those_that_transformers_loads(family: str, tmp_path: Path) -> 
 def loaded(ranks: int, folder: Path, critic: str) -> dict[str, Any]:
     """The weights and buffers of all ranks, and the rows that each has read beyond the first layers."""
     weight_files.LARGE = load_policy.SHARD_LAYERS_ABOVE = 0
-    read, reader = [0], Source.read
+    read, reader = [0], ParameterSource.read
 
-    def count(source: Source, files: Files, begin: int, end: int) -> torch.Tensor:
+    def count(source: ParameterSource, files: TensorFiles, begin: int, end: int) -> torch.Tensor:
         made = reader(source, files, begin, end)
         name = source.rows[0][0]
         read[0] += made.numel() * ("layers.3." in name or "layers.4." in name)
         return made
 
-    Source.read = count
+    ParameterSource.read = count
     before = torch.get_rng_state()
     policy = load_policy.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (ranks,)), critic)
     assert torch.equal(torch.get_rng_state(), before), "random numbers moved on"
@@ -92,8 +92,8 @@ def test_what_is_in_no_file_comes_from_rank_0(critic: str, adapted: bool, folder
 def test_files_that_would_be_read_wrongly_are_read_by_rank_0_which_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader = Source.read
-    monkeypatch.setattr(Source, "read", lambda *arguments: reader(*arguments) * 2)
+    reader = ParameterSource.read
+    monkeypatch.setattr(ParameterSource, "read", lambda *arguments: reader(*arguments) * 2)
     caplog.set_level(logging.INFO)
     policy = load_policy.load(case.config_of().model, folder, 1.0, init_device_mesh("cpu", (1,)))
     own: Any = AutoModelForCausalLM.from_pretrained(folder)

@@ -189,10 +189,10 @@ def test_a_reward_that_cannot_stand_alone_is_refused_in_a_sentence(
 def test_an_imported_reward_is_named_by_its_module_or_its_file() -> None:
     import several_rewards
 
-    assert custom_reward.given(arithmetic.score).function == "streamppo.tasks.library.arithmetic:score"
+    assert custom_reward.write_out(arithmetic.score).function == "streamppo.tasks.library.arithmetic:score"
     name = next(
         name for name, value in vars(several_rewards).items() if getattr(value, "__module__", "") == "several_rewards"
     )
-    found = custom_reward.given(getattr(several_rewards, name))
+    found = custom_reward.write_out(getattr(several_rewards, name))
     assert (found.function, found.source) == (f"{SUPPORT / 'several_rewards.py'}:{name}", "")
     assert FunctionScorer(function=found.function)

@@ -125,7 +125,7 @@ def test_rows_that_an_engine_would_compute_otherwise_are_an_error(
 )
 def test_sampling_that_the_model_asks_for_is_named_once(tmp_path: Path, generation: object, said: str | None) -> None:
     folder_of(tmp_path, generation=generation)
-    got = list(sampling.ignored(config_of(f"model.path={tmp_path}")))
+    got = list(sampling.name_ignored(config_of(f"model.path={tmp_path}")))
     assert [one.state for one in got] == ["note"] * (said is not None)
     assert said is None or said in got[0].text
 
@@ -133,8 +133,8 @@ def test_sampling_that_the_model_asks_for_is_named_once(tmp_path: Path, generati
 def test_sampling_that_the_configuration_has_too_is_not_named(tmp_path: Path) -> None:
     folder_of(tmp_path, generation={"temperature": 0.7, "top_k": 20})
     chosen = [f"model.path={tmp_path}", "rollout.temperature=0.7", "rollout.top_k=20"]
-    assert not list(sampling.ignored(config_of(*chosen)))
-    (one,) = sampling.ignored(config_of(*chosen[:2]))
+    assert not list(sampling.name_ignored(config_of(*chosen)))
+    (one,) = sampling.name_ignored(config_of(*chosen[:2]))
     assert "has top_k 20, which" in one.text and "temperature 0.7, top_p 1, top_k 0 and nothing else" in one.text
 
 

@@ -103,6 +103,8 @@ def test_another_driver_is_found_before_anything_else(run: Path, capsys: pytest.
 
 
 def test_a_kind_that_changes_is_described_with_its_fields(math_config: Callable[..., Config]) -> None:
-    lines = diff.described(math_config(), math_config("algorithm.advantage.kind=grpo", "queue.samples_per_prompt=4"))
+    lines = diff.describe_changes(
+        math_config(), math_config("algorithm.advantage.kind=grpo", "queue.samples_per_prompt=4")
+    )
     assert "algorithm.advantage.gamma: 1.0 -> none" in lines
     assert any(line.startswith("algorithm.advantage") and "grpo" in line for line in lines)

@@ -77,7 +77,7 @@ def given(folder: Path, source: DataTask, *rows: dict[str, Any]) -> list[tuple[P
     made.save_pretrained(folder / "tokenizer")
     tokenizer = Tokenizer(folder / "tokenizer")
     built = task.build(source, 1, tokenizer)
-    return list(trial._given(jsonl(folder, *rows), built, source.sources["data"], tokenizer))
+    return list(trial._read_completions(jsonl(folder, *rows), built, source.sources["data"], tokenizer))
 
 
 @pytest.fixture
@@ -128,4 +128,4 @@ def test_a_prompt_that_the_engine_refuses_is_a_row_of_the_table(math_config: Cal
 
     one: Any = Refusing()
     tried = asyncio.run(trial._sample(math_config(), one, one, Prompt(text="1+1=", columns={})))
-    assert tried == trial.Tried("", None, "a prompt of 99 tokens does not fit", 0.0)
+    assert tried == trial.TriedCompletion("", None, "a prompt of 99 tokens does not fit", 0.0)

@@ -17,7 +17,7 @@ from report_case import run_folder
 
 from streamppo import cli, loop
 from streamppo.api import child
-from streamppo.api.messages import Request
+from streamppo.api.messages import RunRequest
 from streamppo.commands import run_argument
 from streamppo.config import consent
 from streamppo.config import file as configfile
@@ -214,7 +214,7 @@ def test_code_that_updates_of_the_past_are_made_again_with_is_asked_for(
 def test_a_script_that_goes_on_with_a_strangers_run_is_refused_too(foreign: Path, tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(ConfigError, match="--trust"):
-        child._resume(Request(folder=str(foreign)), theirs)  # pyright: ignore[reportPrivateUsage]
+        child._resume(RunRequest(folder=str(foreign)), theirs)  # pyright: ignore[reportPrivateUsage]
     assert not (tmp_path / "ran").exists()
 
 

@@ -152,7 +152,7 @@ def ignores(pid: int, number: int) -> bool:
 
 def living(mark: str) -> list[int]:
     found: list[int] = []
-    for pid in orphans.marked(mark):
+    for pid in orphans.marked_processes(mark):
         with suppress(psutil.Error):
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found.append(pid)

@@ -42,7 +42,7 @@ def test_what_has_been_written_is_not_written_again_and_each_change_is() -> None
             lambda: rules.put(done(ticket)),
             # Nothing but a counter changes.
             lambda: rules.put(done(ticket)),
-            lambda: rules.lost("b"),
+            lambda: rules.mark_dead("b"),
         ]
         for number, change in enumerate(changes, start=2):
             change()

@@ -8,7 +8,7 @@ from conftest import COUNTERS, trajectory
 
 from streamppo.commands.look import inspect as inspection
 from streamppo.errors import JournalError
-from streamppo.queue.rules.records import Changes, Made
+from streamppo.queue.rules.records import Changes, PublishedVersion
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import Archive
 from streamppo.queue.store.journal import Journal
@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     for version, prompts in PROMPTS.items():
         rows = tuple(trajectory([5, 6], number=prompt) for prompt in prompts)
         archived = made.write(Batch(version=version, min_version=version, trajectories=rows))
-        one = Made(version=version + 1, digest="", archived=archived)
+        one = PublishedVersion(version=version + 1, digest="", archived=archived)
         counters = msgspec.structs.replace(COUNTERS, version=version + 1)
         journal.write(Changes(counters), [one], made.settle)
     journal.close()

@@ -8,7 +8,7 @@ import pytest
 from conftest import trajectory
 from test_handout import Store
 
-from streamppo.queue.shards.batch_refs import Handout, encoded
+from streamppo.queue.shards.batch_refs import Handout, encode_slowly
 from streamppo.queue.store import batch_parts
 from streamppo.types import Batch, Outline, Tokens, decode, encode
 
@@ -26,8 +26,8 @@ def batch(rows: int = 64, prompt: int = 400, completion: int = 1000) -> Batch:
 def test_parts_that_are_encoded_piece_by_piece_are_encoded_as_a_whole(rows: int) -> None:
     whole = msgspec.structs.replace(batch(1, 3, 2), trajectories=batch(1, 3, 2).trajectories * rows)
     outline, tokens = batch_parts.outline_of(whole), batch_parts.tokens_of(whole, range(rows))
-    assert encoded(outline).tobytes() == encode(outline)
-    assert encoded(tokens).tobytes() == encode(tokens)
+    assert encode_slowly(outline).tobytes() == encode(outline)
+    assert encode_slowly(tokens).tobytes() == encode(tokens)
 
 
 def test_the_parts_of_all_rows_are_the_batch_and_other_rows_are_zeros_of_their_length() -> None:

@@ -51,7 +51,7 @@ def test_a_model_of_letters_reads_and_writes_them(
     tokenizer = Tokenizer(tmp_path / "model")
     for prompt in warmup_data.prepare(config_of(LETTERS, tmp_path)).problems:
         assert tokenizer.decode(tokenizer.encode(prompt)) == prompt.text
-        assert tokenizer.decode(tokenizer.sampled(prompt.columns["answer"], "stop")) == prompt.columns["answer"]
+        assert tokenizer.decode(tokenizer.encode_turn(prompt.columns["answer"], "stop")) == prompt.columns["answer"]
     assert "supervised step 0/1" in logged.text
 
 

@@ -21,7 +21,7 @@ from streamppo.tasks.scorers import answers, format_reward, maths
 from streamppo.tasks.scorers.capture import LAUNCHER
 from streamppo.tasks.scorers.code import CodeTests, program_of
 from streamppo.tasks.scorers.launcher import FILE_BYTES
-from streamppo.tasks.scorers.sandbox import Limits, Local, Ran
+from streamppo.tasks.scorers.sandbox import Local, Ran, RunLimits
 from streamppo.types import Prompt, Reward, ScoredText
 
 
@@ -44,7 +44,7 @@ def text(completion: str, finish: str = "stop", num_tokens: int = 1) -> ScoredTe
     ],
 )
 def test_the_last_box_is_found_with_its_braces_balanced(completion: str, found: str | None) -> None:
-    assert answers.boxed(completion) == found
+    assert answers.extract_boxed(completion) == found
 
 
 MATH = maths.Math()
@@ -253,7 +253,7 @@ def run_tests(completion: str, tests: Any, **how: Any) -> Reward:
 
 
 def run_locally(program: str, **how: Any) -> Ran:
-    return asyncio.run(Local(**how).run(program, "", Limits(timeout_s=30.0)))
+    return asyncio.run(Local(**how).run(program, "", RunLimits(timeout_s=30.0)))
 
 
 def test_the_score_is_the_share_of_tests_that_pass() -> None:

@@ -11,11 +11,11 @@ from streamppo.driver import report
 from streamppo.errors import RunError
 from streamppo.telemetry.diagnosis import Diagnosis
 from streamppo.telemetry.live.display import state_of
-from streamppo.telemetry.live.state import State
-from streamppo.telemetry.metrics_file import Follower, Line
+from streamppo.telemetry.live.state import RunState
+from streamppo.telemetry.metrics_file import Line, LineReader
 from streamppo.telemetry.record import read_summary
-from streamppo.telemetry.report.view import Row, View
-from streamppo.telemetry.watch.sections import Shown
+from streamppo.telemetry.report.view import NamedNumber, View
+from streamppo.telemetry.watch.sections import RunView
 from streamppo.types import QueueReport
 
 JOURNAL_S = 10.0
@@ -24,14 +24,14 @@ AHEAD = 2
 """Updates of a running run that the journal has, and metrics.jsonl has not: their lines come when the driver reads."""
 
 
-class Watched(Protocol):
+class CurveSource(Protocol):
     """Something with curves: a run, or a replay."""
 
     def tag(self) -> str:
         """Look for news; returns a word that is another one after there were some."""
         ...
 
-    def shown(self) -> Shown:
+    def run_view(self) -> RunView:
         """The run as it was when `tag` was called last."""
         ...
 
@@ -41,14 +41,14 @@ class WatchedRun:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
-        self._lines = Follower(folder)
+        self._lines = LineReader(folder)
         self._begun = 0
         self._journal_at = -JOURNAL_S
-        self._found: tuple[QueueReport | None, Sequence[Row]] = (None, ())
+        self._found: tuple[QueueReport | None, Sequence[NamedNumber]] = (None, ())
         self._looks = 0
         self._condition = ""
         self.view = View(name, [])
-        self.config = report.tried(self.view, lambda: configfile.load(folder / configfile.CONFIG))
+        self.config = report.try_part(self.view, lambda: configfile.load(folder / configfile.CONFIG))
         self._notes = list(self.view.notes)
         self.view.config = configfile.show(self.config) if self.config else ""
         self._begin()
@@ -56,7 +56,7 @@ class WatchedRun:
     def tag(self) -> str:
         """Read the new lines, and now and then the journal."""
         self._read()
-        self._condition = report.tried(self.view, self._state_of_driver) or self.view.outcome
+        self._condition = report.try_part(self.view, self._state_of_driver) or self.view.outcome
         is_due = time.monotonic() - self._journal_at >= JOURNAL_S and not self._is_early
         if self._state.version and is_due:
             self._look_into_journal()
@@ -65,26 +65,26 @@ class WatchedRun:
             self._show_journal()
         return f"{self._begun}-{len(self.view.lines)}-{self._looks}-{self._condition}"
 
-    def shown(self) -> Shown:
+    def run_view(self) -> RunView:
         """The run as it was when `tag` was called last."""
-        return Shown(self.view, self._state, self._condition)
+        return RunView(self.view, self._state, self._condition)
 
     def _begin(self) -> None:
         """Forget the lines: there is another file."""
         config, name = self.config, self.view.name
-        self._state = state_of(config, self._folder) if config else State(name, str(self._folder), 0, "", 0)
+        self._state = state_of(config, self._folder) if config else RunState(name, str(self._folder), 0, "", 0)
         self._diagnosis = Diagnosis(config) if config else None
 
     def _read(self) -> None:
-        if new := report.tried(self.view, self._lines.read):
-            report.tried(self.view, lambda: self._take(new))
+        if new := report.try_part(self.view, self._lines.read):
+            report.try_part(self.view, lambda: self._take(new))
 
     def _take(self, new: Sequence[Line]) -> None:
         if self._lines.times_begun != self._begun:
             self._begun = self._lines.times_begun
             self._begin()
         self.view.lines = self._lines.content.lines
-        self.view.summary = report.tried(self.view, lambda: read_summary(self._folder))
+        self.view.summary = report.try_part(self.view, lambda: read_summary(self._folder))
         for line in new:
             self._state.add(line)
             if self._diagnosis is not None:
@@ -98,7 +98,7 @@ class WatchedRun:
         before, self.view.notes = self.view.notes, [*self._notes, *self._lines.content.damage]
         if (config := self.config) is not None:
             # A journal that is gone changes nothing about what was read.
-            found = report.tried(self.view, lambda: report.of_journal(config, self._folder, self.view.notes))
+            found = report.try_part(self.view, lambda: report.read_counters(config, self._folder, self.view.notes))
             self._found = found or self._found
         self._looks += self.view.notes != before
 
@@ -133,6 +133,6 @@ class WatchedReplay:
         """Return a word that never changes: a replay does not go on."""
         return ""
 
-    def shown(self) -> Shown:
+    def run_view(self) -> RunView:
         """The replay."""
-        return Shown(self._view, State(self._view.name, "", 0, "", 0), "replayed")
+        return RunView(self._view, RunState(self._view.name, "", 0, "", 0), "replayed")

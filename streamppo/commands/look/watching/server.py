@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from streamppo.commands.look.watching.run_tail import Watched, WatchedReplay, WatchedRun
+from streamppo.commands.look.watching.run_tail import CurveSource, WatchedReplay, WatchedRun
 from streamppo.commands.look.watching.trajectories import Trajectories
 from streamppo.config import file as configfile
 from streamppo.errors import StreamppoError
@@ -53,7 +53,7 @@ class Page:
         for path in _siblings(folder):
             if path not in others:
                 self._paths[_name(path, set(self._paths))] = path
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, CurveSource] = {}
         self._lock = Lock()
         self._name = folder.name
 
@@ -73,7 +73,7 @@ class Page:
         # Several pages may ask at a time, each in a thread.
         with self._lock:
             names = request.query_params.getlist("with")
-            chosen = [self._run, *map(self._compared, names)]
+            chosen = [self._run, *map(self._comparison, names)]
             tag = " ".join([*names, *(one.tag() for one in chosen)])
             answer: dict[str, object] = {"tag": tag, "again_s": SHORTEST_S}
             if tag != request.query_params.get("tag"):
@@ -97,7 +97,7 @@ class Page:
             raise StreamppoError("the run's configuration cannot be read, and so neither can its archive")
         return self._trajectories
 
-    def _compared(self, name: str) -> Watched:
+    def _comparison(self, name: str) -> CurveSource:
         """A run or a replay by the name that the page has for it."""
         if name not in self._paths:
             raise StreamppoError(f"{name}: no such run is beside this one")
@@ -121,7 +121,7 @@ def application(folder: Path, others: list[Path], token: str | None) -> Starlett
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK), www_redirect=False)
     if token is not None:
         guard = Middleware(BaseHTTPMiddleware, dispatch=_asking_for(token))
-    handlers = {StreamppoError: _refused, Exception: _failed}
+    handlers = {StreamppoError: _refusal, Exception: _fault}
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
 
@@ -146,11 +146,11 @@ def _is(token: str, given: str | None) -> bool:
     return secrets.compare_digest(token.encode(), (given or "").encode(errors="replace"))
 
 
-def _refused(_: Request, error: Exception) -> Response:
+def _refusal(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, status_code=404)
 
 
-def _failed(_: Request, error: Exception) -> Response:
+def _fault(_: Request, error: Exception) -> Response:
     """A fault of ours: the page has its sentence, and the terminal its traceback."""
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from streamppo.commands.look.rows import Rows
+from streamppo.commands.look.rows import RunRows
 from streamppo.config.sections import Config, model_path
 from streamppo.driver import report
 from streamppo.driver.report import Decode
@@ -39,7 +39,7 @@ LEARNED = {
 """The learner's numbers, with their name, meaning and colour."""
 
 
-class Column(TypedDict):
+class TokenColumn(TypedDict):
     """A number for each token of a completion; None where the policy did not sample it, or where there is none.
 
     `kind` says how it is coloured: "more" from pale to deep, "less" the other way, "both" by its sign, around 0.
@@ -51,7 +51,7 @@ class Column(TypedDict):
     values: list[float | None]
 
 
-class Row(TypedDict):
+class ListedTrajectory(TypedDict):
     """A trajectory in the list of its batch; `lag` is that of its oldest token."""
 
     row: int
@@ -64,7 +64,7 @@ class Row(TypedDict):
     begins: str
 
 
-class Part(TypedDict):
+class RewardPart(TypedDict):
     """The reward, or one of its components, over the trajectories of a batch that have it."""
 
     name: str
@@ -82,11 +82,11 @@ class BatchContent(TypedDict):
     update: int
     updates: list[int]
     rewards: str
-    parts: list[Part]
-    rows: list[Row]
+    parts: list[RewardPart]
+    rows: list[ListedTrajectory]
 
 
-class Opened(TypedDict):
+class OpenedTrajectory(TypedDict):
     """One trajectory, token by token; `left_out` are tokens at its end that are not shown.
 
     `row_columns` are (name, value) of the columns that rewards get, or `row_missing` the reason that there are none.
@@ -104,7 +104,7 @@ class Opened(TypedDict):
     texts: list[str]
     ids: list[int]
     sampled: list[bool]
-    columns: list[Column]
+    columns: list[TokenColumn]
     left_out: int
     missing: str
 
@@ -115,7 +115,7 @@ class Trajectories:
     def __init__(self, folder: Path, config: Config) -> None:
         self._folder = folder
         self._model = Path(model_path(config, folder))
-        self._rows = Rows(config, folder)
+        self._rows = RunRows(config, folder)
         self._batch = lru_cache(maxsize=KEPT)(self._read)
 
     @cached_property
@@ -137,14 +137,14 @@ class Trajectories:
             "rows": [_row(found, number, self._decode) for number in range(len(found.trajectories))],
         }
 
-    def open(self, update: int, row: int) -> Opened:
+    def open(self, update: int, row: int) -> OpenedTrajectory:
         """Trajectory number `row` of a batch. Raises `JournalError` if it is not kept, or the batch has no such row."""
         found, learned = self._batch(update - 1)
         if not 0 <= row < len(found.trajectories):
             raise JournalError(f"update {update} has no trajectory {row}: there are {len(found.trajectories)}")
         one = found.trajectories[row]
         tokens = ints(one.tokens)[:SHOWN_TOKENS]
-        behind = self._rows.of(one)
+        behind = self._rows.row_of(one)
         columns = _columns(found, one, {name: column[row] for name, column in learned.items()})
         return {
             "update": update,
@@ -166,7 +166,7 @@ class Trajectories:
 
     def _read(self, version: int) -> tuple[Batch, dict[str, list[Floats]]]:
         """A batch, and what is kept of the learner's numbers for each of its completions, by their names."""
-        return archive.open(self._folder).batch_and_learned(version)
+        return archive.open(self._folder).batch_and_record(version)
 
 
 def _title(one: Trajectory) -> str:
@@ -174,7 +174,7 @@ def _title(one: Trajectory) -> str:
     return f"prompt {identity.prompt}, sample {identity.sample}, attempt {identity.attempt}, by {one.actor}"
 
 
-def _row(batch: Batch, number: int, decode: Decode) -> Row:
+def _row(batch: Batch, number: int, decode: Decode) -> ListedTrajectory:
     one = batch.trajectories[number]
     return {
         "row": number,
@@ -188,7 +188,7 @@ def _row(batch: Batch, number: int, decode: Decode) -> Row:
     }
 
 
-def _parts(trajectories: Sequence[Trajectory]) -> list[Part]:
+def _parts(trajectories: Sequence[Trajectory]) -> list[RewardPart]:
     columns: dict[str, list[float]] = {"reward": [one.reward for one in trajectories]}
     for one in trajectories:
         for name, value in one.components.items():
@@ -202,7 +202,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> list[Part]:
 # --- columns -------------------------------------------------------------------------------------------------
 
 
-def _columns(batch: Batch, one: Trajectory, learned: Mapping[str, Floats]) -> list[Column]:
+def _columns(batch: Batch, one: Trajectory, learned: Mapping[str, Floats]) -> list[TokenColumn]:
     """The numbers of each token that are known of this trajectory."""
     mask, versions, logprobs = flags(one.mask), ints(one.versions), floats(one.logprobs)
     found = [
@@ -237,7 +237,7 @@ def _columns(batch: Batch, one: Trajectory, learned: Mapping[str, Floats]) -> li
     return found
 
 
-def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: NDArray[np.bool_]) -> Column:
+def _column(name: str, text: str, kind: str, values: NDArray[np.generic], mask: NDArray[np.bool_]) -> TokenColumn:
     numbers = np.asarray(values, dtype=np.float64).tolist()
     known = [
         value if is_sampled and math.isfinite(value) else None for value, is_sampled in zip(numbers, mask, strict=True)

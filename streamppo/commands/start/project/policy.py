@@ -24,7 +24,7 @@ TINY_PARAMETERS = 90_000
 FLOAT32 = 4
 
 
-class Policy(NamedTuple):
+class PolicyModel(NamedTuple):
     """The model at `path`. `cache` are bytes of one token in an engine's cache; None if it is not known.
 
     `chat` tells if its tokenizer has a template. `folder` is None if the model is not here: the rest is then guessed.
@@ -59,17 +59,17 @@ class Policy(NamedTuple):
         return lambda prompt: len(tokenizer.ids(prompt))
 
 
-def look(path: str) -> Policy:
+def look(path: str) -> PolicyModel:
     """Look at the model at `path`. Raises `ConfigError` for a path at which there is none."""
     if path == BUILTIN:
-        return Policy(path, None, "qwen2", TINY_PARAMETERS, warmup_data.CONTEXT, None, chat=False)
+        return PolicyModel(path, None, "qwen2", TINY_PARAMETERS, warmup_data.CONTEXT, None, chat=False)
     folder, found = folders.find(path, "model")
     if folder is None and folders.looks_like_path(path):
         raise ConfigError(f"--model: {found.text}")
     if folder is None:
-        return Policy(path, None, "", _by_name(path), UNKNOWN_CONTEXT, None, chat=_is_chat_by_name(path))
+        return PolicyModel(path, None, "", _by_name(path), UNKNOWN_CONTEXT, None, chat=_is_chat_by_name(path))
     settings = _settings(Path(folder))
-    return Policy(
+    return PolicyModel(
         path,
         folder,
         str(settings.get("model_type", "")),

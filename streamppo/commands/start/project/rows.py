@@ -10,7 +10,7 @@ from streamppo.errors import ConfigError, TaskError
 from streamppo.tasks import data as data_sets
 from streamppo.tasks import dataset_files
 from streamppo.tasks.dataset_files import Row
-from streamppo.tasks.rewards.scoring import recognised
+from streamppo.tasks.rewards.scoring import detect
 from streamppo.types import Prompt
 
 PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input", "conversation", "text")
@@ -28,7 +28,7 @@ Measure = Callable[[Prompt], int]
 """Tokens of a prompt, as the model reads it."""
 
 
-class Rows(NamedTuple):
+class DataRows(NamedTuple):
     """`total` rows of the data set `data`, whose prompts are texts or `messages`.
 
     Lengths of prompts and of answers that are texts are in tokens, and of the first `MEASURED` rows.
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         return max(self.answers, default=0)
 
 
-def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: Measure, *, chat: bool) -> Rows:
+def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: Measure, *, chat: bool) -> DataRows:
     """Look at the rows of `data`, whose prompt and answer are in `columns`; empty names are found out.
 
     Raises `ConfigError` if the prompt cannot be told, or if `reward` asks for a column that no row has.
@@ -61,7 +61,7 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: M
     try:
         rows = [row for _, row in islice(dataset_files.rows(data, "train"), MEASURED)]
         total = len(rows) + sum(1 for _ in islice(dataset_files.rows(data, "train"), len(rows), None))
-        needs = recognised(reward)[0]
+        needs = detect(reward)[0]
     except TaskError as error:
         raise ConfigError(str(error)) from error
     if not rows:
@@ -82,7 +82,7 @@ def look(data: str, reward: FunctionScorer, columns: tuple[str, str], measure: M
         answers = [measure(Prompt(text=text, columns={})) for text in texts]
     except TaskError as error:
         raise ConfigError(str(error)) from error
-    return Rows(data, total, prompt, answer, isinstance(_at(rows[0], prompt), list), lengths, answers)
+    return DataRows(data, total, prompt, answer, isinstance(_at(rows[0], prompt), list), lengths, answers)
 
 
 def _prompt_column(data: str, rows: Sequence[Row], named: str) -> str:

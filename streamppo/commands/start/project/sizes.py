@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
-from streamppo.commands.start.project.policy import Policy
-from streamppo.commands.start.project.rows import MEASURED, Rows
+from streamppo.commands.start.project.policy import PolicyModel
+from streamppo.commands.start.project.rows import MEASURED, DataRows
 from streamppo.errors import ConfigError
 
 SMALL = 20_000_000
@@ -25,7 +25,7 @@ VERSIONS = 3
 MIB = 2**20
 
 
-class Completion(NamedTuple):
+class LengthGuess(NamedTuple):
     """Tokens of prompt and completion, with the reason for the latter; `left_out` measured prompts are longer."""
 
     max_prompt_tokens: int
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     held_out: float
     evaluated: int
     object_store_mib: int
-    completion: Completion
+    completion: LengthGuess
     places: Places
 
     @property
@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
         return 2 * self.slots
 
 
-def choose(policy: Policy, rows: Rows, gpus: int, memory_mib: int) -> Sizes:
+def choose(policy: PolicyModel, rows: DataRows, gpus: int, memory_mib: int) -> Sizes:
     """Choose for `gpus` GPUs, or for a CPU with so much memory. Raises `ConfigError` if no prompt fits the model."""
     small, length = is_small(policy), completion(policy, rows, gpus)
     share = min(0.25, max(0.05, 32 / rows.total))
@@ -85,12 +85,12 @@ def choose(policy: Policy, rows: Rows, gpus: int, memory_mib: int) -> Sizes:
     )
 
 
-def is_small(policy: Policy) -> bool:
+def is_small(policy: PolicyModel) -> bool:
     """Tell if the model is one that learns in minutes on a CPU."""
     return policy.parameters < SMALL
 
 
-def completion(policy: Policy, rows: Rows, gpus: int) -> Completion:
+def completion(policy: PolicyModel, rows: DataRows, gpus: int) -> LengthGuess:
     """Choose how long prompts and completions may be: together no longer than the model's context.
 
     Example: answers of up to 6 tokens, a model of 84,000 parameters -> 10 tokens: a quarter more, and their end
@@ -108,10 +108,10 @@ def completion(policy: Policy, rows: Rows, gpus: int) -> Completion:
             f"{rows.data}: the shortest prompt has {min(rows.prompts)} tokens, and {policy.path} reads "
             f"{policy.context} at once: no prompt fits it with its answer"
         )
-    return Completion(bound, max_tokens, why, left_out)
+    return LengthGuess(bound, max_tokens, why, left_out)
 
 
-def _wanted(policy: Policy, rows: Rows, gpus: int) -> tuple[int, str]:
+def _wanted(policy: PolicyModel, rows: DataRows, gpus: int) -> tuple[int, str]:
     answer = rows.longest_answer
     if is_small(policy) and answer:
         return math.ceil(1.25 * answer) + 2, f"answers have up to {answer} tokens: a quarter more, and the end"
@@ -123,11 +123,11 @@ def _wanted(policy: Policy, rows: Rows, gpus: int) -> tuple[int, str]:
     return usual, "the model writes before it answers" + (f", and answers have up to {answer} tokens" if answer else "")
 
 
-def _all_measured(policy: Policy, rows: Rows) -> bool:
+def _all_measured(policy: PolicyModel, rows: DataRows) -> bool:
     return policy.is_known and rows.total <= MEASURED
 
 
-def _slots(policy: Policy, length: Completion, memory_mib: int, *, most: int) -> int:
+def _slots(policy: PolicyModel, length: LengthGuess, memory_mib: int, *, most: int) -> int:
     """So many completions that their cache takes a quarter of the memory at most."""
     if policy.cache is None:
         return most

@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from streamppo.commands.start.project.policy import Policy
-from streamppo.commands.start.project.rows import Rows
+from streamppo.commands.start.project.policy import PolicyModel
+from streamppo.commands.start.project.rows import DataRows
 from streamppo.commands.start.project.sizes import Sizes, is_small
 
 
@@ -25,19 +25,19 @@ class Table(NamedTuple):
     lines: list[Line]
 
 
-class Chosen(NamedTuple):
+class ProjectChoices(NamedTuple):
     """All that a file is written from; `model`, `data` and `reward` are paths as they stand in it."""
 
     name: str
     model: str
     data: str
     reward: str
-    policy: Policy
-    rows: Rows
+    policy: PolicyModel
+    rows: DataRows
     sizes: Sizes
 
 
-def write(chosen: Chosen) -> str:
+def write(chosen: ProjectChoices) -> str:
     """Write the file."""
     quoted = shlex.quote(f"{chosen.name}.toml")
     head = f"# `streamppo run {quoted}`; `streamppo check {quoted}` looks it over. Change anything.\n"
@@ -52,7 +52,7 @@ def _table(table: Table) -> str:
     return head + "".join(lines)
 
 
-def _tables(chosen: Chosen) -> Iterator[Table]:
+def _tables(chosen: ProjectChoices) -> Iterator[Table]:
     sizes = chosen.sizes
     yield Table(
         "",
@@ -72,7 +72,7 @@ def _tables(chosen: Chosen) -> Iterator[Table]:
     yield from _around(chosen)
 
 
-def _model(chosen: Chosen) -> Iterator[Line]:
+def _model(chosen: ProjectChoices) -> Iterator[Line]:
     size = f"{chosen.policy.parameters:,} parameters" + ("" if chosen.policy.is_known else ", by its name")
     yield Line("path", _text(chosen.model), size)
     if chosen.sizes.places.gpus:
@@ -80,7 +80,7 @@ def _model(chosen: Chosen) -> Iterator[Line]:
         yield Line("gradient_checkpointing", '"full"', "activations are computed again: less memory, a third more time")
 
 
-def _task(chosen: Chosen) -> Iterator[Line]:
+def _task(chosen: ProjectChoices) -> Iterator[Line]:
     rows, length = chosen.rows, chosen.sizes.completion
     yield Line("data", _text(chosen.data), f"{rows.total:,} rows; their other columns reach the reward too")
     yield Line("prompt", _text(rows.prompt), "the column of the prompt")
@@ -94,7 +94,7 @@ def _task(chosen: Chosen) -> Iterator[Line]:
     yield Line("too_long", '"skip"', f"rows with a longer prompt are left out and counted{left_out}")
 
 
-def _reward(chosen: Chosen) -> list[Line]:
+def _reward(chosen: ProjectChoices) -> list[Line]:
     return [
         Line("function", _text(chosen.reward), "try it: `streamppo reward-test` and this file"),
         Line("timeout_s", "30.0", "a call that takes longer fails, and its prompt is sampled again"),
@@ -102,7 +102,7 @@ def _reward(chosen: Chosen) -> list[Line]:
     ]
 
 
-def _rollout(chosen: Chosen) -> Iterator[Line]:
+def _rollout(chosen: ProjectChoices) -> Iterator[Line]:
     sizes, places = chosen.sizes, chosen.sizes.places
     if places.gpus:
         engine = f'{{ kind = "sglang", mem_fraction_static = {places.memory_share:g} }}'
@@ -128,7 +128,7 @@ def _queue(sizes: Sizes) -> list[Line]:
     ]
 
 
-def _algorithm(chosen: Chosen) -> list[Line]:
+def _algorithm(chosen: ProjectChoices) -> list[Line]:
     lines = [
         Line("advantage", '"grpo"', "a completion against the others of its prompt; no critic is needed"),
         Line("zero_variance", '"mask"', "prompts whose completions all score the same teach nothing"),
@@ -142,7 +142,7 @@ def _algorithm(chosen: Chosen) -> list[Line]:
     ]
 
 
-def _learner(chosen: Chosen) -> Iterator[Line]:
+def _learner(chosen: ProjectChoices) -> Iterator[Line]:
     sizes, places = chosen.sizes, chosen.sizes.places
     small = is_small(chosen.policy)
     yield Line("lr", f"{sizes.lr:g}", "the rate for a model of this size; twice as high may diverge")
@@ -160,7 +160,7 @@ def _learner(chosen: Chosen) -> Iterator[Line]:
         yield Line("threads", "4", "CPU threads of a rank")
 
 
-def _around(chosen: Chosen) -> Iterator[Table]:
+def _around(chosen: ProjectChoices) -> Iterator[Table]:
     sizes = chosen.sizes
     yield Table(
         "evaluation",
@@ -180,7 +180,7 @@ def _around(chosen: Chosen) -> Iterator[Table]:
         yield Table("watchdog", [stall])
 
 
-def _passes(chosen: Chosen) -> str:
+def _passes(chosen: ProjectChoices) -> str:
     prompts = chosen.sizes.batch_size // chosen.sizes.samples
     rows = max(1, int(chosen.rows.total * (1 - chosen.sizes.held_out)))
     return f"updates of {prompts} prompts; all rows are seen once in {-(-rows // prompts)}"

@@ -35,10 +35,10 @@ def _forward(source: int, target: int, function: str) -> None:
             if passed <= WINDOW_BYTES < passed + len(chunk):
                 log.warning("%s prints more than %d KiB a minute: the rest is dropped", function, WINDOW_BYTES // 2**10)
             passed += len(chunk)
-            _write(write, _shown(kept))
+            _write(write, _sanitise(kept))
 
 
-def _shown(chunk: bytes) -> bytes:
+def _sanitise(chunk: bytes) -> bytes:
     """Make every line of it harmless."""
     text = chunk.decode(errors="replace")
     return "\n".join(map(harmless, text.split("\n"))).encode()

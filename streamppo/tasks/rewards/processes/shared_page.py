@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
-from streamppo.tasks.coroutine_steps import watched
+from streamppo.tasks.coroutine_steps import watch_steps
 
 FORMAT = struct.Struct("<QQ")
 TICK_S = 0.05
@@ -29,7 +29,7 @@ class Step(NamedTuple):
     call: int = 0
 
 
-class Page:
+class SharedPage:
     """The page behind a file descriptor, which stays the caller's."""
 
     def __init__(self, fd: int) -> None:
@@ -57,11 +57,11 @@ def _file() -> int:
     return fd
 
 
-def mark_tasks(loop: asyncio.AbstractEventLoop, page: Page) -> None:
+def mark_tasks(loop: asyncio.AbstractEventLoop, page: SharedPage) -> None:
     """Have every task of `loop` note its steps, and the loop itself that it turns."""
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
-        return asyncio.Task(watched(coroutine, _Marks(page)), loop=loop, **options)
+        return asyncio.Task(watch_steps(coroutine, _Marks(page)), loop=loop, **options)
 
     def tick() -> None:
         step = page.read()
@@ -75,7 +75,7 @@ def mark_tasks(loop: asyncio.AbstractEventLoop, page: Page) -> None:
 class _Marks:
     """Notes the steps of one task; the tasks of a loop can run inside each other."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: SharedPage) -> None:
         self._page = page
         self._before = 0
 

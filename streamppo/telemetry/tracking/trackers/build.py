@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from streamppo.telemetry.tracking.trackers.run import Kind, Run, Tracker
+from streamppo.telemetry.tracking.trackers.run import Kind, TrackedRun, Tracker
 
 
-def build(run: Run) -> Tracker:
+def build(run: TrackedRun) -> Tracker:
     """Open the tracker that `run` is for. Raises the errors of its library."""
     return _opener(run.kind)(run)
 
 
-def _opener(kind: Kind) -> Callable[[Run], Tracker]:
+def _opener(kind: Kind) -> Callable[[TrackedRun], Tracker]:
     match kind:
         case "tensorboard":
             from streamppo.telemetry.tracking.trackers.tensorboard_tracker import TensorBoard
@@ -29,6 +29,6 @@ def _opener(kind: Kind) -> Callable[[Run], Tracker]:
 
             return MLflow
         case "prometheus":
-            from streamppo.telemetry.tracking.trackers.endpoint import Endpoint
+            from streamppo.telemetry.tracking.trackers.endpoint import PrometheusEndpoint
 
-            return Endpoint
+            return PrometheusEndpoint

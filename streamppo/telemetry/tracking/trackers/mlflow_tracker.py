@@ -7,7 +7,7 @@ from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
 from streamppo.telemetry.tracking.points import Point
-from streamppo.telemetry.tracking.trackers.run import Run, succeeded
+from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 
 MOST_METRICS, MOST_PARAMS = 1000, 100
 """Metrics and parameters that a server takes in one call."""
@@ -20,7 +20,7 @@ REFUSED = re.compile(r"[^\w\-. :/]")
 class MLflow:
     """A run of an experiment; every call to the server is waited for."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._client = MlflowClient()
         if run.id:
             self.id = run.id
@@ -43,7 +43,7 @@ class MLflow:
 
     def close(self, outcome: str) -> None:
         """Say how the run ended."""
-        self._client.set_terminated(self.id, "FINISHED" if succeeded(outcome) else "KILLED")
+        self._client.set_terminated(self.id, "FINISHED" if is_successful(outcome) else "KILLED")
 
     def _send_config(self, config: Mapping[str, object]) -> None:
         params = [Param(name, str(value)[:LONGEST]) for name, value in config.items()]

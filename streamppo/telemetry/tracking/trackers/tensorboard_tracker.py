@@ -16,13 +16,13 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from streamppo.telemetry import catalogue
 from streamppo.telemetry.tracking.points import Point
-from streamppo.telemetry.tracking.trackers.run import Run
+from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 
 class TensorBoard:
     """One event file for each part of the run: TensorBoard shows those of a folder as one run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self.id = "tensorboard"
         self._writer: Any = EventFileWriter(str(Path(run.folder) / self.id))
         self._described = set[str]()

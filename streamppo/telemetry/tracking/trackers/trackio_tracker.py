@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import trackio  # pyright: ignore[reportMissingImports]
 
 from streamppo.telemetry.tracking.points import Point
-from streamppo.telemetry.tracking.trackers.run import Run
+from streamppo.telemetry.tracking.trackers.run import TrackedRun
 
 
 class Trackio:
     """A run by its name, with an id behind it: in another folder there may be a run of the same name."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or f"{run.name}-{secrets.token_hex(3)}"
         self._run = trackio.init(
             project=run.project,

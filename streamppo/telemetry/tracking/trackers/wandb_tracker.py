@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import wandb  # pyright: ignore[reportMissingImports]
 
 from streamppo.telemetry.tracking.points import Point
-from streamppo.telemetry.tracking.trackers.run import Run, succeeded
+from streamppo.telemetry.tracking.trackers.run import TrackedRun, is_successful
 
 STEP = "update"
 """The metric that curves are drawn over: several lines have one version, and versions of evaluations come late."""
@@ -18,7 +18,7 @@ STEP = "update"
 class WeightsAndBiases:
     """A run under an id of ours. The library sends from a process of its own, and keeps what a server refuses."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self.id = run.id or secrets.token_hex(4)
         # Console and machine would be those of the tracker's own process.
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
@@ -42,4 +42,4 @@ class WeightsAndBiases:
 
     def close(self, outcome: str) -> None:
         """Wait until the library has sent everything."""
-        self._run.finish(exit_code=0 if succeeded(outcome) else 1)
+        self._run.finish(exit_code=0 if is_successful(outcome) else 1)
