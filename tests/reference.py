@@ -12,7 +12,7 @@ from msgspec import inspect
 from streamppo.config.describe import describe_type, format_value
 from streamppo.config.sections import Config
 from streamppo.telemetry import catalogue
-from tests.house import REPOSITORY
+from tests.architecture import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "reference.md"
 HEAD = """\

@@ -34,19 +34,19 @@ class AdvantageInputs(NamedTuple):
     truncated_B: Tensor
 
 
-OwnAdvantage: TypeAlias = Callable[[AdvantageInputs], object]
+CustomAdvantage: TypeAlias = Callable[[AdvantageInputs], object]
 """inputs -> [B], an advantage for each trajectory, or [B, T], one for each token: other people's code, so it is
 looked at."""
 
 
-def own_advantage(
+def custom_advantage(
     rewards_BT: Tensor,
     group_ids_B: Tensor,
     mask_BT: Tensor,
     lag_BT: Tensor,
     truncated_B: Tensor,
     *,
-    function: OwnAdvantage,
+    function: CustomAdvantage,
 ) -> Tensor:
     """[B, T], constants: call `function`; masked tokens get 0 whatever it says of them.
 
@@ -66,17 +66,17 @@ def own_advantage(
     return fill(found_BT, mask_BT).detach()
 
 
-def try_own_advantage(function: OwnAdvantage) -> None:
+def try_custom_advantage(function: CustomAdvantage) -> None:
     """Call an advantage on a small made-up batch, one group of which scored the same throughout.
 
-    Raises `ValueError` like `own_advantage`: such a run would fail at its first update, or at the first equal group.
+    Raises `ValueError` like `custom_advantage`: such a run would fail at its first update, or at the first equal group.
     """
     scores_B = torch.tensor(TRIED_SCORES).flatten()
     group_ids_B = torch.arange(len(TRIED_SCORES)).repeat_interleave(len(TRIED_SCORES[0]))
     mask_BT = torch.ones(len(scores_B), TRIED_TOKENS, dtype=torch.bool)
     mask_BT[0, -2:] = False
     mask_BT[1, 1] = False
-    own_advantage(
+    custom_advantage(
         on_last_token(scores_B, mask_BT),
         group_ids_B,
         mask_BT,

@@ -36,18 +36,18 @@ class CorrectionInputs(NamedTuple):
     trained_BT: Tensor
 
 
-OwnCorrection: TypeAlias = Callable[[CorrectionInputs], object]
+CustomCorrection: TypeAlias = Callable[[CorrectionInputs], object]
 """inputs -> one weight for each token, a [B, T] tensor: other people's code, so it is looked at."""
 
 
-def own_correction(
+def custom_correction(
     proximal_logprobs_BT: Tensor,
     behavior_logprobs_BT: Tensor,
     lag_BT: Tensor,
     mask_BT: Tensor,
     trained_BT: Tensor,
     *,
-    function: OwnCorrection,
+    function: CustomCorrection,
 ) -> Correction:
     """Call `function`; weights are constants, and those of masked tokens 0 whatever it says of them.
 
@@ -80,7 +80,7 @@ def own_correction(
     return Correction(weights_BT, keep_BT, {"function": mask_BT & ~keep_BT})
 
 
-def try_own_correction(function: OwnCorrection) -> None:
+def try_custom_correction(function: CustomCorrection) -> None:
     """Call a correction on a small made-up batch, twice: the second time wider by padding, with its inputs watched.
 
     Raises `ValueError` for weights that are no weights, that are 0 for every token, that differ between the two calls,
@@ -94,16 +94,16 @@ def try_own_correction(function: OwnCorrection) -> None:
     mask_BT[0, -2:] = mask_BT[1, 1] = False
     trained_BT = mask_BT & (lag_BT < TRIED_BT[0] - 1)
     columns = proximal_BT, behavior_BT, lag_BT, mask_BT, trained_BT
-    weights_BT = own_correction(*columns, function=_leaving_inputs(function)).weights
+    weights_BT = custom_correction(*columns, function=_leaving_inputs(function)).weights
     if not weights_BT.count_nonzero():
         raise ValueError("every weight is 0: the policy would never move")
     wider = [torch.nn.functional.pad(column, (0, 2)) for column in columns]
-    again_BT = own_correction(*wider, function=function).weights[:, : TRIED_BT[1]]
+    again_BT = custom_correction(*wider, function=function).weights[:, : TRIED_BT[1]]
     if not torch.allclose(weights_BT, again_BT, rtol=1e-4, atol=1e-6):
         raise ValueError("the weights change with padding, or from call to call: a resume could not repeat an update")
 
 
-def _leaving_inputs(function: OwnCorrection) -> OwnCorrection:
+def _leaving_inputs(function: CustomCorrection) -> CustomCorrection:
     def watched(inputs: CorrectionInputs) -> object:
         before = [column.clone() for column in inputs]
         found = function(inputs)

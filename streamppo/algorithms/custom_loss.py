@@ -38,18 +38,18 @@ class LossInputs(NamedTuple):
     mask_BT: Tensor
 
 
-OwnLoss: TypeAlias = Callable[[LossInputs], object]
+CustomLoss: TypeAlias = Callable[[LossInputs], object]
 """inputs -> one loss for each token, a [B, T] tensor: other people's code, so it is looked at."""
 
 
-def own_loss(
+def custom_loss(
     logprobs_BT: Tensor,
     proximal_logprobs_BT: Tensor,
     behavior_logprobs_BT: Tensor,
     advantages_BT: Tensor,
     mask_BT: Tensor,
     *,
-    function: OwnLoss,
+    function: CustomLoss,
 ) -> TokenLoss:
     """Call `function`; masked tokens are left out whatever it says of them.
 
@@ -69,7 +69,7 @@ def own_loss(
     return TokenLoss(fill(loss_BT, mask_BT), torch.zeros_like(mask_BT), ratio_BT.detach())
 
 
-def try_own_loss(function: OwnLoss) -> None:
+def try_custom_loss(function: CustomLoss) -> None:
     """Call a loss on a small made-up micro-batch, forward and backward.
 
     Raises `ValueError` if its shape is another one, if a loss or a gradient is not finite, or if no gradient reaches
@@ -83,7 +83,7 @@ def try_own_loss(function: OwnLoss) -> None:
     advantages_BT = torch.randn(TRIED_BT, generator=generator)
     mask_BT = torch.ones(TRIED_BT, dtype=torch.bool)
     mask_BT[0, -2:] = False
-    loss_BT = own_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=function).loss
+    loss_BT = custom_loss(logprobs_BT, proximal_BT, behavior_BT, advantages_BT, mask_BT, function=function).loss
     if not loss_BT.isfinite().all():
         raise ValueError("the loss is not finite on log-probs between -1.5 and 0")
     gradient_BT = _gradient(loss_BT, logprobs_BT)

@@ -4,7 +4,16 @@ import os
 
 from streamppo.commands.checks.finding import Finding, Findings
 from streamppo.config.correction import NoCorrection, Truncate
-from streamppo.config.policy_loss import Cispo, Clip, Gmpo, Gspo, ImportanceWeighted, OwnLoss, Reinforce, SequenceClip
+from streamppo.config.policy_loss import (
+    Cispo,
+    Clip,
+    CustomLoss,
+    Gmpo,
+    Gspo,
+    ImportanceWeighted,
+    Reinforce,
+    SequenceClip,
+)
 from streamppo.config.sections import LOCAL, Config, longest_completion
 from streamppo.tasks.task import Task
 
@@ -82,7 +91,7 @@ def _loss(config: Config) -> Findings:
     """Losses that are another one here: for lack of a ratio, or by the average."""
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     kind, steps = loss.__struct_config__.tag, config.learner.epochs * config.learner.minibatches
-    plain = isinstance(loss, Reinforce | ImportanceWeighted | OwnLoss | Cispo) or loss == Clip()
+    plain = isinstance(loss, Reinforce | ImportanceWeighted | CustomLoss | Cispo) or loss == Clip()
     if steps == 1 and algorithm.proximal == "recompute" and not plain:
         yield _note(
             f"algorithm.policy_loss {kind!r} is about current / proximal, which is 1 where an update is one step: "

@@ -37,7 +37,7 @@ TRUNCATED = filter_metric(str(drops.FilterTruncated.__struct_config__.tag))
 def metrics(choice: drops.Correction, chosen: Sequence[drops.Filter]) -> list[str]:
     """The metrics' names of all rules that leave tokens out of the policy's loss."""
     beside = choice.reject if isinstance(choice, drops.Reject | drops.Weighted) else ()
-    itself = isinstance(choice, drops.Mask | drops.SecondMoment | drops.OwnCorrection)
+    itself = isinstance(choice, drops.Mask | drops.SecondMoment | drops.CustomCorrection)
     dropping = [rejection_metric(str(one.__struct_config__.tag)) for one in (choice,) * itself + beside]
     return dropping + [filter_metric(str(one.__struct_config__.tag)) for one in chosen]
 
@@ -64,9 +64,9 @@ def build(choice: drops.Correction) -> Correct:
             return lambda proximal_BT, behavior_BT, _advantages, _lag, _mask, trained_BT: mask(
                 proximal_BT, behavior_BT, trained_BT, threshold=threshold
             )
-        case drops.OwnCorrection(function=name):
-            function = own.load_and_try(name, "algorithm.correction.function", custom_correction.try_own_correction)
-            own_weights = partial(custom_correction.own_correction, function=function)
+        case drops.CustomCorrection(function=name):
+            function = own.load_and_try(name, "algorithm.correction.function", custom_correction.try_custom_correction)
+            own_weights = partial(custom_correction.custom_correction, function=function)
             return lambda proximal_BT, behavior_BT, _advantages, *rest: own_weights(proximal_BT, behavior_BT, *rest)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from streamppo.algorithms.groups import zero_variance
 from streamppo.config import algorithm as choices
 from streamppo.config.exploration import NoExploration
-from streamppo.config.policy_loss import OwnLoss
+from streamppo.config.policy_loss import CustomLoss
 from streamppo.config.queue import AdaptiveLag
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch
@@ -73,7 +73,7 @@ def _needs_whole_batch(config: Config) -> bool:
 def _scores_all(config: choices.Algorithm) -> bool:
     """True if a row's targets may depend on the scores of other rows."""
     in_reward = config.kl.reward_beta > 0 or (config.teacher.on and config.teacher.signal == "reward")
-    return config.has_critic or in_reward or isinstance(config.correction, build_correction.drops.OwnCorrection)
+    return config.has_critic or in_reward or isinstance(config.correction, build_correction.drops.CustomCorrection)
 
 
 def _moves_by_advantage_alone(config: Config) -> bool:
@@ -83,7 +83,7 @@ def _moves_by_advantage_alone(config: Config) -> bool:
         isinstance(algorithm.advantage, COMPARES)
         and not (isinstance(algorithm.advantage, choices.DrGrpo) and algorithm.advantage.baseline_shift)
         and algorithm.whiten.over in ("auto", "off")
-        and not isinstance(algorithm.policy_loss, OwnLoss)
+        and not isinstance(algorithm.policy_loss, CustomLoss)
         and isinstance(algorithm.exploration, NoExploration)
         and not (algorithm.entropy or algorithm.entropy_control.target)
         and not (algorithm.kl.on or algorithm.teacher.on or algorithm.positive_nll or algorithm.target_kl)

@@ -198,10 +198,10 @@ def _advantages(choice: choices.Advantage) -> Advantages:
             )
         case choices.Gdpo(weights=weights, unbiased=unbiased):
             return partial(_gdpo, partial(groups.gdpo, weights=weights, unbiased=unbiased))
-        case choices.OwnAdvantage(function=name):
+        case choices.CustomAdvantage(function=name):
             return partial(
-                _own_advantage,
-                own.load_and_try(name, "algorithm.advantage.function", custom_advantage.try_own_advantage),
+                _custom_advantage,
+                own.load_and_try(name, "algorithm.advantage.function", custom_advantage.try_custom_advantage),
             )
 
 
@@ -261,11 +261,11 @@ def _gdpo(
     return _no_critic(spread(compare(batch.components_B, batch.prompt_B), batch.mask_BT))
 
 
-def _own_advantage(
-    function: custom_advantage.OwnAdvantage, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
+def _custom_advantage(
+    function: custom_advantage.CustomAdvantage, batch: PaddedBatch, proximal: PolicyOutput, rewards_BT: Tensor
 ) -> AdvantageEstimate:
     columns = rewards_BT, batch.prompt_B, batch.mask_BT, batch.lag_BT, batch.truncated_B
-    return _no_critic(custom_advantage.own_advantage(*columns, function=function))
+    return _no_critic(custom_advantage.custom_advantage(*columns, function=function))
 
 
 def _no_critic(advantages_BT: Tensor) -> AdvantageEstimate:
@@ -290,10 +290,10 @@ def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
 
 
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
-    if isinstance(config.policy_loss, losses.OwnLoss):
+    if isinstance(config.policy_loss, losses.CustomLoss):
         field = "algorithm.policy_loss.function"
-        function = own.load_and_try(config.policy_loss.function, field, custom_loss.try_own_loss)
-        return partial(custom_loss.own_loss, function=function)
+        function = own.load_and_try(config.policy_loss.function, field, custom_loss.try_custom_loss)
+        return partial(custom_loss.custom_loss, function=function)
     ratio_loss = _ratio_loss(config.policy_loss)
     return lambda logprobs_BT, proximal_BT, _behavior, *rest: ratio_loss(logprobs_BT, proximal_BT, *rest)
 

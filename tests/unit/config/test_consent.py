@@ -114,9 +114,9 @@ PLACES = {
         "evil",
     ),
     "Rollout.limit": ("rollout.limit=limits:of", "limits:of"),
-    "OwnAdvantage.function": ('algorithm.advantage={ kind = "function", function = "mine:a" }', "mine:a"),
-    "OwnLoss.function": ('algorithm.policy_loss={ kind = "function", function = "mine:l" }', "mine:l"),
-    "OwnCorrection.function": ('algorithm.correction={ kind = "function", function = "mine:c" }', "mine:c"),
+    "CustomAdvantage.function": ('algorithm.advantage={ kind = "function", function = "mine:a" }', "mine:a"),
+    "CustomLoss.function": ('algorithm.policy_loss={ kind = "function", function = "mine:l" }', "mine:l"),
+    "CustomCorrection.function": ('algorithm.correction={ kind = "function", function = "mine:c" }', "mine:c"),
     "VerifiersTask.environment": ('task={ kind = "verifiers", environment = "evil" }', "evil"),
     "SGLangEngine.args": (
         'rollout.engine={ kind = "sglang", args = { tool_server = "evil" } }',

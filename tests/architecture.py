@@ -1,6 +1,6 @@
-"""Measures the house: `python -m tests.house --table [FOLDER ...]` prints one column for each checkout.
+"""Measures the house: `python -m tests.architecture --table [FOLDER ...]` prints one column for each checkout.
 
-Each measure is a number and the places that it is made of; `BOUNDS` are held by tests/unit/test_house.py.
+Each measure is a number and the places that it is made of; `BOUNDS` are held by tests/unit/test_architecture.py.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from tests import house
+from tests import architecture
 
 SOURCES = sorted((REPOSITORY / "streamppo").rglob("*.py"))
 
@@ -39,14 +39,16 @@ def test_imports_go_down_only() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, house.Measure]:
-    return house.measures(house.sources())
+def measured() -> dict[str, architecture.Measure]:
+    return architecture.measures(architecture.sources())
 
 
-@pytest.mark.parametrize("name", house.BOUNDS)
-def test_the_house_keeps_its_bounds(name: str, measured: dict[str, house.Measure]) -> None:
+@pytest.mark.parametrize("name", architecture.BOUNDS)
+def test_the_house_keeps_its_bounds(name: str, measured: dict[str, architecture.Measure]) -> None:
     value, places = measured[name]
-    assert value <= house.BOUNDS[name], "\n".join([f"{name}: {value:g}, at most {house.BOUNDS[name]:g}", *places])
+    assert value <= architecture.BOUNDS[name], "\n".join(
+        [f"{name}: {value:g}, at most {architecture.BOUNDS[name]:g}", *places]
+    )
 
 
 def test_no_two_test_modules_share_a_name() -> None:
@@ -66,7 +68,7 @@ def walk(steps: int) -> int:
 """
 
 
-def package(folder: Path, **changed: str) -> dict[str, house.Measure]:
+def package(folder: Path, **changed: str) -> dict[str, architecture.Measure]:
     """Measure a package of the modules run, hall.door and yard.gate, some of them changed."""
     modules = {
         "run": '"""Goes in."""\nfrom streamppo.hall import door\n\ndef enter():\n    """Go."""\n    door.walk(1)\n',
@@ -78,7 +80,7 @@ def package(folder: Path, **changed: str) -> dict[str, house.Measure]:
         path = (folder / "streamppo" / name.replace(".", "/")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return house.measures(house.sources(folder), (("run", "enter"), ("hall/door", "walk")))
+    return architecture.measures(architecture.sources(folder), (("run", "enter"), ("hall/door", "walk")))
 
 
 def test_a_clean_package_has_no_fault(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_a_function_of_61_lines_passes_the_bound_and_one_of_60_keeps_it(tmp_path
         longest = package(tmp_path, yard_gate=text)["longest function"]
         assert longest.value == lines
         assert longest.places[0] == "streamppo.yard.gate: long"
-        assert (longest.value > house.BOUNDS["longest function"]) == (lines == 61)
+        assert (longest.value > architecture.BOUNDS["longest function"]) == (lines == 61)
 
 
 def test_a_seventh_parameter_a_fourth_level_and_a_401st_line_pass_their_bounds(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_a_seventh_parameter_a_fourth_level_and_a_401st_line_pass_their_bounds(t
     text = ROOM + "\ndef wide(a, b, c, d, e, f, g, *, h):\n" + deep
     found = package(tmp_path, yard_gate=text + "#\n" * (401 - len(text.splitlines())))
     for name in ("most parameters before *", "deepest nesting", "largest file"):
-        assert found[name].value == house.BOUNDS[name] + 1, name
+        assert found[name].value == architecture.BOUNDS[name] + 1, name
 
 
 @pytest.mark.parametrize("use", ["x: Any = 1", "x: dict[str, Any] = {}", "x: typing.Any = 1", 'x: "list[Any]" = []'])
