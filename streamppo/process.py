@@ -48,7 +48,7 @@ WHOLE = "process"
 """The phase that is the process itself, with all of its threads."""
 
 
-def collect_rarely() -> None:
+def freeze_gc() -> None:
     """Freeze what is loaded, so that it is never walked again, and let the rest grow before it is.
 
     To be called once everything is loaded.
@@ -206,7 +206,7 @@ def _columns() -> int:
 # --- phases ----------------------------------------------------------------------------------------------------------
 
 
-class Spent(NamedTuple):
+class PhaseTime(NamedTuple):
     """Time of a phase. `cpu_s` is of the threads that were in it alone, not of helpers that they wait for."""
 
     calls: int
@@ -215,7 +215,7 @@ class Spent(NamedTuple):
 
 
 _STARTED = time.perf_counter()
-_spent: dict[str, Spent] = {}
+_spent: dict[str, PhaseTime] = {}
 _lock = Lock()
 
 
@@ -242,19 +242,19 @@ def add(name: str, wall_s: float, cpu_s: float = 0.0) -> None:
     """Count one more call of a phase. A phase that awaits has no CPU time of its own: others run meanwhile."""
     with _lock:
         calls, wall, cpu = _spent.get(name, (0, 0.0, 0.0))
-        _spent[name] = Spent(calls + 1, wall + wall_s, cpu + cpu_s)
+        _spent[name] = PhaseTime(calls + 1, wall + wall_s, cpu + cpu_s)
 
 
-def spent() -> dict[str, Spent]:
+def spent() -> dict[str, PhaseTime]:
     """Return the time of every phase of this process since its start, and of the process as a whole."""
     with _lock:
-        return {**_spent, WHOLE: Spent(1, time.perf_counter() - _STARTED, time.process_time())}
+        return {**_spent, WHOLE: PhaseTime(1, time.perf_counter() - _STARTED, time.process_time())}
 
 
-def together(processes: Iterable[Mapping[str, Spent]]) -> dict[str, Spent]:
+def sum_phases(processes: Iterable[Mapping[str, PhaseTime]]) -> dict[str, PhaseTime]:
     """Add up what several processes have `spent`."""
-    found: dict[str, list[Spent]] = {}
+    found: dict[str, list[PhaseTime]] = {}
     for one in processes:
         for name, time_of in one.items():
             found.setdefault(name, []).append(time_of)
-    return {name: Spent(*map(sum, zip(*times, strict=True))) for name, times in found.items()}
+    return {name: PhaseTime(*map(sum, zip(*times, strict=True))) for name, times in found.items()}

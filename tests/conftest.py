@@ -17,7 +17,7 @@ import torch
 
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.queue.records import Counters, Shape
+from streamppo.queue.rules.records import Counters, GroupShape
 from streamppo.types import Identity, Trajectory
 
 if TYPE_CHECKING:
@@ -38,7 +38,15 @@ MATH = REPOSITORY / "configs" / "math.toml"
 SUPPORT = REPOSITORY / "tests" / "support"
 """Programs and modules that tests share; pytest finds what is there by its name alone."""
 COUNTERS = Counters(
-    shape=Shape("t", 1, 1), version=0, opened=8, abandoned=0, counts={}, tokens={}, dropped={}, failed={}, fenced=()
+    shape=GroupShape("t", 1, 1),
+    version=0,
+    opened=8,
+    abandoned=0,
+    counts={},
+    tokens={},
+    dropped={},
+    failed={},
+    fenced=(),
 )
 """A queue that has just opened eight slots."""
 

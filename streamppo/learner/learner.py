@@ -10,32 +10,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamppo.algorithms.exploration import Bonus
-from streamppo.algorithms.lag import Lag, lr_share
+from streamppo.algorithms.lag import AdmittedLag, lr_share
 from streamppo.config.sections import LOCAL, Config
-from streamppo.learner import (
-    checkpoint,
-    loading,
-    objective,
-    optimizer,
-    policy,
-    pretrained,
-    reference,
-    steering,
-    teacher,
-    ulysses,
-)
-from streamppo.learner.batch import PaddedBatch
-from streamppo.learner.checkpoint import Trained
-from streamppo.learner.fetch import OwnRows
-from streamppo.learner.history import History
-from streamppo.learner.manifest import State
-from streamppo.learner.policy import Policy
-from streamppo.learner.reference import Without
-from streamppo.learner.snapshot import Copies, is_on_gpu
-from streamppo.learner.speed import Size, size_of, speed
-from streamppo.learner.update import Updated, Updater
-from streamppo.weights import ways
-from streamppo.weights.pusher import Publish, Pushed, Pusher
+from streamppo.learner.batch.fetch import OwnRows
+from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.checkpoint import checkpoint
+from streamppo.learner.checkpoint.checkpoint import TrainState
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.checkpoint.manifest import CheckpointState
+from streamppo.learner.model import hf_files, load_policy, optimizer, policy, reference, teacher
+from streamppo.learner.model.policy import Policy
+from streamppo.learner.model.reference import NoReferenceWeights
+from streamppo.learner.model.snapshot import WeightSnapshots, is_on_gpu
+from streamppo.learner.objective import adaptive_lag, objective
+from streamppo.learner.parallel import context_parallel
+from streamppo.learner.throughput import ModelSize, size_of, speed
+from streamppo.learner.update import Updater, UpdateResult
+from streamppo.weights import factory
+from streamppo.weights.pusher import Publish, PushedVersion, Pusher
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +48,9 @@ class Learner:
     pusher: Pusher
     saver: checkpoint.Saver
     version: int
-    size: Size
-    lag: Lag | None
-    copies: Copies
+    size: ModelSize
+    lag: AdmittedLag | None
+    copies: WeightSnapshots
 
     def configure(self, config: Config) -> None:
         """Replace the configuration, and rebuild or update everything that depends on it."""
@@ -69,7 +61,7 @@ class Learner:
         self.policy.set_context(config.queue.prefix)
         self.policy.set_routes(replayed=config.rollout.engine.routes)
         followed = reference.load(
-            config, self.model_path, self.mesh, self.policy, reference.own(self.updater.reference)
+            config, self.model_path, self.mesh, self.policy, reference.separate_reference(self.updater.reference)
         )
         same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
         taught_by = teacher.load(
@@ -78,8 +70,8 @@ class Learner:
         before = self.updater
         self.updater = _updater(config, self.policy, self.optimizer, (followed, taught_by))
         moved = before.reference_moved
-        self.updater.remember(before.beta, before.in_a_row, before.steered_bonus, reference_moved=moved)
-        self.lag = steering.go_on(config, self.lag)
+        self.updater.remember(before.beta, before.nonfinite_steps, before.steered_bonus, reference_moved=moved)
+        self.lag = adaptive_lag.go_on(config, self.lag)
         self.config = config
 
     @property
@@ -103,14 +95,14 @@ class Learner:
         Returns the metrics `admitted_lag`, for later batches, and `lr_share`, the share of the `scheduled` rate used.
         """
         made: dict[str, float] = {}
-        if self.lag is not None or steering.is_lowered_by_ess(self.config):
+        if self.lag is not None or adaptive_lag.is_lowered_by_ess(self.config):
             made["lr_share"] = metrics["lr"] / scheduled if scheduled else 1.0
         if self.lag is not None:
-            self.lag = steering.steered(self.config, self.lag, self.version, metrics, tokens_by_lag)
+            self.lag = adaptive_lag.lag_after_update(self.config, self.lag, self.version, metrics, tokens_by_lag)
             made["admitted_lag"] = float(self.lag.admitted)
         return made
 
-    def speed(self, updated: Updated, metrics: Mapping[str, float]) -> dict[str, float]:
+    def speed(self, updated: UpdateResult, metrics: Mapping[str, float]) -> dict[str, float]:
         """The speed of an update with these `metrics`."""
         return speed(self.size, updated, metrics, dist.get_world_size())
 
@@ -123,7 +115,7 @@ class Learner:
             run = self.config.algorithm.critic.pretrain
             log.info("the critic has learned from %d batches of %s: %s", len(explained), run, shares)
 
-    def push(self, learned: bytes = b"") -> Pushed:
+    def push(self, learned: bytes = b"") -> PushedVersion:
         """Publish the present version concurrently with training: every rank copies and pushes its own shards.
 
         `learned` is the encoded `Learned` of its batch. Returns the push before.
@@ -134,24 +126,24 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Start a checkpoint of the present version under `folder`; it is written during training."""
-        state = State(
+        state = CheckpointState(
             version=self.version,
             digest="",
             ranks=self.config.learner.ranks,
             beta=self.updater.beta,
-            bad_steps=self.updater.in_a_row,
+            bad_steps=self.updater.nonfinite_steps,
             bonus=self.updater.steered_bonus,
             reference_moved=self.updater.reference_moved,
             lag=self.lag,
         )
-        trained = Trained(self.policy, self.optimizer, reference.own(self.updater.reference))
+        trained = TrainState(self.policy, self.optimizer, reference.separate_reference(self.updater.reference))
         self.saver.start(folder, state, trained, self.pusher.last)
 
     def export(self, folder: Path) -> str:
         """Write the policy as a Hugging Face folder. Returns the digest of the last push."""
-        whole = policy.gathered(self.policy, self.config.model.dtype, self.config.model.lora)
+        whole = policy.gather_weights(self.policy, self.config.model.dtype, self.config.model.lora)
         if dist.get_rank() == 0:
-            for note in pretrained.export(whole, self.model_path, folder, self.config.model.dtype):
+            for note in hf_files.export(whole, self.model_path, folder, self.config.model.dtype):
                 log.info("%s: %s", folder, note)
         return self.pusher.last.result().digest
 
@@ -171,9 +163,9 @@ def build(
     """
     torch.manual_seed(config.seed)
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
-    slices = ulysses.slices_of(mesh.device_type, config.learner.mesh)
+    slices = context_parallel.slices_of(mesh.device_type, config.learner.mesh)
     lora, offload = config.model.lora, config.learner.offload
-    loaded = loading.load(
+    loaded = load_policy.load(
         config.model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices
     )
     loaded.set_context(config.queue.prefix)
@@ -183,17 +175,17 @@ def build(
     frozen = followed, teacher.load(config, model_path, mesh, None, slices)
     adamw = optimizer.adamw(loaded, config)
     updater = _updater(config, loaded, adamw, frozen)
-    trained, version, lag = Trained(loaded, adamw, reference.own(updater.reference)), 0, None
+    trained, version, lag = TrainState(loaded, adamw, reference.separate_reference(updater.reference)), 0, None
     if resume_from is not None and (
         state := checkpoint.load_newest(Path(resume_from), trained, config.checkpoint.remote, past)
     ):
-        version, lag = state.version, Lag(*state.lag) if state.lag else None
+        version, lag = state.version, AdmittedLag(*state.lag) if state.lag else None
         optimizer.configure(adamw, config)
         bonus = None if state.bonus is None else Bonus(*state.bonus)
         updater.remember(state.beta, state.bad_steps, bonus, reference_moved=state.reference_moved)
     pusher = Pusher(
         publish,
-        ways.outlet(config, dist.get_rank()),
+        factory.outlet(config, dist.get_rank()),
         config.learner.bucket_bytes,
         deltas=config.learner.deltas == "on" or (config.learner.deltas == "auto" and config.cluster.address != LOCAL),
         rank=dist.get_rank(),
@@ -201,8 +193,8 @@ def build(
         frozen=policy.frozen(loaded, config.model.dtype),
         pinned=is_on_gpu(loaded),
     )
-    saver = checkpoint.Saver(checkpoint.own_group(), config.checkpoint)
-    lag, copies = steering.go_on(config, lag), Copies(loaded, adamw)
+    saver = checkpoint.Saver(checkpoint.checkpoint_process_group(), config.checkpoint)
+    lag, copies = adaptive_lag.go_on(config, lag), WeightSnapshots(loaded, adamw)
     return Learner(
         config, model_path, mesh, loaded, adamw, updater, pusher, saver, version, size_of(loaded), lag, copies
     )
@@ -212,9 +204,9 @@ def _updater(
     config: Config,
     trained: Policy,
     adamw: torch.optim.Optimizer,
-    frozen: tuple[Policy | Without | None, Policy | None],
+    frozen: tuple[Policy | NoReferenceWeights | None, Policy | None],
 ) -> Updater:
     """The updater of the policy `trained`, with the reference and teacher of `frozen`."""
     chosen, (followed, taught_by) = objective.build(config), frozen
-    group = trained.slices.apart()
+    group = trained.slices.data_ranks()
     return Updater(trained, adamw, chosen, config, group=group, reference=followed, teacher=taught_by)

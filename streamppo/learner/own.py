@@ -5,7 +5,7 @@ from collections.abc import Callable
 from streamppo.tasks import plugins
 
 
-def tried(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
+def load_and_try(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
     """Import a user's function and try it. Raises `TaskError` if it fails."""
     function = plugins.function(name, field)
     plugins.call(f"{field} {name!r}", try_it, function)

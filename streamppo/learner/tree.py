@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamppo.learner.attention import CPU, Layout, Reading, padded
-from streamppo.learner.batch import Host
+from streamppo.learner.attention.attention import CPU, Layout, Reading, padded
+from streamppo.learner.attention.prefix_sharing import work
+from streamppo.learner.batch.padded import Host
 from streamppo.learner.device import to_device
-from streamppo.learner.shared import work
 from streamppo.types import Ints, branches
 from streamppo.types.branches import Size
 

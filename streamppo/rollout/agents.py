@@ -20,14 +20,14 @@ from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed
 from streamppo.rollout.endpoint.server import Endpoint
 from streamppo.rollout.endpoint.session import Policy, Session
-from streamppo.rollout.engine import Candidates, Sampling
+from streamppo.rollout.engine import Sampling, TokenCandidates
 from streamppo.tasks import agent
 from streamppo.tasks.environments import Done
 from streamppo.tasks.rewards.outcome import Outcome
 from streamppo.tasks.rewards.processes import template
 from streamppo.tasks.rewards.processes.forks import Forks
 from streamppo.tasks.rewards.processes.pool import Pool
-from streamppo.tasks.rewards.processes.process import Lost, Process
+from streamppo.tasks.rewards.processes.process import CallLost, Process
 from streamppo.tasks.rewards.signature import Columns, Texts
 from streamppo.types import Flags, Floats, Ints, Message, Prompt, Routes, ScoredText, Template
 
@@ -56,7 +56,7 @@ class Run(NamedTuple):
     turns: tuple[str, ...]
     turn_rewards: tuple[float, ...]
     end: Done
-    candidates: Candidates | None
+    candidates: TokenCandidates | None
     routes_SE: Routes | None
     opening: Prompt
     observations: tuple[tuple[Message, ...], ...]
@@ -204,7 +204,7 @@ class _OnDemand(Pool):
         try:
             outcomes = await self._ask(process, texts, columns, left_s)
             answered = True
-        except Lost:
+        except CallLost:
             return (Outcome(reason="its process was killed"),)
         finally:
             if not answered:

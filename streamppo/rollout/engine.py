@@ -23,7 +23,7 @@ class Sampling(NamedTuple):
         return self.top_p < 1 or self.top_k > 0
 
 
-class Candidates(NamedTuple):
+class TokenCandidates(NamedTuple):
     """The tokens that each of T tokens could have been drawn from.
 
     `tokens` are those of token 0 in rising order, then those of token 1, and so on; `counts` [T] says how many each
@@ -33,16 +33,16 @@ class Candidates(NamedTuple):
     tokens: Ints
     counts: Ints
 
-    def before(self, count: int) -> "Candidates":
+    def first(self, count: int) -> "TokenCandidates":
         """Keep those of the first `count` tokens."""
-        return Candidates(self.tokens[: self.counts[:count].sum()], self.counts[:count])
+        return TokenCandidates(self.tokens[: self.counts[:count].sum()], self.counts[:count])
 
-    def after(self, count: int) -> "Candidates":
+    def drop_first(self, count: int) -> "TokenCandidates":
         """Leave out the first `count` tokens."""
-        return Candidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
+        return TokenCandidates(self.tokens[self.counts[:count].sum() :], self.counts[count:])
 
     @classmethod
-    def joined(cls, parts: "Sequence[Candidates]") -> "Candidates":
+    def concatenate(cls, parts: "Sequence[TokenCandidates]") -> "TokenCandidates":
         """Lay those of consecutive tokens end to end."""
         return cls(np.concatenate([one.tokens for one in parts]), np.concatenate([one.counts for one in parts]))
 
@@ -63,7 +63,7 @@ class Completion(NamedTuple):
     versions: Ints
     finish: Literal["stop", "length", "cut"]
     versions_known: bool = True
-    candidates: Candidates | None = None
+    candidates: TokenCandidates | None = None
     routes_SE: Routes | None = None
     cached: int = 0
 

@@ -20,10 +20,10 @@ from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout.agents import Agents
 from streamppo.rollout.endpoint.session import Policy
-from streamppo.rollout.engine import Candidates, Completion, Cuts, Engine, Sampling
+from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling, TokenCandidates
 from streamppo.tasks import environments
-from streamppo.tasks.environments import Done, World
-from streamppo.tasks.stalls import Stalls
+from streamppo.tasks.environments import Done, EnvSession
+from streamppo.tasks.stalls import EventLoopStalls
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Said, Tokenizer
 from streamppo.types import (
@@ -66,7 +66,7 @@ class Episode(NamedTuple):
     turns: tuple[str, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     end: Done = Done()
-    candidates: Candidates | None = None
+    candidates: TokenCandidates | None = None
     routes_SE: Routes | None = None
     opening: Prompt | None = None
     observations: tuple[tuple[Message, ...], ...] = ()
@@ -85,7 +85,7 @@ class Episode(NamedTuple):
             versions=self.versions[:end],
             mask=self.mask[:end],
             finish="cut",
-            candidates=self.candidates and self.candidates.before(end),
+            candidates=self.candidates and self.candidates.first(end),
             routes_SE=None if self.routes_SE is None else self.routes_SE[: len(self.prompt_tokens) + end - 1],
         )
 
@@ -129,7 +129,7 @@ class Episode(NamedTuple):
     ) -> Trajectory:
         """Make the scored trajectory that crosses to the queue, of the tokens behind the first `prefix` of them."""
         rest = slice(prefix, None)
-        candidates = None if self.candidates is None else self.candidates.after(prefix)
+        candidates = None if self.candidates is None else self.candidates.drop_first(prefix)
         return Trajectory(
             identity=identity,
             actor=actor,
@@ -183,13 +183,13 @@ class Player:
         self._engine = engine
         self.tokenizer, self.stop = tokenizer, stop
         self.agents: Agents | None = None
-        self._stalls: Stalls | None = None
+        self._stalls: EventLoopStalls | None = None
         self._environment = environment if isinstance(environment, EnvironmentConfig) else None
         if isinstance(environment, AgentEnvironment):
             self.agents = Agents(Policy(engine, tokenizer, stop), environment, scored=scored)
         if self._environment:
             self._make = environments.load(self._environment)
-            self._stalls = Stalls(self._environment.name, self._environment.timeout_s)
+            self._stalls = EventLoopStalls(self._environment.name, self._environment.timeout_s)
 
     def stalls(self) -> dict[str, int]:
         """Count the steps of environments that held the event loop, by file and line."""
@@ -210,11 +210,11 @@ class Player:
             so_far = partial(_one_turn, tokens)
             cuts = cutter.cuts(so_far, tokens[:0]) if cutter else None
             return so_far(await self._engine.generate(tokens, sampling, cuts))
-        async with environments.opened(self._make, self._stalls) as world:
+        async with environments.open_session(self._make, self._stalls) as world:
             return await self._converse(prompt, sampling, self._environment, world, cutter)
 
     async def _converse(
-        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: World, cutter: Cutter | None
+        self, prompt: Prompt, sampling: Sampling, limits: EnvironmentConfig, world: EnvSession, cutter: Cutter | None
     ) -> Episode:
         opening = _opening(prompt, await world.begin(prompt), limits)
         columns = Columns(self.tokenizer.encode(opening), opening)
@@ -255,7 +255,7 @@ class Columns:
         self._parts: list[tuple[Ints, Floats, Ints, Flags]] = []
         self._turn_ends: list[int] = []
         self._versions_known = True
-        self._candidates: list[Candidates | None] = []
+        self._candidates: list[TokenCandidates | None] = []
         self._routes: Routes | None = None
 
     def context(self) -> Ints:
@@ -327,14 +327,14 @@ class Columns:
         missing = len(self.prompt_tokens) + self.length - 1 - len(self._routes)
         return np.pad(self._routes, ((0, missing), (0, 0)), constant_values=-1)
 
-    def _joined_candidates(self) -> Candidates | None:
+    def _joined_candidates(self) -> TokenCandidates | None:
         """Join the candidates of all turns; an observation was drawn from nothing, and nothing is left out of it."""
         if all(found is None for found in self._candidates):
             return None
         none = np.zeros(0, np.int32)
-        return Candidates.joined(
+        return TokenCandidates.concatenate(
             [
-                found or Candidates(none, np.zeros(len(part[0]), np.int32))
+                found or TokenCandidates(none, np.zeros(len(part[0]), np.int32))
                 for part, found in zip(self._parts, self._candidates, strict=True)
             ]
         )

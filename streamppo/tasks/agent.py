@@ -33,7 +33,7 @@ from streamppo.tasks import plugins
 from streamppo.tasks.environments import Done
 from streamppo.tasks.rewards.outcome import plain
 from streamppo.tasks.rewards.processes.reaper import PR_SET_CHILD_SUBREAPER
-from streamppo.types import Crossing, Reward, ScoredText, utf8_safe
+from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 CALL = "streamppo/call"
 """The column with the JSON of a `Call`."""
@@ -47,7 +47,7 @@ OURS = ("prompt", "base_url", "api_key")
 """Parameters that are no columns."""
 
 
-class Call(Crossing, frozen=True):
+class Call(WireStruct, frozen=True):
     """One run: the address of the endpoint without /v1, the key of its session, and the time that it has."""
 
     address: str
@@ -55,7 +55,7 @@ class Call(Crossing, frozen=True):
     timeout_s: float
 
 
-class Outcome(Crossing, frozen=True):
+class Outcome(WireStruct, frozen=True):
     """What a run came to: its rewards, or the reason of its failure. Without a reward of its own `score` is None."""
 
     score: float | None = None

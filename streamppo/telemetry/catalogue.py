@@ -153,7 +153,7 @@ ENTRIES = {"wall_s": BESIDE["wall_s"], **UPDATE, **SOMETIMES, **TRACKED}
 """All numbers that trackers and Prometheus get."""
 
 
-class Entry(NamedTuple):
+class CatalogueEntry(NamedTuple):
     """A name of the catalogue, and its text; `of` is the rest of a metric's name behind one that ends in _."""
 
     name: str
@@ -161,9 +161,9 @@ class Entry(NamedTuple):
     text: str
 
 
-def find(metric: str) -> Entry | None:
+def find(metric: str) -> CatalogueEntry | None:
     """Find the entry of a metric of an update, or of one that only trackers have; None if there is none."""
     if text := ENTRIES.get(metric):
-        return Entry(metric, "", text)
+        return CatalogueEntry(metric, "", text)
     begin = next((name for name in ENTRIES if name[-1] == "_" and metric.startswith(name)), "")
-    return Entry(begin, metric.removeprefix(begin), ENTRIES[begin]) if begin else None
+    return CatalogueEntry(begin, metric.removeprefix(begin), ENTRIES[begin]) if begin else None

@@ -88,7 +88,7 @@ class QueueLine(TypedDict):
     in_flight: int
 
 
-class Sampled(TypedDict):
+class SampleLine(TypedDict):
     """A completion as it was sampled, the first part of it; of its prompt the last part."""
 
     prompt: str
@@ -110,7 +110,7 @@ class EngineLine(TypedDict):
     busy_s: float
     idle_s: float
     prefix_reused: NotRequired[float]
-    sampled: Sampled | None
+    sampled: SampleLine | None
 
 
 class RestartLine(TypedDict):
@@ -200,7 +200,7 @@ class Tail:
         self.times_begun += 1
 
 
-class Follower:
+class LineReader:
     """The lines of the run in `folder`, read as they are written, each once.
 
     `content` has all of them so far, also when the file goes away; of another file it begins anew, as `Tail` does.
@@ -235,7 +235,7 @@ def read(folder: Path) -> list[Line]:
 
 def content(folder: Path) -> Content:
     """Read the whole file of the run in `folder`."""
-    follower = Follower(folder)
+    follower = LineReader(folder)
     follower.read()
     return follower.content
 
@@ -245,7 +245,7 @@ def updates(folder: Path) -> list[UpdateLine]:
     return sorted((line for line in read(folder) if "update" in line), key=lambda line: line["update"])
 
 
-def recorded(lines: Iterable[Line]) -> set[int]:
+def recorded_versions(lines: Iterable[Line]) -> set[int]:
     """Find the versions of the updates that have a line, as it was or remade."""
     found: set[int] = set()
     for line in lines:

@@ -18,22 +18,22 @@ import numpy as np
 
 from streamppo import durable
 from streamppo.errors import WeightsError
-from streamppo.types import Crossing, decode, encode
+from streamppo.types import WireStruct, decode, encode
 from streamppo.weights.delta import Bytes
-from streamppo.weights.transport import BucketRef, Lost
+from streamppo.weights.transport import BucketGone, BucketRef
 
 MISSING_S = 300.0
 """A bucket that the ledger names and that is missing for so long is in a folder that this node does not see."""
 
 
-class File(Crossing, frozen=True):
+class File(WireStruct, frozen=True):
     """The reference of a bucket."""
 
     path: str
     nbytes: int
 
 
-class Outlet:
+class FolderSender:
     """Implements `transport.Outlet` for one life of `rank`: two whole versions are kept, and the deltas behind them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -70,7 +70,7 @@ class Outlet:
         return encode(File(path=str(path), nbytes=array.nbytes))
 
 
-class Inlet:
+class FolderReceiver:
     """Implements `transport.Inlet`."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Inlet:
                     f"{file.path} cannot be read ({error.strerror}): learner.transport.path must be a folder that all "
                     "nodes see"
                 ) from error
-            raise Lost(str(error)) from error
+            raise BucketGone(str(error)) from error
         self._missing = ""
         return read
 

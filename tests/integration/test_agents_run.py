@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from conftest import REPOSITORY, SUPPORT
 
-from streamppo.queue import archive
+from streamppo.queue.store import archive
 from streamppo.types import branches, ints
 
 SHORT = ("updates=3", "queue.batch_size=16", "model.tiny.max_steps=20", "evaluation.prompts=16")

@@ -59,7 +59,7 @@ def test_a_new_project_trains_with_its_own_reward(tmp_path: Path) -> None:
 MAKE = """
 from pathlib import Path
 from streamppo.config import file as configfile
-from streamppo.learner import tiny
+from streamppo.learner.model import tiny
 tiny.make(configfile.load(Path("sorting/run.toml")), Path("model"))
 """
 

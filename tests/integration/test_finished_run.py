@@ -17,7 +17,7 @@ from replay_case import replay
 from test_recovery import command, digests, resumed
 from test_run import SHORT, finished, gone, started, summary, updates
 
-from streamppo.queue import archive
+from streamppo.queue.store import archive
 from streamppo.telemetry import metrics_file as lines
 
 NOISE = ("Failed to push error", "Traceback", "(raylet)", "WARNING", "ConnectionResetError", "core_worker", "gcs_")

@@ -8,7 +8,7 @@ from conftest import MATH
 from test_recovery import all_accounted, command
 from test_run import SHORT, family, gone, started, updates, wait_for_updates
 
-from benchmarks import node_deaths
+from benchmarks.faults import node_deaths
 
 
 @pytest.mark.slow

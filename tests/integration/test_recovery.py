@@ -22,14 +22,15 @@ from ray.cluster_utils import Cluster
 from test_run import SHORT, family, finished, gone, named, started, summary, updates, wait_for_line, wait_for_updates
 
 from streamppo.config import file as configfile
-from streamppo.queue import archive
-from streamppo.queue.journal import Journal
+from streamppo.queue.store import archive
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.library.arithmetic import ALPHABET
 from streamppo.telemetry import metrics_file as lines
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import chaos, draw
+from benchmarks.faults import chaos
+from benchmarks.lib import draw
 
 TWO_RANKS_WITH_DELTAS = (
     "learner.ranks=2",
@@ -70,7 +71,7 @@ def replayed(folder: Path) -> str:
 
 
 def digests(folder: Path) -> dict[int, str]:
-    journal = Journal.of(folder / "math")
+    journal = Journal.open_run(folder / "math")
     made = journal.versions()
     journal.close()
     return {version: one.digest for version, one in made.items()}

@@ -18,7 +18,7 @@ import torch
 from conftest import MATH, REPOSITORY, SUPPORT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamppo.queue import archive
+from streamppo.queue.store import archive
 from streamppo.telemetry import metrics_file as lines
 from streamppo.telemetry.catalogue import BESIDE, SOMETIMES, UPDATE
 

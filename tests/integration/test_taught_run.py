@@ -13,8 +13,8 @@ from test_run import CALCULATOR, finished, summary, updates
 from transformers import AutoModelForCausalLM
 
 from streamppo.config import file as configfile
-from streamppo.learner import tiny
-from streamppo.queue import archive
+from streamppo.learner.model import tiny
+from streamppo.queue.store import archive
 from streamppo.types import flags, floats, ints
 
 SHORT = (

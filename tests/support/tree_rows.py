@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from streamppo.learner.batch import PaddedBatch, pad
-from streamppo.learner.policy import Part, Policy, Scored, nothing
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model.policy import Part, Policy, PolicyOutput, empty_output
 from streamppo.types import Batch, Identity, Trajectory, branches
 
 
@@ -71,14 +71,14 @@ def leaves_of(columns: Sequence[bytes], widths: Sequence[int]) -> list[Leaf]:
     return made
 
 
-def unrolled(plain: Callable[[PaddedBatch, Part], Scored], rows: PaddedBatch, part: Part) -> Scored:
+def unrolled(plain: Callable[[PaddedBatch, Part], PolicyOutput], rows: PaddedBatch, part: Part) -> PolicyOutput:
     """Scores by the forward pass `plain` of linear rows: each path is a row, and each token is of its first path."""
     start_B, mask_BT = rows.start_B.tolist(), rows.mask_BT.tolist()
     leaves = leaves_of(rows.branches or (b"",) * len(start_B), (rows.start_B + rows.length_B).tolist())
     like = case.batch().trajectories[0]
     lines = [rows.inputs_BL[leaf.row, leaf.path].numpy().astype(np.int32) for leaf in leaves]
     made = [_line(like, line) for line in lines]
-    scored, whole = plain(pad(Batch(version=3, min_version=0, trajectories=tuple(made))), part), nothing(rows)
+    scored, whole = plain(pad(Batch(version=3, min_version=0, trajectories=tuple(made))), part), empty_output(rows)
     entries = [
         (leaf.row, token - start_B[leaf.row], number, leaf.path.index(token) - 1)
         for number, leaf in enumerate(leaves)
@@ -99,7 +99,7 @@ def unrolled(plain: Callable[[PaddedBatch, Part], Scored], rows: PaddedBatch, pa
             )
     last = [max(number for number, leaf in enumerate(leaves) if leaf.row == one) for one in range(len(start_B))]
     logprobs_BT, entropy_BT, values_BT = spread
-    return Scored(logprobs_BT, entropy_BT, values_BT, scored.bootstrap_B[torch.tensor(last)])
+    return PolicyOutput(logprobs_BT, entropy_BT, values_BT, scored.bootstrap_B[torch.tensor(last)])
 
 
 def _line(like: Trajectory, line: np.ndarray) -> Trajectory:

@@ -8,7 +8,7 @@ from conftest import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.algorithms import markdown, summed
+from benchmarks.learning.algorithms import markdown, summed
 
 pytestmark = pytest.mark.process
 

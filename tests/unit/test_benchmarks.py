@@ -16,10 +16,11 @@ from streamppo.config.reward import FunctionScorer
 
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks import gpu_day, gpu_parts, throughput
-from benchmarks.gpu_day import Part
-from benchmarks.latency import LATENCY
-from benchmarks.runs import Run
+from benchmarks.cost import throughput
+from benchmarks.gpu import gpu_day, gpu_parts
+from benchmarks.gpu.gpu_day import Part
+from benchmarks.lib.latency import LATENCY
+from benchmarks.lib.runs import Run
 
 pytestmark = pytest.mark.process
 
@@ -42,7 +43,7 @@ def test_the_throughput_commands_measure_the_lag_bound_and_the_reward_and_no_bou
             admitted = (max_lag + 1) * config.queue.batch_size
             assert config.rollout.in_flight >= admitted
             scorer = config.reward.scorers["reward"]
-            assert isinstance(scorer, FunctionScorer) and scorer.function == "benchmarks.latency:score"
+            assert isinstance(scorer, FunctionScorer) and scorer.function == "benchmarks.lib.latency:score"
             assert scorer.concurrency >= admitted
 
 

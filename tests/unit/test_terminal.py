@@ -18,9 +18,11 @@ from ray._private import ray_constants, worker
 from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 
 from streamppo import process, terminal
-from streamppo.commands import echo, inspect, reward_test
+from streamppo.commands import console
 from streamppo.commands.checks.finding import Finding
-from streamppo.driver import cluster
+from streamppo.commands.look import inspect
+from streamppo.commands.start import reward_test
+from streamppo.driver.ray import cluster
 from streamppo.tasks.rewards.processes import output
 from streamppo.types import Reward
 from streamppo.types.crossing import utf8_safe
@@ -72,12 +74,12 @@ def test_a_log_line_is_harmless_also_with_a_traceback(
 
 
 def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    echo.echo(f"component {hostile}: 1")
-    echo.complain(f"TaskError: {hostile}")
-    rows = echo.table("name", "text")
+    console.echo(f"component {hostile}: 1")
+    console.complain(f"TaskError: {hostile}")
+    rows = console.table("name", "text")
     rows.add_row(hostile, hostile)
-    echo.console().print(rows)
-    with echo.log_to_stderr():
+    console.console().print(rows)
+    with console.log_to_stderr():
         logging.getLogger("streamppo.anywhere").warning("%s", hostile)
     said = capsys.readouterr()
     assert is_shown(said.out) and is_shown(said.err)
@@ -86,7 +88,7 @@ def test_what_a_command_prints_and_complains_of_is_harmless(hostile: str, capsys
 
 
 def test_what_rewards_and_actors_print_is_harmless(hostile: str) -> None:
-    shown = output._shown(hostile.encode(errors="replace"), b"reward f: ").decode()
+    shown = output._sanitise(hostile.encode(errors="replace"), b"reward f: ").decode()
     data = {"lines": [hostile, "plain", "5e1fours"], "actor_name": hostile}
     cluster._show_lines("5e1f", data)
     assert is_shown(shown) and is_shown("".join(data["lines"])) and is_shown(data["actor_name"])
@@ -146,7 +148,7 @@ def test_any_text_is_printed_in_any_encoding(monkeypatch: pytest.MonkeyPatch, te
         patch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding))
         process.take_any_text()
         print(text)
-        echo.echo(text)
+        console.echo(text)
         sys.stdout.flush()
         assert printed.getvalue().decode(encoding)
 
@@ -168,10 +170,12 @@ def test_every_line_of_a_reward_says_whose_it_is(pieces: list[bytes], length: in
 
 
 def test_a_table_of_rewards_and_one_of_findings_are_harmless(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from streamppo.commands import check
+    from streamppo.commands.checks import check
 
     reward = Reward(score=1.0, components={hostile: 1.0}, explanation=hostile)
-    reward_test._print_table([reward_test.Tried(hostile, reward, "", 0.1), reward_test.Tried("", None, hostile, 0.1)])
+    reward_test._print_table(
+        [reward_test.TriedCompletion(hostile, reward, "", 0.1), reward_test.TriedCompletion("", None, hostile, 0.1)]
+    )
     check.print_table([Finding(hostile, "error", hostile)])
     assert is_shown(capsys.readouterr().out)
 

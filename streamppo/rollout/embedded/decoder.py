@@ -25,8 +25,8 @@ from streamppo.process import phase
 from streamppo.rollout.embedded import parameters
 from streamppo.rollout.embedded.parameters import Layer, Parameters
 from streamppo.rollout.embedded.spans import Span
-from streamppo.rollout.fit import Architecture, check_fit
-from streamppo.weights.content import compare, content, write
+from streamppo.rollout.weight_checks import Architecture, check_fit
+from streamppo.weights.content import compare, hash_tensor, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -124,12 +124,12 @@ class Decoder:
         if self._spare is None:
             self._spare = parameters.empty(self._expected, self.dtype, self.head_dtype, self.device)
         if contents is None:
-            contents = {name: content(tensor.to(self.dtype)) for name, tensor in tensors.items()}
-        compare(contents, self._written(self._spare, tensors))
+            contents = {name: hash_tensor(tensor.to(self.dtype)) for name, tensor in tensors.items()}
+        compare(contents, self._write_tensors(self._spare, tensors))
         return self._spare
 
     @torch.no_grad()
-    def _written(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
+    def _write_tensors(self, into: Parameters, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int]]:
         """Write one tensor after another, and yield the hash of what has been written."""
         for name, view in parameters.views(into, self._expected.keys(), self.head_width):
             yield name, write(view, tensors[name].to(self.dtype).reshape(view.shape))

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from streamppo.process import phase
-from streamppo.rollout import cuts
+from streamppo.rollout import segment_cuts
 from streamppo.rollout.embedded import prefixes, spans
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.prefixes import Prefix, Prefixes
 from streamppo.rollout.embedded.sampling import Draws, sample
 from streamppo.rollout.embedded.spans import Span
-from streamppo.rollout.engine import NEVER, Candidates, Completion, Cuts, Sampling
+from streamppo.rollout.engine import NEVER, Completion, Cuts, Sampling, TokenCandidates
 from streamppo.types import Ints
 
 REORDER = 1.2
@@ -33,7 +33,7 @@ PLAIN = np.array([1, 1, 0], np.float32)
 """Temperature, top-p and top-k that leave the model's distribution as it is."""
 
 
-class Ends(NamedTuple):
+class EndTokens(NamedTuple):
     """Tokens that end completions, and a function that tells if the last of some tokens [T] completes a string.
 
     Beside them the `unknown` tokens, which the tokenizer does not have: they are never sampled.
@@ -45,7 +45,7 @@ class Ends(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class RunningRequest:
     """One completion under way. `limit` is the number of tokens at which it is cut off.
 
     With top-p or top-k, `candidates` holds for every token those that it was drawn from; none stands for all. Of its
@@ -73,13 +73,13 @@ class Request:
             self.done.set_result(self.completion)
 
 
-class Rows:
+class DecodingRows:
     """Admits, steps and ends completions: as many at a time as the decoder has rows, of at most `most` tokens each.
 
     Of the `prompted` tokens `reused` were not computed: they were in the cache, or another sample's.
     """
 
-    def __init__(self, decoder: Decoder, ends: Ends, generator: torch.Generator, most: int) -> None:
+    def __init__(self, decoder: Decoder, ends: EndTokens, generator: torch.Generator, most: int) -> None:
         capacity, width = decoder.cache.shape[1], decoder.room
         self._decoder, self._most = decoder, most
         self._generator = generator
@@ -89,10 +89,10 @@ class Rows:
         self._completes = ends.completes
         self._unknown = torch.tensor(ends.unknown, dtype=torch.int64, device=decoder.device) if ends.unknown else None
         self._capacity = capacity
-        self.requests: list[Request] = []
+        self.requests: list[RunningRequest] = []
         self.tokens = self.prompted = self.reused = 0
         self._prefixes: Prefixes | None = None
-        self._cut: list[Request] = []
+        self._cut: list[RunningRequest] = []
         self._at = np.zeros(capacity, np.int64)
         self._length = np.zeros(capacity, np.int64)
         self._limit = np.zeros(capacity, np.int64)
@@ -122,7 +122,7 @@ class Rows:
         self._logprobs = np.pad(self._logprobs, wider)
 
     @phase("prefill")
-    def admit(self, requests: Sequence[Request], version: int) -> list[Request]:
+    def admit(self, requests: Sequence[RunningRequest], version: int) -> list[RunningRequest]:
         """Prefill new rows and sample their first tokens. Returns the requests that end at once."""
         longest = max(len(request.prompt) + request.limit for request in requests)
         if longest > self._decoder.room:
@@ -147,10 +147,10 @@ class Rows:
         return self._advance(rows, logits[0] if len(logits) == 1 else torch.cat(logits), version)
 
     @phase("decode")
-    def step(self, version: int) -> list[Request]:
+    def step(self, version: int) -> list[RunningRequest]:
         """Sample one token for every running row. Returns the requests that end with it."""
         rows = np.arange(self.count)
-        divided, device = self._divided(), self._decoder.device
+        divided, device = self._plan_spans(), self._decoder.device
         at, fed = self._at[rows], self._out[rows, self._length[rows] - 1].astype(np.int64)
         logits_BV = self._decoder.step(torch.from_numpy(fed).to(device), torch.from_numpy(at).to(device), divided)
         self._at[rows] += 1
@@ -176,7 +176,7 @@ class Rows:
             if request.cuts and request.cuts.max_age and self._length[row] > request.handed
         ]
         running = [(one, one.oldest_behind(handed, int(self._versions[row, handed]))) for row, one, handed in by_age]
-        for place in cuts.due_before_swap(version, running):
+        for place in segment_cuts.segments_to_cut(version, running):
             self._cut_row(by_age[place][0])
 
     def hand_over(self) -> None:
@@ -193,7 +193,7 @@ class Rows:
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
-    def _divided(self) -> list[Span]:
+    def _plan_spans(self) -> list[Span]:
         """Divide the running rows into spans for a step; long rows are brought to the front where that pays."""
         lengths, most = self._at[: self.count] + 1, self._decoder.room
         found = spans.divide(lengths, most)
@@ -207,7 +207,7 @@ class Rows:
         self._copy(np.concatenate([back, front]), np.concatenate([front, back]))
         return best
 
-    def _begin(self, requests: Sequence[Request], kept: Prefixes) -> tuple[list[Request], np.ndarray]:
+    def _begin(self, requests: Sequence[RunningRequest], kept: Prefixes) -> tuple[list[RunningRequest], np.ndarray]:
         """Copy the cached beginnings of prompts to the rows that they get; without one they come first, then the short.
 
         Returns the requests in their new order, and the number of tokens that each of them has in the cache.
@@ -269,7 +269,7 @@ class Rows:
         )
 
     @torch.inference_mode()
-    def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[Request]:
+    def _advance(self, rows: np.ndarray, logits_BV: torch.Tensor, version: int) -> list[RunningRequest]:
         """Sample a token for each of `rows`, note it, and end the rows that are complete."""
         if self._unknown is not None:
             logits_BV.index_fill_(1, self._unknown, -torch.inf)
@@ -312,7 +312,7 @@ class Rows:
         temperature, top_p, top_k = torch.from_numpy(knobs).to(self._decoder.device).unbind(1)
         return Draws(temperature, top_p, top_k.long())
 
-    def _complete(self, row: int, stopped: bool) -> Request:
+    def _complete(self, row: int, stopped: bool) -> RunningRequest:
         """Give the request of one row its completion."""
         request = self.requests[row]
         request.completion = self._so_far(row, "stop" if stopped else "length")
@@ -373,5 +373,5 @@ class Rows:
         self._decoder.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device), length)
 
 
-def _joined(sets: Sequence[Ints]) -> Candidates:
-    return Candidates(np.concatenate(sets), np.array([len(one) for one in sets], np.int32))
+def _joined(sets: Sequence[Ints]) -> TokenCandidates:
+    return TokenCandidates(np.concatenate(sets), np.array([len(one) for one in sets], np.int32))

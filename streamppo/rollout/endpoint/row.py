@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streamppo.rollout.endpoint.tree import NOTHING
-from streamppo.rollout.engine import Candidates, Completion
+from streamppo.rollout.engine import Completion, TokenCandidates
 from streamppo.types import Flags, Floats, Ints, Routes
 
 
@@ -25,7 +25,7 @@ class Columns(NamedTuple):
     versions: Ints
     mask: Flags
     branches: Ints
-    candidates: Candidates | None
+    candidates: TokenCandidates | None
     routes_SE: Routes | None
 
 
@@ -39,7 +39,7 @@ class Row:
         self._logprobs = np.zeros(0, np.float32)
         self._turn = np.zeros(0, np.int32)
         self._branches: dict[int, int] = {}
-        self._candidates: dict[int, Candidates] = {}
+        self._candidates: dict[int, TokenCandidates] = {}
         self._routes: Routes | None = None
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class Row:
         known[path[missing]] = routes_SE[: len(path)][missing]
         self._routes = known
 
-    def _joined_candidates(self, mask: Flags) -> Candidates | None:
+    def _joined_candidates(self, mask: Flags) -> TokenCandidates | None:
         """Join the candidates of the turns in `mask`, one count for each token behind the prompt."""
         if not self._candidates:
             return None
@@ -131,4 +131,4 @@ class Row:
             if places.any():
                 counts[places] = one.counts
                 found.append(one.tokens)
-        return Candidates(np.concatenate(found), counts[self.prompt :])
+        return TokenCandidates(np.concatenate(found), counts[self.prompt :])

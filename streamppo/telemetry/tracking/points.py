@@ -25,7 +25,7 @@ class Points:
         self.outcome = ""
         self._restarts: dict[str, int] = {}
 
-    def of(self, lines: Sequence[Line], written_s: float) -> Iterator[Point]:
+    def make(self, lines: Sequence[Line], written_s: float) -> Iterator[Point]:
         """Make a point of every line that has numbers for others; the last line was written at `written_s`."""
         for line in lines:
             version, values = self._values(line)

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamppo.commands import memory_estimate
-from streamppo.learner import optimizer
-from streamppo.learner.batch import pad
+from streamppo.commands.checks import memory_estimate
+from streamppo.learner.batch.padded import pad
+from streamppo.learner.model import optimizer
 from streamppo.learner.update import Updater
 from streamppo.types import Batch, Identity, Trajectory
 

@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import teacher
-from streamppo.learner.batch import PaddedBatch, pad
+from streamppo.learner.batch.padded import PaddedBatch, pad
+from streamppo.learner.model import teacher
 from streamppo.learner.update import Updater
 from streamppo.tasks.tokenizer import character_tokenizer
 

@@ -21,10 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import FalconH1Config, FalconH1ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import attention, pretrained, tree
-from streamppo.learner.batch import Host, PaddedBatch, micro_batches, pad
-from streamppo.learner.policy import Policy, Scored
-from streamppo.queue import parts
+from streamppo.learner import tree
+from streamppo.learner.attention import attention
+from streamppo.learner.batch.padded import Host, PaddedBatch, micro_batches, pad
+from streamppo.learner.model import hf_files
+from streamppo.learner.model.policy import Policy, PolicyOutput
+from streamppo.queue.store import batch_parts
 from streamppo.types import Batch, branches
 
 ROWS = pad(tree_rows.batch())
@@ -37,12 +39,12 @@ NARROW = 3
 def policy(folder: Path, implementation: str = "sdpa", temperature: float = 0.7) -> Policy:
     """The model in `folder` with a critic that is not zero, in float32."""
     torch.manual_seed(9)
-    made = Policy(pretrained.read(folder, implementation), temperature, layout=attention.layout(implementation))
+    made = Policy(hf_files.read(folder, implementation), temperature, layout=attention.layout(implementation))
     torch.nn.init.normal_(made.value_head.weight)
     return made
 
 
-def gradients(made: Policy, rows: PaddedBatch) -> tuple[Scored, dict[str, torch.Tensor]]:
+def gradients(made: Policy, rows: PaddedBatch) -> tuple[PolicyOutput, dict[str, torch.Tensor]]:
     """The scores of sampled tokens, and the gradient of a weighted sum of them."""
     scored, weights = made(rows, "both"), torch.Generator().manual_seed(1)
     own = [column.masked_fill(~rows.mask_BT, 0.0) for column in scored[:3]]
@@ -50,7 +52,7 @@ def gradients(made: Policy, rows: PaddedBatch) -> tuple[Scored, dict[str, torch.
     assert isinstance(total, torch.Tensor)
     total.backward()
     found = {name: one.grad for name, one in made.named_parameters() if one.grad is not None}
-    return Scored(*(one.detach() for one in (*own, scored.bootstrap_B))), found
+    return PolicyOutput(*(one.detach() for one in (*own, scored.bootstrap_B))), found
 
 
 def assert_scores_paths(made: Policy, plain: Policy, rows: PaddedBatch) -> None:
@@ -356,7 +358,7 @@ def test_a_rank_divides_a_batch_alike_before_and_after_it_has_the_tokens(folder:
     batch = tree_rows.batch()
     for implementation in ("sdpa", "eager"):
         made = policy(folder, implementation)
-        outline = pad(parts.join(parts.outline_of(batch), []))
+        outline = pad(batch_parts.join(batch_parts.outline_of(batch), []))
         known, whole = made.sizes(outline.on_host), made.sizes(pad(batch).on_host)
         assert known.lines_B is not None and whole.lines_B is not None
         assert torch.equal(known.tokens_B, whole.tokens_B) and torch.equal(known.lines_B, whole.lines_B)

@@ -244,8 +244,8 @@ def test_windows_that_are_shorter_than_rows_are_refused_by_the_engine_that_does_
     assert "qwen2 look back on 8 tokens, and in SGLang on all of up to 20" in positions.refusal(sliding, 20)
     assert not positions.refusal(sliding, 8)
     with pytest.raises(ModelError, match="8 tokens, and the embedded engine on all of up to 9: keep prompt and comp"):
-        positions.embedded(sliding, 9)
-    assert [positions.embedded(sliding, room) for room in (1, 8)] == [8, 8]
+        positions.embedded_limit(sliding, 9)
+    assert [positions.embedded_limit(sliding, room) for room in (1, 8)] == [8, 8]
     dynamic = LlamaConfig(**PLACES, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     assert "'dynamic', which SGLang scales" in positions.refusal(dynamic, 8)
 

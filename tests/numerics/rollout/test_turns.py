@@ -13,7 +13,7 @@ from streamppo.rollout.embedded import prefixes
 from streamppo.rollout.embedded import rows as rows_module
 from streamppo.rollout.embedded.decoder import Decoder
 from streamppo.rollout.embedded.engine import EmbeddedEngine
-from streamppo.rollout.embedded.rows import Ends
+from streamppo.rollout.embedded.rows import EndTokens
 from streamppo.rollout.engine import Completion, Sampling
 from streamppo.types import Ints
 
@@ -61,7 +61,7 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def engine(model: Any, *, slots: int = 4, turns: bool = True, **options: Any) -> EmbeddedEngine:
-    settings: Any = {"version": 0, "max_total_tokens": 512, "ends": Ends(), "seed": 7, **options}
+    settings: Any = {"version": 0, "max_total_tokens": 512, "ends": EndTokens(), "seed": 7, **options}
     made = EmbeddedEngine(model.config, tensors(model), slots=slots, **settings)
     if turns:
         made.keep_turns()
@@ -259,7 +259,7 @@ def test_samples_of_one_prompt_get_the_bits_that_they_get_without_turns() -> Non
     model = make()
 
     async def scenario(turns: bool) -> list[Completion]:
-        running = engine(model, turns=turns, slots=5, ends=Ends({1, 2, 3}))
+        running = engine(model, turns=turns, slots=5, ends=EndTokens({1, 2, 3}))
         asked = [text(3 + n // 8, n // 8) for n in range(40)]
         return await asyncio.gather(*(running.generate(prompt, Sampling(8)) for prompt in asked))
 

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from transformers import CodeGenConfig, Gemma2Config, Gemma3Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.cli import main
-from streamppo.commands import memory_estimate as memory
 from streamppo.commands.checks import machine
+from streamppo.commands.checks import memory_estimate as memory
 from streamppo.config import file as configfile
-from streamppo.learner import policy as learner_model
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Archived, Changes, Made
+from streamppo.learner.model import policy as learner_model
+from streamppo.queue.rules.records import ArchivedBatch, Changes, PublishedVersion
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))
@@ -286,7 +286,8 @@ def test_a_critic_learns_from_the_batches_of_a_run_that_has_some(
     (tmp_path / "run").mkdir()
     journal = Journal(tmp_path / "run" / "journal.sqlite")
     journal.write(
-        Changes(COUNTERS), [Made(version=1, digest="", archived=Archived(files=("0",), first_prompt=0, last_prompt=0))]
+        Changes(COUNTERS),
+        [PublishedVersion(version=1, digest="", archived=ArchivedBatch(files=("0",), first_prompt=0, last_prompt=0))],
     )
     journal.close()
     code, output = checked(MATH, f"algorithm.critic.pretrain={tmp_path / 'run'}")

@@ -24,10 +24,11 @@ from streamppo import cli, loop
 from streamppo.commands import replay
 from streamppo.config import file as configfile
 from streamppo.errors import RunError, StreamppoError
-from streamppo.learner import checkpoint, manifest, optimizer
-from streamppo.learner.checkpoint import Trained
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Shape
+from streamppo.learner.checkpoint import checkpoint, manifest
+from streamppo.learner.checkpoint.checkpoint import TrainState
+from streamppo.learner.model import optimizer
+from streamppo.queue.rules.records import GroupShape
+from streamppo.queue.store.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("alone")
 BEGUN = "processes would start here"
@@ -67,7 +68,7 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(loop, "ray_session", begun)
     monkeypatch.setattr(replay, "init_ray", begun)
-    shape = Shape("arithmetic", 2, 1)
+    shape = GroupShape("arithmetic", 2, 1)
     monkeypatch.setattr(test_export, "COUNTERS", structs.replace(COUNTERS, shape=shape))
     if not made.exists():
         (made / "checkpoints").mkdir(parents=True)
@@ -83,7 +84,7 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sealed(path: Path) -> None:
     """Write the manifest anew, as a stranger would."""
     state = manifest.read(path).state
-    files = manifest.Files(shared=manifest.seal(path, ".metadata"), ranks=(manifest.seal(path, "__0_*"),))
+    files = manifest.CheckpointFiles(shared=manifest.seal(path, ".metadata"), ranks=(manifest.seal(path, "__0_*"),))
     (path / "manifest.json").unlink()
     manifest.write(path, state, files)
 
@@ -107,7 +108,7 @@ def loaded(run: Path) -> str:
     rank = updater(config, run / "model")
     rank.optimizer = optimizer.adamw(rank.policy, config)
     try:
-        checkpoint.load(run / "checkpoints" / VERSION, Trained(rank.policy, rank.optimizer, None))
+        checkpoint.load(run / "checkpoints" / VERSION, TrainState(rank.policy, rank.optimizer, None))
     except StreamppoError as error:
         return str(error)
     return ""

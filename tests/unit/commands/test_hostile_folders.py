@@ -21,11 +21,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import cli, loop
 from streamppo.commands import replay
-from streamppo.commands.watching import server, watched
+from streamppo.commands.look.watching import run_tail, server
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import RunError
-from streamppo.queue.journal import Journal
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import character_tokenizer
 
 pytestmark = pytest.mark.process
@@ -81,7 +81,7 @@ def run(made: Path, tmp_path: Path, math_config: Callable[..., Config], monkeypa
     # A resume comes as far as the start of processes, and replay too.
     monkeypatch.setattr(loop, "ray_session", begun)
     monkeypatch.setattr(replay, "init_ray", begun)
-    monkeypatch.setattr(watched, "JOURNAL_S", 0.0)
+    monkeypatch.setattr(run_tail, "JOURNAL_S", 0.0)
     if not made.exists():
         run_folder(made, math_config(), updates=4)
         vocabulary = len(character_tokenizer(ALPHABET))

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamppo import cli, loop
 from streamppo.commands import replay
-from streamppo.commands.summary import known
+from streamppo.commands.look.summary import current_summary
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.errors import RunError
@@ -29,7 +29,7 @@ from streamppo.tasks.tokenizer import character_tokenizer
 from streamppo.telemetry import metrics_file
 from streamppo.telemetry.live.display import state_of
 from streamppo.telemetry.live.view import last, view
-from streamppo.telemetry.summary import of_queue
+from streamppo.telemetry.summary import queue_counts
 from streamppo.terminal import HARMFUL
 from streamppo.types import Failure, Trajectory
 
@@ -194,7 +194,9 @@ def _write_lines(run: Path) -> None:
         {"end": WORDS + HALF, "wall_s": 9.0},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *told]))
-    (run / "summary.json").write_text(json.dumps({**known(run), **of_queue(None), "outcome": WORDS, **REST}))
+    (run / "summary.json").write_text(
+        json.dumps({**current_summary(run), **queue_counts(None), "outcome": WORDS, **REST})
+    )
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from browser import needs_chromium, on_a_phone, opened
 from living_run import at_work
 from report_case import run_folder
 
-from streamppo.commands import watch
-from streamppo.commands.watching import server
-from streamppo.commands.watching.trajectories import BatchContent, Trajectories
+from streamppo.commands.look import watch
+from streamppo.commands.look.watching import server
+from streamppo.commands.look.watching.trajectories import BatchContent, Trajectories
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.queue import archive
+from streamppo.queue.store import archive
 from streamppo.telemetry import metrics_file
 from streamppo.types import floats
 

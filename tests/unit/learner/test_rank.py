@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from streamppo.config.sections import Config
-from streamppo.learner import device, history, learner
+from streamppo.learner import device, learner
 from streamppo.learner import rank as module
-from streamppo.learner.history import History
+from streamppo.learner.checkpoint import history
+from streamppo.learner.checkpoint.history import History
+from streamppo.learner.parallel.context_parallel import WHOLE
 from streamppo.learner.rank import Rank
-from streamppo.learner.ulysses import WHOLE
-from streamppo.queue.source import BEAT_S
+from streamppo.queue.batch_source import BEAT_S
 from streamppo.types import encode
 
 

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_archive import recorded
 
-from streamppo.commands import inspect as inspection
-from streamppo.commands.watching import trajectories as watching
+from streamppo.commands.look import inspect as inspection
+from streamppo.commands.look.watching import trajectories as watching
 from streamppo.config.sections import Config
-from streamppo.learner.batch import pad
-from streamppo.queue import parts
-from streamppo.queue.columns import of_batch, to_batch, verify
-from streamppo.queue.defects import Limits, defect, defects, limits_of
-from streamppo.queue.journal import Journal
-from streamppo.queue.records import Changes, SavedSlot
-from streamppo.queue.slot import record_of
+from streamppo.learner.batch.padded import pad
+from streamppo.queue.rules.records import Changes, SavedSlot
+from streamppo.queue.rules.slot import record_of
+from streamppo.queue.rules.validation import TokenLimits, defect, defects, limits_of
+from streamppo.queue.store import batch_parts
+from streamppo.queue.store.columns import batch_columns, to_batch, verify
+from streamppo.queue.store.journal import Journal
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
-from streamppo.types import Batch, Learned, Trajectory, branches, encode
+from streamppo.types import Batch, TokenRecord, Trajectory, branches, encode
 
 PROMPT, MASK = (3, 4, 5), [False, True, False, True, False, True]
 """Tokens 0 to 2 of the row, and tokens 3 to 8: those at 4, 6 and 8 are sampled."""
@@ -96,7 +96,7 @@ def test_branches_that_make_no_tree_are_refused_at_arrival_and_in_a_file(
     bad = replace(TREE, branches=np.array(pairs, np.int32).tobytes())
     assert defect(bad, None) == reason
     assert defects([TREE, bad], None) == [None, reason]
-    columns, attributes = of_batch(Batch(version=3, min_version=0, trajectories=(TREE, bad)), Learned())
+    columns, attributes = batch_columns(Batch(version=3, min_version=0, trajectories=(TREE, bad)), TokenRecord())
     with pytest.raises(ValueError, match=reason.replace("(", r"\(")):
         verify(columns, attributes)
 
@@ -137,7 +137,7 @@ def test_branches_come_back_from_the_archive_and_linear_rows_have_no_column_of_t
     assert made.batch(3) == mixed and made.batch(4) == linear
     assert made.table(3).column("branches").to_pylist() == [[], [5, 1, 7, -1], [3, 1], []]
     assert not any("branches" in name for name in made.columns(4))
-    assert to_batch(*of_batch(mixed, Learned())) == mixed
+    assert to_batch(*batch_columns(mixed, TokenRecord())) == mixed
     assert b"branches" not in encode(plain), "nor has the journal"
 
 
@@ -161,16 +161,16 @@ def test_branches_come_back_from_the_journal_and_make_the_same_batch_as_from_the
 
 def test_every_rank_has_the_branches_of_all_rows_and_a_record_has_none() -> None:
     batch = Batch(version=3, min_version=0, trajectories=(TREE, trajectory([5])))
-    outline = parts.outline_of(batch)
-    assert parts.join(outline, []).trajectories[0].branches == TREE.branches
-    assert parts.join(outline, parts.tokens_of(batch, [0, 1])) == batch
+    outline = batch_parts.outline_of(batch)
+    assert batch_parts.join(outline, []).trajectories[0].branches == TREE.branches
+    assert batch_parts.join(outline, batch_parts.tokens_of(batch, [0, 1])) == batch
     assert record_of(TREE, None).branches == b""
 
 
 def test_branches_that_are_no_tree_do_not_hide_among_sound_rows() -> None:
     sound = [branched((5, 1)) for _ in range(3)]
-    assert defects(sound, Limits(17, 9, None)) == [None] * 3
-    assert defects([*sound, branched((6, 1))], Limits(17, 9, None))[3] is not None
+    assert defects(sound, TokenLimits(17, 9, None)) == [None] * 3
+    assert defects([*sound, branched((6, 1))], TokenLimits(17, 9, None))[3] is not None
 
 
 # --- for people --------------------------------------------------------------------------------------------------

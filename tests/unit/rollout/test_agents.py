@@ -91,7 +91,7 @@ def test_turns_observations_and_the_end_are_those_of_an_environment(
 
 
 def test_answers_beside_each_other_are_branches_of_one_trajectory(played: Callable[..., Any]) -> None:
-    from streamppo.queue.defects import defect
+    from streamppo.queue.rules.validation import defect
 
     episode, _ = played("parallel", once)
     assert episode.turn_rewards == (1.0, 2.0, 4.5) and len(episode.branches) == 16

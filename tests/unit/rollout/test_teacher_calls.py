@@ -59,7 +59,7 @@ def asked(url: str, *episodes: Episode, **settings: Any) -> tuple[list[bytes | B
     """The answer to each episode, all asked at once, and the counters."""
 
     async def story() -> tuple[list[bytes | BaseException], ScorerReport]:
-        made = teacher.Teacher(Config(url=url, backoff_s=0.001, **settings))
+        made = teacher.TeacherClient(Config(url=url, backoff_s=0.001, **settings))
         answers = await asyncio.gather(*map(made.score, episodes), return_exceptions=True)
         await made.close()
         return answers, made.report()
@@ -120,7 +120,7 @@ async def _three_turns(tokenizer: Tokenizer, url: str) -> Trajectory:
     """Play "12" and "3" and "+" and give the trajectory the teacher's log-probs."""
     player = Player(Scripted(tokenizer, "12", "3", "+"), tokenizer, Environment(name=f"{__file__}:Twice"))
     played = await player.play(Prompt(text="0+1=", columns={}), Sampling(16))
-    made = teacher.Teacher(Config(url=url))
+    made = teacher.TeacherClient(Config(url=url))
     column = await made.score(played)
     await made.close()
     return played.trajectory(Identity(task="t", prompt=0, sample=0), "a", played.reward(Reward()), column)
@@ -211,8 +211,8 @@ def test_a_server_that_is_not_there_is_a_failure_of_the_trajectory_and_no_number
 # --- at the start --------------------------------------------------------------------------------------------
 
 
-def connected(tokenizer: Tokenizer, **settings: Any) -> teacher.Teacher | None:
-    async def story() -> teacher.Teacher | None:
+def connected(tokenizer: Tokenizer, **settings: Any) -> teacher.TeacherClient | None:
+    async def story() -> teacher.TeacherClient | None:
         made = await teacher.connect(Config(**settings), tokenizer)
         if made is not None:
             await made.close()

@@ -14,9 +14,9 @@ from reward_case import one_function, processes, started, text, total
 
 from streamppo.config.reward import FunctionScorer, Reward
 from streamppo.errors import EnvironmentFailed, RewardFailed
-from streamppo.tasks.environments import Done, World
+from streamppo.tasks.environments import Done, EnvSession
 from streamppo.tasks.rewards.outcome import LARGEST, Outcome, check, check_batch, check_verl
-from streamppo.tasks.stalls import Calls, Stalls
+from streamppo.tasks.stalls import EnvironmentCalls, EventLoopStalls
 from streamppo.types import Prompt
 from streamppo.types import Reward as Given
 
@@ -110,7 +110,7 @@ def test_an_environments_reward_beyond_the_bound_fails_its_trajectory() -> None:
 
     async def story() -> None:
         with pytest.raises(EnvironmentFailed, match=r"beyond 1e\+16"):
-            await World(Large(), Calls(Stalls("large", 5.0))).step("3")
+            await EnvSession(Large(), EnvironmentCalls(EventLoopStalls("large", 5.0))).step("3")
 
     asyncio.run(story())
 

@@ -18,11 +18,11 @@ from several_rewards import length, no_opinion, per_token
 
 from streamppo.config.reward import FunctionScorer, Limits, Reward
 from streamppo.errors import RewardFailed, TaskError
-from streamppo.tasks.read import Row
+from streamppo.tasks.dataset_files import Row
 from streamppo.tasks.rewards import guard as guards
 from streamppo.tasks.rewards.outcome import NO_OPINION, Outcome, check, check_batch, check_verl
 from streamppo.tasks.rewards.scoring import Rewards
-from streamppo.tasks.rewards.signature import recognise
+from streamppo.tasks.rewards.signature import detect_signature
 from streamppo.types import Prompt, ScoredText, decode, encode
 from streamppo.types import Reward as Given
 
@@ -310,7 +310,7 @@ def test_an_argument_is_not_replaced_by_a_column_of_its_name() -> None:
     def columns_too(trajectory: ScoredText, **columns: Any) -> float:
         return 0.0
 
-    found = recognise(columns_too, "columns_too", {"level": 3})
+    found = detect_signature(columns_too, "columns_too", {"level": 3})
     assert found.columns({"level": 1, "answer": "4"}) == {"answer": "4"}
 
 
@@ -377,7 +377,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def test_the_three_signatures_are_told_apart() -> None:
-    found = {f: recognise(f, f.__name__, {}) for f in (one, annotated, trl, compute_score)}
+    found = {f: detect_signature(f, f.__name__, {}) for f in (one, annotated, trl, compute_score)}
     assert [s.style for s in found.values()] == ["trajectory", "trajectory", "batched", "verl"]
     assert [s.is_async for s in found.values()] == [False, True, False, False]
     assert (found[one].asks, found[one].needs) == ({"answer", "level"}, {"answer"})

@@ -45,12 +45,12 @@ def _forward(source: int, target: int, function: str) -> None:
             *whole, line = (line + kept).split(b"\n")
             while len(line) > LINE_BYTES:
                 whole, line = [*whole, line[:LINE_BYTES]], line[LINE_BYTES:]
-            _write(write, b"".join(_shown(one, head) for one in whole))
+            _write(write, b"".join(_sanitise(one, head) for one in whole))
         if line:
-            _write(write, _shown(line, head))
+            _write(write, _sanitise(line, head))
 
 
-def _shown(line: bytes, head: bytes) -> bytes:
+def _sanitise(line: bytes, head: bytes) -> bytes:
     """Say whose line it is, and make it harmless."""
     return head + harmless(line.removesuffix(b"\r").decode(errors="replace")).encode() + b"\n"
 
