@@ -1,4 +1,4 @@
-"""The durable record of what waits in the queue: SQLite in WAL mode. Pure: no Ray.
+"""The durable record of what waits in the queue: SQLite in WAL mode.
 
 runs/NAME/journal.sqlite       slots that are held, leases, attempts that came to nothing, dead letters, and one row
                                for each published version
