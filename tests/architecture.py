@@ -1,10 +1,11 @@
-"""Measures the house: `python -m tests.architecture --table [FOLDER ...]` prints one column for each checkout.
+"""Measures the package: `python -m tests.architecture --table [FOLDER ...]` prints one column for each checkout.
 
 Each measure is a number and the places that it is made of; `BOUNDS` are held by tests/unit/test_architecture.py.
 """
 
 import argparse
 import ast
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -14,9 +15,9 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parent.parent
 BOUNDS = {
     "files at the top of streamppo/": 8,
-    "units": 19,
+    "packages": 19,
     "modules in an import cycle": 0,
-    "units in an import cycle": 0,
+    "packages in an import cycle": 0,
     "steps of the declared path not in the code": 0,
     "frames from the command to backward()": 5,
     "files on that path": 5,
@@ -29,6 +30,8 @@ BOUNDS = {
     "most parameters before *": 6,
     "deepest nesting": 3,
     "undocumented public things": 0,
+    "class names with several meanings": 0,
+    "pure modules that are not": 0,
 }
 """The most that each measure may be."""
 BROAD = ("Exception", "BaseException")
@@ -280,8 +283,29 @@ def largest(sizes: dict[str, int]) -> Measure:
     return Measure(max(sizes.values()), sorted(sizes, key=lambda place: -sizes[place])[:3])
 
 
+def homonyms(found: Sequence[Source]) -> list[str]:
+    """Class names that stand for several things. A table of the configuration may be called as what it describes."""
+    places: dict[str, list[str]] = {}
+    for source in found:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and not source.name.startswith("streamppo.config."):
+                places.setdefault(node.name, []).append(source.name)
+    return [f"{name}: {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
+def impure(found: Sequence[Source]) -> list[str]:
+    """Modules whose docstring calls them pure although they import a process, file, database or event loop."""
+    return [
+        f"{source.name} imports {name}"
+        for source in found
+        if re.search(r"\bPure\b", ast.get_docstring(source.tree) or "")
+        for name in ("ray", "sqlite3", "asyncio", "pathlib")
+        if re.search(rf"^\s*(?:import|from) {name}\b", source.text, re.MULTILINE)
+    ]
+
+
 def measures(found: Sequence[Source], path: Sequence[tuple[str, str]] = PATH_TO_BACKWARD) -> dict[str, Measure]:
-    """The house in numbers; `path` are the declared frames from the command to `.backward()`."""
+    """The package in numbers; `path` are the declared frames from the command to `.backward()`."""
     found = [source for source in found if source.text.strip()]
     lines = {source.name: len(source.text.splitlines()) for source in found}
     inside = [(f"{source.name}: {function.name}", function) for source in found for function in functions(source.tree)]
@@ -289,10 +313,10 @@ def measures(found: Sequence[Source], path: Sequence[tuple[str, str]] = PATH_TO_
     return {
         "lines": Measure(total),
         "files at the top of streamppo/": count([s.name for s in found if s.path.parent.name == "streamppo"]),
-        "units": count(sorted({unit(source.name) for source in found} - {"streamppo"})),
-        "arrows between units": count([f"{a} -> {b}" for a, b in sorted(arrows(found))]),
+        "packages": count(sorted({unit(source.name) for source in found} - {"streamppo"})),
+        "imports between packages": count([f"{a} -> {b}" for a, b in sorted(arrows(found))]),
         "modules in an import cycle": count(cycles(found)),
-        "units in an import cycle": count(unit_cycles(found)),
+        "packages in an import cycle": count(unit_cycles(found)),
         "steps of the declared path not in the code": count(breaks_in_path(found, path)),
         "frames from the command to backward()": count([f"{module}.{name}" for module, name in path]),
         "files on that path": count(sorted({module for module, _ in path})),
@@ -307,6 +331,8 @@ def measures(found: Sequence[Source], path: Sequence[tuple[str, str]] = PATH_TO_
         "most parameters before *": largest({place: parameters(function) for place, function in inside}),
         "deepest nesting": largest({place: nesting(function) for place, function in inside}),
         "undocumented public things": count(undocumented(found)),
+        "class names with several meanings": count(homonyms(found)),
+        "pure modules that are not": count(impure(found)),
         "docstrings": Measure(len(list(docstrings(found)))),
     }
 

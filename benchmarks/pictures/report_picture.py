@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.pictures.watch_picture import draw
-from streamppo.commands.look.report import report
+from streamppo.commands.look.views import report
 
 
 def main() -> None:

@@ -200,9 +200,9 @@ def inspect(
     """Show text, tokens, rewards, versions and lag of what a run was trained on."""
     folder = configfile.existing(folder)
     if time:
-        from streamppo.commands.look import time_table
+        from streamppo.commands.look import views
 
-        return time_table.show(folder)
+        return views.time_table(folder)
     config = configfile.load(folder / configfile.CONFIG)
     from streamppo.commands.look import inspect as command
 
@@ -224,7 +224,7 @@ def report(
 ) -> int:
     """Write a page that opens offline: curves, timeline, tokens, samples, diagnosis. Several runs are compared."""
     chosen = run_argument.runs_and_replays("report", found)
-    from streamppo.commands.look import report as command
+    from streamppo.commands.look import views as command
 
     return command.report(chosen, to)
 
@@ -269,7 +269,7 @@ def trace(
 ) -> int:
     """Write a file for Perfetto: updates, waits, pushes and restarts over time, with queue, engines and phases."""
     folder = configfile.existing(folder)
-    from streamppo.commands.look import trace as command
+    from streamppo.commands.look import views as command
 
     return command.trace(folder, to)
 

@@ -18,9 +18,9 @@ from streamppo.learner.checkpoint import checkpoint
 from streamppo.learner.checkpoint.checkpoint import TrainState
 from streamppo.learner.checkpoint.history import History
 from streamppo.learner.checkpoint.manifest import CheckpointState
-from streamppo.learner.model import hf_files, load_policy, optimizer, policy, reference, teacher
+from streamppo.learner.model import frozen, hf_files, load_policy, optimizer, policy
+from streamppo.learner.model.frozen import NoReferenceWeights
 from streamppo.learner.model.policy import Policy
-from streamppo.learner.model.reference import NoReferenceWeights
 from streamppo.learner.model.snapshot import WeightSnapshots, is_on_gpu
 from streamppo.learner.objective import adaptive_lag, objective
 from streamppo.learner.parallel import context_parallel
@@ -60,11 +60,11 @@ class Learner:
         self.policy.float32_head = config.model.float32_head
         self.policy.set_context(config.queue.prefix)
         self.policy.set_routes(replayed=config.rollout.engine.routes)
-        followed = reference.load(
-            config, self.model_path, self.mesh, self.policy, reference.separate_reference(self.updater.reference)
+        followed = frozen.load_reference(
+            config, self.model_path, self.mesh, self.policy, frozen.separate_reference(self.updater.reference)
         )
         same = config.algorithm.teacher.model == self.config.algorithm.teacher.model
-        taught_by = teacher.load(
+        taught_by = frozen.load_teacher(
             config, self.model_path, self.mesh, self.updater.teacher if same else None, self.policy.slices
         )
         before = self.updater
@@ -136,7 +136,7 @@ class Learner:
             reference_moved=self.updater.reference_moved,
             lag=self.lag,
         )
-        trained = TrainState(self.policy, self.optimizer, reference.separate_reference(self.updater.reference))
+        trained = TrainState(self.policy, self.optimizer, frozen.separate_reference(self.updater.reference))
         self.saver.start(folder, state, trained, self.pusher.last)
 
     def export(self, folder: Path) -> str:
@@ -171,11 +171,11 @@ def build(
     loaded.set_context(config.queue.prefix)
     loaded.set_routes(replayed=config.rollout.engine.routes)
     has_moved = resume_from is not None and checkpoint.reference_has_moved(Path(resume_from))
-    followed = reference.load(config, model_path, mesh, loaded, None, has_moved=has_moved)
-    frozen = followed, teacher.load(config, model_path, mesh, None, slices)
+    followed = frozen.load_reference(config, model_path, mesh, loaded, None, has_moved=has_moved)
+    second_models = followed, frozen.load_teacher(config, model_path, mesh, None, slices)
     adamw = optimizer.adamw(loaded, config)
-    updater = _updater(config, loaded, adamw, frozen)
-    trained, version, lag = TrainState(loaded, adamw, reference.separate_reference(updater.reference)), 0, None
+    updater = _updater(config, loaded, adamw, second_models)
+    trained, version, lag = TrainState(loaded, adamw, frozen.separate_reference(updater.reference)), 0, None
     if resume_from is not None and (
         state := checkpoint.load_newest(Path(resume_from), trained, config.checkpoint.remote, past)
     ):
@@ -204,9 +204,9 @@ def _updater(
     config: Config,
     trained: Policy,
     adamw: torch.optim.Optimizer,
-    frozen: tuple[Policy | NoReferenceWeights | None, Policy | None],
+    second_models: tuple[Policy | NoReferenceWeights | None, Policy | None],
 ) -> Updater:
-    """The updater of the policy `trained`, with the reference and teacher of `frozen`."""
-    chosen, (followed, taught_by) = objective.build(config), frozen
+    """The updater of the policy `trained`, with the reference and teacher of `second_models`."""
+    chosen, (followed, taught_by) = objective.build(config), second_models
     group = trained.slices.data_ranks()
     return Updater(trained, adamw, chosen, config, group=group, reference=followed, teacher=taught_by)

@@ -14,8 +14,8 @@ from streamppo.errors import UpdateError
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.batching import STAND_IN
 from streamppo.learner.device import add_up, to_device
+from streamppo.learner.model.frozen import NoReferenceWeights
 from streamppo.learner.model.policy import Part, Policy, PolicyOutput, empty_output, release
-from streamppo.learner.model.reference import NoReferenceWeights
 from streamppo.learner.objective.objective import Objective
 from streamppo.learner.objective.targets import Frozen, Targets, compute_targets, teacher_logprobs_from_batch
 from streamppo.process import phase

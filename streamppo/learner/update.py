@@ -26,11 +26,10 @@ from streamppo.learner.attention import attention
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.batching import Division
 from streamppo.learner.device import add_up, to_device
+from streamppo.learner.model.frozen import NoReferenceWeights, follow
 from streamppo.learner.model.optimizer import clip
 from streamppo.learner.model.policy import Part, Policy, PolicyOutput, device_of
-from streamppo.learner.model.reference import NoReferenceWeights, follow
 from streamppo.learner.objective import adaptive_lag, idle_rows
-from streamppo.learner.objective.left_out import dropped_shares
 from streamppo.learner.objective.loss import Loss, MicroBatchLoss
 from streamppo.learner.objective.metrics import (
     Minibatch,
@@ -38,6 +37,7 @@ from streamppo.learner.objective.metrics import (
     Sums,
     batch_metrics,
     distances,
+    dropped_shares,
     first_logprobs,
     step_metrics,
 )

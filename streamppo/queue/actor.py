@@ -39,13 +39,13 @@ from streamppo.queue.rules.records import ArchivedBatch, PublishedVersion
 from streamppo.queue.rules.rules import QueueRules
 from streamppo.queue.rules.slot import TrajectoryRecord
 from streamppo.queue.rules.state import QueueSettings, QueueState, settings_of
-from streamppo.queue.rules.validation import limits_of
 from streamppo.queue.shards import batch_refs
 from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
 from streamppo.queue.shards.shards import Shards
 from streamppo.queue.store import snapshot
 from streamppo.queue.store.archive import Archive, checksums
 from streamppo.queue.store.journal import Journal
+from streamppo.queue.token_limits import limits_of
 from streamppo.queue.waiters import BatchWaiters, Polls, TicketLine, VersionWaiters
 from streamppo.types import Batch, Failure, Identity, Push, TokenRecord, Trajectory, decode, encode
 from streamppo.weights.ledger import Ledger, PublishReply

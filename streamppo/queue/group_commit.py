@@ -2,7 +2,7 @@
 
     changed -> commit -> drained -> written -> acknowledged
 
-Pure: no Ray. A caller's change is in the journal when its `commit` returns. A transaction that would say nothing,
+A caller's change is in the journal when its `commit` returns. A transaction that would say nothing,
 because one before has said all of it, is not written. Changes that were drained and not written are lost: from then on
 every commit raises, and nothing is acknowledged any more.
 """

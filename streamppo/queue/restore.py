@@ -1,4 +1,4 @@
-"""Makes the folder of a run of its copies at an address (standby.py): `resume` goes on with it. Pure: no Ray."""
+"""Makes the folder of a run of its copies at an address (standby.py): `resume` goes on with it."""
 
 import logging
 import shutil

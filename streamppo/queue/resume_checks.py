@@ -1,4 +1,4 @@
-"""Rules for going on with a run: what it keeps, and what must be there. Pure: no Ray."""
+"""Rules for going on with a run: what it keeps, and what must be there."""
 
 import shlex
 from collections.abc import Mapping

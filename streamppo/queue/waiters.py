@@ -1,4 +1,4 @@
-"""Callers of the queue that wait, each woken by what it waits for and by nothing else. Pure: no Ray, no clock, no disk.
+"""Callers of the queue that wait, each woken by what it waits for and by nothing else.
 
     tickets     an engine of version v waits until a slot is to be sampled again, or one more may open for v
     batches     all ranks that wait for the batch of a version wait for one future

@@ -64,6 +64,13 @@ def call(asked_by: str, function: Callable[[*Arguments], R], *arguments: *Argume
         raise TaskError(f"{asked_by}: {user_traceback.format_user_error(error)}") from error
 
 
+def load_and_try(name: str, field: str, try_it: Callable[[Callable[..., object]], None]) -> Callable[..., object]:
+    """Import a user's function and try it. Raises `TaskError` if it fails."""
+    imported = function(name, field)
+    call(f"{field} {name!r}", try_it, imported)
+    return imported
+
+
 def check_arguments(found: Callable[..., object], arguments: Mapping[str, object], asked_by: str) -> None:
     """Refuse arguments that a class's constructor does not take, and the lack of one that it needs.
 

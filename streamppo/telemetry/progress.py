@@ -16,7 +16,7 @@ SIGMAS = 3.0
 WORSE = "worse than at the start"
 
 
-class Evaluation(NamedTuple):
+class ScoredVersion(NamedTuple):
     """The accuracy of a version on `num_prompts` held-out prompts."""
 
     version: int
@@ -24,17 +24,17 @@ class Evaluation(NamedTuple):
     num_prompts: int
 
 
-def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[Evaluation]:
+def evaluations_with_score(evaluations: Sequence[EvaluationLine]) -> list[ScoredVersion]:
     """The evaluations that have a score, in the order of their versions; of those of one version the last."""
     found = {
-        one["evaluation"]: Evaluation(one["evaluation"], one["accuracy"], one["count"])
+        one["evaluation"]: ScoredVersion(one["evaluation"], one["accuracy"], one["count"])
         for one in evaluations
         if one["accuracy"] is not None
     }
     return [found[version] for version in sorted(found)]
 
 
-def is_below(one: Evaluation, other: Evaluation) -> bool:
+def is_below(one: ScoredVersion, other: ScoredVersion) -> bool:
     """True if `one` is less accurate than `other`, beyond the noise of prompts drawn at random.
 
     Both have their mean accuracy p if they do not differ: var = p (1 - p) (1/n + 1/m), with one more right and one more

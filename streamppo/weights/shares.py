@@ -1,4 +1,4 @@
-"""Brings together what the ranks of a learner publish of one version. Pure: no Ray."""
+"""Brings together what the ranks of a learner publish of one version."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

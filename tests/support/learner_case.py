@@ -22,7 +22,7 @@ from streamppo.config import file as configfile
 from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.device import mesh_of
-from streamppo.learner.model import load_policy, reference
+from streamppo.learner.model import frozen, load_policy
 from streamppo.learner.objective import objective
 from streamppo.learner.parallel import context_parallel
 from streamppo.learner.update import Updater
@@ -128,7 +128,7 @@ def updater(config: Config, folder: Path, device: str = "cpu") -> Updater:
     )
     policy.set_context(config.queue.prefix)
     policy.set_routes(replayed=config.rollout.engine.routes)
-    followed = reference.load(config, str(folder), mesh, policy, None)
+    followed = frozen.load_reference(config, str(folder), mesh, policy, None)
     taught_by = config.algorithm.teacher
     teacher = (
         load_policy.load(config.model, taught_by.model, temperature, mesh, slices=slices) if taught_by.model else None

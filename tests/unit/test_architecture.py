@@ -1,4 +1,4 @@
-"""The house is in order: format, lint, types, import direction, sizes, words; and its measures see each fault."""
+"""The package is in order: format, lint, types, import direction, sizes, words; and its measures see each fault."""
 
 import re
 import subprocess
@@ -48,7 +48,7 @@ def measured() -> dict[str, architecture.Measure]:
 
 
 @pytest.mark.parametrize("name", architecture.BOUNDS)
-def test_the_house_keeps_its_bounds(name: str, measured: dict[str, architecture.Measure]) -> None:
+def test_the_package_keeps_its_bounds(name: str, measured: dict[str, architecture.Measure]) -> None:
     value, places = measured[name]
     assert value <= architecture.BOUNDS[name], "\n".join(
         [f"{name}: {value:g}, at most {architecture.BOUNDS[name]:g}", *places]
@@ -69,9 +69,9 @@ def test_the_tests_that_come_first_are_there() -> None:
         )
 
 
-# --- the measures find what they are for: one fault each in a package of two rooms ----------------------------
+# --- the measures find what they are for: one fault each in a package of two packages ----------------------------
 
-ROOM = """\
+WALK = """\
 \"\"\"Holds one function.\"\"\"
 
 def walk(steps: int) -> int:
@@ -86,7 +86,7 @@ def package(folder: Path, **changed: str) -> dict[str, architecture.Measure]:
         "run": '"""Goes in."""\nfrom streamppo.hall import door\n\ndef enter():\n    """Go."""\n    door.walk(1)\n',
         "hall.door": '"""Opens."""\nfrom streamppo.yard.gate import walk as out\n\n'
         'def walk(steps: int) -> None:\n    """Walk."""\n    out(steps).backward()\n',
-        "yard.gate": ROOM,
+        "yard.gate": WALK,
     }
     for name, text in {**modules, **{name.replace("_", "."): text for name, text in changed.items()}}.items():
         path = (folder / "streamppo" / name.replace(".", "/")).with_suffix(".py")
@@ -97,29 +97,35 @@ def package(folder: Path, **changed: str) -> dict[str, architecture.Measure]:
 
 def test_a_clean_package_has_no_fault(tmp_path: Path) -> None:
     clean = package(tmp_path)
-    faults = ("modules in an import cycle", "units in an import cycle", "Any per 1,000 lines", "broad excepts", "print")
+    faults = (
+        "modules in an import cycle",
+        "packages in an import cycle",
+        "Any per 1,000 lines",
+        "broad excepts",
+        "print",
+    )
     assert [name for name in faults if clean[name].value] == []
     assert clean["undocumented public things"].value == 0
     assert clean["steps of the declared path not in the code"].value == 0
-    assert (clean["units"].value, clean["files at the top of streamppo/"].value) == (3, 1)
+    assert (clean["packages"].value, clean["files at the top of streamppo/"].value) == (3, 1)
 
 
-def test_a_cycle_of_modules_and_of_their_rooms_is_found_even_inside_a_function(tmp_path: Path) -> None:
-    text = ROOM + "\ndef back():\n    from streamppo.hall.door import walk\n    walk(1)\n"
+def test_a_cycle_of_modules_and_of_their_packages_is_found_even_inside_a_function(tmp_path: Path) -> None:
+    text = WALK + "\ndef back():\n    from streamppo.hall.door import walk\n    walk(1)\n"
     found = package(tmp_path, yard_gate=text)
     assert list(found["modules in an import cycle"].places) == ["streamppo.hall.door", "streamppo.yard.gate"]
-    assert list(found["units in an import cycle"].places) == ["hall", "yard"]
+    assert list(found["packages in an import cycle"].places) == ["hall", "yard"]
 
 
-def test_rooms_in_a_cycle_are_found_where_no_two_modules_are(tmp_path: Path) -> None:
+def test_packages_in_a_cycle_are_found_where_no_two_modules_are(tmp_path: Path) -> None:
     found = package(tmp_path, yard_wall="from streamppo.hall import door\n")
     assert found["modules in an import cycle"].value == 0
-    assert list(found["units in an import cycle"].places) == ["hall", "yard"]
+    assert list(found["packages in an import cycle"].places) == ["hall", "yard"]
 
 
 def test_a_function_of_61_lines_passes_the_bound_and_one_of_60_keeps_it(tmp_path: Path) -> None:
     for lines in (60, 61):
-        text = ROOM + "\ndef long():\n" + "    walk(1)\n" * (lines - 1)
+        text = WALK + "\ndef long():\n" + "    walk(1)\n" * (lines - 1)
         longest = package(tmp_path, yard_gate=text)["longest function"]
         assert longest.value == lines
         assert longest.places[0] == "streamppo.yard.gate: long"
@@ -128,7 +134,7 @@ def test_a_function_of_61_lines_passes_the_bound_and_one_of_60_keeps_it(tmp_path
 
 def test_a_seventh_parameter_a_fourth_level_and_a_401st_line_pass_their_bounds(tmp_path: Path) -> None:
     deep = "".join(f"{'    ' * level}if a:\n" for level in range(1, 5)) + "    " * 5 + "pass\n"
-    text = ROOM + "\ndef wide(a, b, c, d, e, f, g, *, h):\n" + deep
+    text = WALK + "\ndef wide(a, b, c, d, e, f, g, *, h):\n" + deep
     found = package(tmp_path, yard_gate=text + "#\n" * (401 - len(text.splitlines())))
     for name in ("most parameters before *", "deepest nesting", "largest file"):
         assert found[name].value == architecture.BOUNDS[name] + 1, name
@@ -157,6 +163,19 @@ def test_a_declared_path_that_the_code_does_not_take_is_found(tmp_path: Path) ->
 def test_a_public_thing_without_a_docstring_is_found(tmp_path: Path) -> None:
     found = package(tmp_path, yard_wall='"""Stands."""\ndef climb(): ...\ndef _fall(): ...\n')
     assert list(found["undocumented public things"].places) == ["streamppo.yard.wall: climb"]
+
+
+def test_a_class_name_of_two_modules_and_a_pure_module_with_a_clock_are_found(tmp_path: Path) -> None:
+    gate = '"""Holds. Pure."""\nimport asyncio\n\n\nclass Gate:\n    """One."""\n'
+    found = package(tmp_path, yard_gate=WALK.replace("one function", "one function. Pure") + gate, yard_wall=gate)
+    assert list(found["class names with several meanings"].places) == ["Gate: streamppo.yard.gate, streamppo.yard.wall"]
+    assert "streamppo.yard.wall imports asyncio" in found["pure modules that are not"].places
+
+
+def test_a_table_of_the_configuration_may_be_called_as_what_it_describes(tmp_path: Path) -> None:
+    text = '"""Holds."""\n\n\nclass Gate:\n    """One."""\n'
+    found = package(tmp_path, yard_wall=text, config_gate=text)
+    assert found["class names with several meanings"].value == 0
 
 
 # --- words and names -----------------------------------------------------------------------------------------

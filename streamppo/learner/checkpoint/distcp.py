@@ -27,12 +27,12 @@ from streamppo.errors import CheckpointError
 
 METADATA = ".metadata"
 """The file that says which file holds which tensor."""
-ROOM = "torch.distributed.checkpoint"
+PACKAGE = "torch.distributed.checkpoint"
 NAMED = {
-    *(f"{ROOM}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    *(f"{ROOM}.metadata.{name}" for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
-    f"{ROOM}.metadata.BytesStorageMetadata",
-    f"{ROOM}.filesystem._StorageInfo",
+    *(f"{PACKAGE}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"{PACKAGE}.metadata.{name}" for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    f"{PACKAGE}.metadata.BytesStorageMetadata",
+    f"{PACKAGE}.filesystem._StorageInfo",
     "torch.Size",
     "torch.serialization._get_layout",
     "pathlib.PosixPath",

@@ -12,7 +12,7 @@ from torch import Tensor
 from streamppo.algorithms import corrections, custom_correction, filters, rejections
 from streamppo.algorithms.corrections import Correction
 from streamppo.config import correction as drops
-from streamppo.learner import own
+from streamppo.tasks import plugins
 
 Correct: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Correction]
 """(proximal_logprobs_BT, behavior_logprobs_BT, advantages_BT, lag_BT, mask_BT, trained_BT) -> `Correction`."""
@@ -65,7 +65,9 @@ def build(choice: drops.Correction) -> Correct:
                 proximal_BT, behavior_BT, trained_BT, threshold=threshold
             )
         case drops.CustomCorrection(function=name):
-            function = own.load_and_try(name, "algorithm.correction.function", custom_correction.try_custom_correction)
+            function = plugins.load_and_try(
+                name, "algorithm.correction.function", custom_correction.try_custom_correction
+            )
             own_weights = partial(custom_correction.custom_correction, function=function)
             return lambda proximal_BT, behavior_BT, _advantages, *rest: own_weights(proximal_BT, behavior_BT, *rest)
 

@@ -29,13 +29,13 @@ from streamppo.config import algorithm as choices
 from streamppo.config import policy_loss as losses
 from streamppo.config.correction import FilterTruncated
 from streamppo.config.sections import Config
-from streamppo.learner import own
 from streamppo.learner.batch.padded import PaddedBatch
 from streamppo.learner.model.policy import Part, PolicyOutput
 from streamppo.learner.objective import build_correction, exploration
 from streamppo.learner.objective.adaptive_lag import is_lowered_by_ess
 from streamppo.learner.objective.build_correction import Correct, Filter
 from streamppo.learner.objective.exploration import Exploration
+from streamppo.tasks import plugins
 
 Advantages: TypeAlias = Callable[[PaddedBatch, PolicyOutput, Tensor], AdvantageEstimate]
 """(batch, proximal scores, rewards_BT) -> advantages and returns [B, T]."""
@@ -201,7 +201,7 @@ def _advantages(choice: choices.Advantage) -> Advantages:
         case choices.CustomAdvantage(function=name):
             return partial(
                 _custom_advantage,
-                own.load_and_try(name, "algorithm.advantage.function", custom_advantage.try_custom_advantage),
+                plugins.load_and_try(name, "algorithm.advantage.function", custom_advantage.try_custom_advantage),
             )
 
 
@@ -292,7 +292,7 @@ def trained_tokens(config: choices.Algorithm, batch: PaddedBatch) -> Tensor:
 def _policy_loss(config: choices.Algorithm) -> PolicyLoss:
     if isinstance(config.policy_loss, losses.CustomLoss):
         field = "algorithm.policy_loss.function"
-        function = own.load_and_try(config.policy_loss.function, field, custom_loss.try_custom_loss)
+        function = plugins.load_and_try(config.policy_loss.function, field, custom_loss.try_custom_loss)
         return partial(custom_loss.custom_loss, function=function)
     ratio_loss = _ratio_loss(config.policy_loss)
     return lambda logprobs_BT, proximal_BT, _behavior, *rest: ratio_loss(logprobs_BT, proximal_BT, *rest)

@@ -1,4 +1,4 @@
-"""Copies at a run's address, an address of fsspec's, which are there before anything is acknowledged. Pure: no Ray.
+"""Copies at a run's address, an address of fsspec's, which are there before anything is acknowledged.
 
     written here -> copied -> acknowledged        what is not in the copy was acknowledged to nobody
 

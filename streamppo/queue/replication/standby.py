@@ -9,7 +9,7 @@ ADDRESS/lives/0000                                  says that the copy of a life
 
 TOKEN is that of the claim (weights/owner.py) under which it was written: nothing is mixed of two folders that go on
 with one address. The queue copies its journal, and the archive with the parts of all shards; each shard copies what it
-is given. copies.py says what a copy promises, and restore.py makes a run's folder of it. Pure: no Ray.
+is given. copies.py says what a copy promises, and restore.py makes a run's folder of it.
 """
 
 import re

@@ -29,11 +29,12 @@ from streamppo.config.sections import Config
 from streamppo.errors import JournalError
 from streamppo.queue.replication import standby
 from streamppo.queue.rules.slot import record_of
-from streamppo.queue.rules.validation import TokenLimits, defects, limits_of
+from streamppo.queue.rules.validation import TokenLimits, defects
 from streamppo.queue.shards import batch_refs
 from streamppo.queue.shards.batch_refs import BatchRef, Handout, Put
 from streamppo.queue.store import archive
 from streamppo.queue.store.archive import WrittenFile
+from streamppo.queue.token_limits import limits_of
 from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct, decode, encode, floats, ints
 
 LearnedRef: TypeAlias = "ObjectRef[bytes]"

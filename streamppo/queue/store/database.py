@@ -1,4 +1,4 @@
-"""SQLite as the journals use it: WAL mode, rows with checksums, errors that name the file. Pure: no Ray.
+"""SQLite as the journals use it: WAL mode, rows with checksums, errors that name the file.
 
 SQLite checks its structure and nothing else: every row carries a checksum of its own. Columns beside a row's bytes are
 keys.

@@ -1,4 +1,4 @@
-"""The durable record of what waits in the queue: SQLite in WAL mode. Pure: no Ray.
+"""The durable record of what waits in the queue: SQLite in WAL mode.
 
 runs/NAME/journal.sqlite       slots that are held, leases, attempts that came to nothing, dead letters, and one row
                                for each published version
@@ -99,7 +99,7 @@ class Journal(Database):
 
     def fence(self) -> None:
         """Keep everybody who opened it before from writing; all that they wrote is read from here on."""
-        with self._transaction(fencing=True):
+        with self._numbered_transaction(fencing=True):
             pass
 
     @phase("journal")
@@ -114,7 +114,7 @@ class Journal(Database):
         `before_commit` is called within it for each of `made`: never for a writer that was fenced out, and before the
         version is known as made.
         """
-        with self._transaction() as db:
+        with self._numbered_transaction() as db:
             if before_commit is not None:
                 for version in made:
                     before_commit(version)
@@ -189,21 +189,21 @@ class Journal(Database):
 
     def configure(self, version: int, config: bytes) -> None:
         """Note that `config` holds from `version` on."""
-        with self._transaction() as db:
+        with self._numbered_transaction() as db:
             db.execute("insert or replace into configs values (?, ?, ?)", (version, config, crc32(config)))
 
     def forget(self, before: int, first_slot: int) -> None:
         """Note that the batches of versions below `before` are not kept; nor is why attempts below a slot ended."""
         made = [one for one in self.versions().values() if one.archived is not None and one.version <= before]
         rows = [(one.version, *with_checksum(msgspec.structs.replace(one, archived=None))) for one in made]
-        with self._transaction() as db:
+        with self._numbered_transaction() as db:
             db.executemany("insert or replace into versions values (?, ?, ?)", rows)
             db.execute("delete from ended where number < ?", (first_slot,))
 
     # --- the pieces ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
+    def _numbered_transaction(self, *, fencing: bool = False) -> Generator[sqlite3.Connection]:
         """A transaction with the next number, which the tip has afterwards."""
         with self._errors_named():
             with self._transaction() as db:

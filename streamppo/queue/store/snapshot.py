@@ -1,4 +1,4 @@
-"""The queue's state written down and built again. Pure: no Ray, no disk.
+"""The queue's state written down and built again.
 
 drain     all changes since the last call; they go into one transaction of the journal
 rebuild   the inverse: the state as of the last transaction, leases and requests included

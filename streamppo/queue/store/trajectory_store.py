@@ -1,4 +1,4 @@
-"""A shard's journal: the trajectories that it was given and that are not known to be gone. Pure: no Ray.
+"""A shard's journal: the trajectories that it was given and that are not known to be gone.
 
 runs/NAME/shards/0.sqlite      one row for each trajectory, by its identity
 

@@ -23,8 +23,8 @@ from streamppo.learner.checkpoint.checkpoint import TrainState
 from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.model import adapters, load_policy, optimizer
 from streamppo.learner.model import policy as model
+from streamppo.learner.model.frozen import NoReferenceWeights
 from streamppo.learner.model.policy import Policy
-from streamppo.learner.model.reference import NoReferenceWeights
 from streamppo.learner.model.snapshot import snapshot
 from streamppo.rollout.adapters import MergedAdapters, source
 from streamppo.types import Push

@@ -20,7 +20,7 @@ from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.device import mesh_of
 from streamppo.learner.model import load_policy, optimizer, weight_files
 from streamppo.learner.model import policy as model
-from streamppo.learner.model.reference import follow
+from streamppo.learner.model.frozen import follow
 from streamppo.learner.model.snapshot import snapshot
 from streamppo.learner.parallel import context_parallel, expert_parallel, tensor_parallel
 from streamppo.weights.buckets import Buckets, pack_whole

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamppo.learner import learner
 from streamppo.learner.batch.padded import pad
 from streamppo.learner.learner import Learner
-from streamppo.learner.model import load_policy, reference
+from streamppo.learner.model import frozen, load_policy
 from streamppo.learner.model import policy as model
 from streamppo.learner.model.policy import Policy
 from streamppo.weights.ledger import PublishReply
@@ -24,7 +24,7 @@ def loaded(folder: Path, *, master: bool) -> Policy:
 
 
 def dtype(one: Learner) -> torch.dtype:
-    followed = reference.separate_reference(one.updater.reference)
+    followed = frozen.separate_reference(one.updater.reference)
     assert followed is not None
     return next(followed.lm.parameters()).dtype
 
@@ -64,8 +64,8 @@ def test_one_that_moves_or_has_moved_is_kept_in_float32(folder: Path, tmp_path: 
     moving.saver.wait()
     stands = made(folder, resume_from=tmp_path / "00000001")
     followed, before = (
-        reference.separate_reference(stands.updater.reference),
-        reference.separate_reference(moving.updater.reference),
+        frozen.separate_reference(stands.updater.reference),
+        frozen.separate_reference(moving.updater.reference),
     )
     assert dtype(stands) == torch.float32 and followed is not None and before is not None
     assert all(

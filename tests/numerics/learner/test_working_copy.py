@@ -24,7 +24,7 @@ from streamppo.learner.checkpoint import checkpoint, manifest
 from streamppo.learner.checkpoint.checkpoint import Saver, TrainState
 from streamppo.learner.checkpoint.manifest import CheckpointState
 from streamppo.learner.model import load_policy, optimizer, policy
-from streamppo.learner.model.reference import follow
+from streamppo.learner.model.frozen import follow
 from streamppo.learner.model.snapshot import snapshot
 from streamppo.learner.update import Updater
 from streamppo.weights.buckets import Buckets, pack_whole

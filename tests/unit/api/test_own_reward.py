@@ -119,7 +119,7 @@ objects = {"object": Counts(), "partial": functools.partial(free), "lambda": lam
 for name, found in {**globals(), **objects}.items():
     if callable(found):
         try:
-            given = own_reward.given(found)
+            given = own_reward.write_out(found)
             shown[name] = [given.function, given.source]
         except TaskError as error:
             shown[name] = [str(error), ""]

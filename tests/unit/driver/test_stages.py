@@ -99,7 +99,7 @@ def test_a_rank_that_dies_is_a_lost_learner_and_new_ranks_forget_the_checkpoint_
     assert run.ray.killed == [], "the first ranks are new"
     run.calls.watch_all(["learner-0.0.save()"], RunStage.CHECKPOINT)
     with pytest.raises(LearnerLost, match=r"update 3: RayActorError: learner-0\.0 has died"):
-        run.stages._died("update 3", death("learner-0.0"))
+        run.stages._replace_dead("update 3", death("learner-0.0"))
     run.stages.start_learner("00000004")
     assert run.ray.killed == ["learner-0.0"]
     assert run.watched("save") == []
@@ -107,7 +107,7 @@ def test_a_rank_that_dies_is_a_lost_learner_and_new_ranks_forget_the_checkpoint_
 
 def test_a_queue_that_cannot_be_rebuilt_ends_the_run(driver_case: Make) -> None:
     with pytest.raises(RunError, match=r"^queue: RayActorError: queue has died"):
-        driver_case(1).stages._died("update 3", death("queue"))
+        driver_case(1).stages._replace_dead("update 3", death("queue"))
 
 
 def test_the_queues_second_life_is_a_restart_and_its_first_is_none(driver_case: Make) -> None:

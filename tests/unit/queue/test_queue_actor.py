@@ -23,9 +23,10 @@ from streamppo.queue import actor as queue_actor
 from streamppo.queue import report
 from streamppo.queue.actor import QueueActor
 from streamppo.queue.batch_source import ArchiveSource
-from streamppo.queue.rules.validation import TokenLimits, defect, limits_of
+from streamppo.queue.rules.validation import TokenLimits, defect
 from streamppo.queue.store import archive, batch_parts, snapshot
 from streamppo.queue.store.journal import Journal
+from streamppo.queue.token_limits import limits_of
 from streamppo.types import Batch, Failure, Push, QueueReport, Tensor, Ticket, TokenRecord, Trajectory, decode, encode
 
 SMALL = ("queue.batch_size=4", "queue.samples_per_prompt=1", "queue.max_lag=1")

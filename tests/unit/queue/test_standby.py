@@ -34,7 +34,7 @@ pytestmark = pytest.mark.process
 
 OTHERS = bytes([7, 0, 0, 0, 8, 0, 0, 0])
 """Tokens that nobody else samples."""
-ROWS = ("counters", "slots", "leases", "versions", "configs", "ended", "dead_letters")
+ROWS = ("counters", "slots", "leases", "versions", "configs", "ended_attempts", "dead_letters")
 
 
 @pytest.fixture

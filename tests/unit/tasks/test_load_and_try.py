@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamppo.errors import TaskError
-from streamppo.learner import own
+from streamppo.tasks import plugins
 
 
 def test_a_function_that_fails_when_it_is_tried_is_told_with_its_file_and_line(tmp_path: Path) -> None:
@@ -17,4 +17,4 @@ def test_a_function_that_fails_when_it_is_tried_is_told_with_its_file_and_line(t
         function(None)
 
     with pytest.raises(TaskError, match=r"^algorithm\.policy_loss\.function .*mine\.py:2: KeyError: 'advantage'"):
-        own.load_and_try(f"{file}:loss", "algorithm.policy_loss.function", try_it)
+        plugins.load_and_try(f"{file}:loss", "algorithm.policy_loss.function", try_it)
