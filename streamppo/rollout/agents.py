@@ -19,7 +19,7 @@ from streamppo.config.reward import FunctionScorer
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed
 from streamppo.rollout.endpoint.server import Endpoint
-from streamppo.rollout.endpoint.session import Policy, Session
+from streamppo.rollout.endpoint.session import SampledPolicy, Session
 from streamppo.rollout.engine import Sampling, TokenCandidates
 from streamppo.tasks import agent
 from streamppo.tasks.environments import Done
@@ -39,7 +39,7 @@ MEMORY_MIB = 8192
 """Memory that one process may allocate after it has imported the agent (Linux)."""
 
 
-class Run(NamedTuple):
+class AgentRun(NamedTuple):
     """A run that has ended, by the names of an `Episode`: the turns are those that were received.
 
     `observations` are the messages that came to the policy after each of these turns but the last.
@@ -66,7 +66,7 @@ class Run(NamedTuple):
 class Agents:
     """Plays prompts; `start` makes it ready. Without `scored`, an agent has to give a reward."""
 
-    def __init__(self, policy: Policy, config: AgentEnvironment, *, scored: bool) -> None:
+    def __init__(self, policy: SampledPolicy, config: AgentEnvironment, *, scored: bool) -> None:
         self._policy, self._config, self._scored = policy, config, scored
         self._endpoint = Endpoint(config.host)
         self.counts = self._endpoint.counts
@@ -101,7 +101,7 @@ class Agents:
             await self._endpoint.stop()
             await self._pool.close()
 
-    async def play(self, prompt: Prompt, sampling: Sampling) -> Run:
+    async def play(self, prompt: Prompt, sampling: Sampling) -> AgentRun:
         """Play one prompt. Raises `EnvironmentFailed` with the reason."""
         await self.start()
         async with self._places:
@@ -120,10 +120,10 @@ class Agents:
         settings = Template(arguments=arguments, control_tokens=self._config.control_tokens)
         return Session(key, self._policy, sampling, self._config, settings, counts=self.counts)
 
-    async def _run(self, session: Session, prompt: Prompt) -> agent.Outcome:
+    async def _run(self, session: Session, prompt: Prompt) -> agent.AgentOutcome:
         """Run the agent in a process."""
         assert self._pool is not None
-        call = agent.Call(address=self._endpoint.address, key=session.key, timeout_s=self._config.timeout_s)
+        call = agent.AgentCall(address=self._endpoint.address, key=session.key, timeout_s=self._config.timeout_s)
         text = ScoredText(
             prompt=prompt.text,
             completion="",
@@ -136,12 +136,12 @@ class Agents:
         (found,) = await self._pool.call((text,), (columns,))
         if found.reward is None:
             too_late = found.reason.startswith("no score after")
-            return agent.Outcome(
+            return agent.AgentOutcome(
                 reason=agent.late(self._config.timeout_s) if too_late else f"the agent: {found.reason}"
             )
-        return msgspec.json.decode(found.reward.explanation, type=agent.Outcome)
+        return msgspec.json.decode(found.reward.explanation, type=agent.AgentOutcome)
 
-    def _ended(self, session: Session, outcome: agent.Outcome, prompt: Prompt) -> Run:
+    def _ended(self, session: Session, outcome: agent.AgentOutcome, prompt: Prompt) -> AgentRun:
         """What became of a run whose agent has ended. Raises `EnvironmentFailed` if it cannot be trained on."""
         turns = session.received()
         given = outcome.score is not None or session.rewards or any(turn.reward for turn in turns)
@@ -166,7 +166,7 @@ class Agents:
         columns, row = session.row.columns([turn.number for turn in turns]), slice(session.row.prompt, None)
         # The tokens of turns lie in the order of the turns.
         ends = np.flatnonzero(columns.mask[row])[np.cumsum([turn.tokens for turn in turns]) - 1]
-        return Run(
+        return AgentRun(
             columns.tokens[: session.row.prompt],
             columns.tokens[row],
             columns.logprobs[row],

@@ -87,9 +87,7 @@ async def engine(
                 float32_head=config.model.float32_head,
                 device="cuda" if config.rollout.gpus else "cpu",
             )
-            made.reserve(model.room)
-            if config.environment is not None:
-                made.keep_turns()
+            made.reserve(model.room, turns=config.environment is not None)
             return made
         case SGLangEngine() as chosen:
             positions.check(model.hf_config, model.room)

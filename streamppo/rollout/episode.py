@@ -19,7 +19,7 @@ from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
 from streamppo.rollout.agents import Agents
-from streamppo.rollout.endpoint.session import Policy
+from streamppo.rollout.endpoint.session import SampledPolicy
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling, TokenCandidates
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, EnvSession
@@ -186,7 +186,7 @@ class Player:
         self._stalls: EventLoopStalls | None = None
         self._environment = environment if isinstance(environment, EnvironmentConfig) else None
         if isinstance(environment, AgentEnvironment):
-            self.agents = Agents(Policy(engine, tokenizer, stop), environment, scored=scored)
+            self.agents = Agents(SampledPolicy(engine, tokenizer, stop), environment, scored=scored)
         if self._environment:
             self._make = environments.load(self._environment)
             self._stalls = EventLoopStalls(self._environment.name, self._environment.timeout_s)

@@ -47,7 +47,7 @@ OURS = ("prompt", "base_url", "api_key")
 """Parameters that are no columns."""
 
 
-class Call(WireStruct, frozen=True):
+class AgentCall(WireStruct, frozen=True):
     """One run: the address of the endpoint without /v1, the key of its session, and the time that it has."""
 
     address: str
@@ -55,7 +55,7 @@ class Call(WireStruct, frozen=True):
     timeout_s: float
 
 
-class Outcome(WireStruct, frozen=True):
+class AgentOutcome(WireStruct, frozen=True):
     """What a run came to: its rewards, or the reason of its failure. Without a reward of its own `score` is None."""
 
     score: float | None = None
@@ -75,7 +75,7 @@ class Agent:
 
     def __call__(self, trajectory: ScoredText, **columns: object) -> Reward:
         """Play one run. The text to score is its prompt."""
-        call = msgspec.json.decode(str(columns.pop(CALL)), type=Call)
+        call = msgspec.json.decode(str(columns.pop(CALL)), type=AgentCall)
         if self._runner is None:
             self._runner = asyncio.Runner()
             _adopt_orphans()
@@ -89,31 +89,31 @@ class Agent:
 
     # --- a function ------------------------------------------------------------------------------------------
 
-    def _called(self, trajectory: ScoredText, call: Call, columns: Mapping[str, object]) -> Outcome:
+    def _called(self, trajectory: ScoredText, call: AgentCall, columns: Mapping[str, object]) -> AgentOutcome:
         assert self._function is not None and self._runner is not None
         prompt = [one.plain() for one in trajectory.messages] if trajectory.messages else trajectory.prompt
         ours = {"prompt": prompt, "base_url": f"{call.address}/v1", "api_key": call.key}
         if missing := _missing(self._function, {**columns, **ours}):
-            return Outcome(reason=missing)
+            return AgentOutcome(reason=missing)
         given = _asked_for(self._function, {**columns, **ours})
         output = _Tail()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 value = plugins.call("the agent", _run, self._runner, self._function, given, call.timeout_s)
         except TaskError as error:
-            return Outcome(reason=f"{error}{output.quoted()}")
-        return Outcome(reason=late(call.timeout_s)) if value is LATE else _outcome(value)
+            return AgentOutcome(reason=f"{error}{output.quoted()}")
+        return AgentOutcome(reason=late(call.timeout_s)) if value is LATE else _outcome(value)
 
     # --- a program -------------------------------------------------------------------------------------------
 
-    def _program(self, call: Call) -> Outcome:
+    def _program(self, call: AgentCall) -> AgentOutcome:
         name = self._words[0]
         try:
             process = subprocess.Popen(
                 self._words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
         except (OSError, ValueError) as error:
-            return Outcome(reason=f"the agent {name!r} cannot be started: {error}")
+            return AgentOutcome(reason=f"the agent {name!r} cannot be started: {error}")
         assert process.stdout is not None and process.stderr is not None
         printed, errors = _Tail(), _Tail()
         threads = [
@@ -125,7 +125,7 @@ class Agent:
         try:
             code = process.wait(call.timeout_s)
         except subprocess.TimeoutExpired:
-            return Outcome(reason=f"{late(call.timeout_s)}{errors.quoted()}")
+            return AgentOutcome(reason=f"{late(call.timeout_s)}{errors.quoted()}")
         finally:
             # Whoever holds the other ends of the pipes, too.
             end_children()
@@ -133,7 +133,7 @@ class Agent:
                 thread.join(1.0)
         if code:
             how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-            return Outcome(reason=f"the agent {how}{errors.quoted() or printed.quoted()}")
+            return AgentOutcome(reason=f"the agent {how}{errors.quoted() or printed.quoted()}")
         return _outcome(_last_line(printed.text))
 
 
@@ -174,7 +174,7 @@ def load(name: str) -> Callable[..., object]:
     return found
 
 
-def variables(call: Call, prompt: str) -> dict[str, str]:
+def variables(call: AgentCall, prompt: str) -> dict[str, str]:
     """Return the environment variables in which programs find their endpoint."""
     found = {"OPENAI_BASE_URL": f"{call.address}/v1", "OPENAI_API_KEY": call.key}
     found |= {"ANTHROPIC_BASE_URL": call.address, "ANTHROPIC_API_KEY": call.key}
@@ -259,11 +259,11 @@ def _last_line(text: str) -> object:
     return Done(found["reward"], components, str(found.get("explanation", ""))) if "reward" in found else None
 
 
-def _outcome(value: object) -> Outcome:
+def _outcome(value: object) -> AgentOutcome:
     """Read what a run returned."""
     match value:
         case None:
-            return Outcome()
+            return AgentOutcome()
         case Done():
             reward = Reward(
                 score=value.reward,
@@ -277,9 +277,9 @@ def _outcome(value: object) -> Outcome:
     try:
         made = plain(reward)
     except ValueError as error:
-        return Outcome(reason=f"the agent returned {repr(value)[:SHOWN]}, {error}")
+        return AgentOutcome(reason=f"the agent returned {repr(value)[:SHOWN]}, {error}")
     if made.tokens:
-        return Outcome(
+        return AgentOutcome(
             reason="the agent returned rewards of single tokens, which it does not see: give score and turns"
         )
-    return Outcome(score=made.score, turns=made.turns, components=made.components, explanation=made.explanation)
+    return AgentOutcome(score=made.score, turns=made.turns, components=made.components, explanation=made.explanation)

@@ -12,7 +12,7 @@ import numpy as np
 from streamppo.config.task import AgentEnvironment
 from streamppo.rollout.endpoint import session
 from streamppo.rollout.endpoint.server import Endpoint
-from streamppo.rollout.endpoint.session import Policy, Session
+from streamppo.rollout.endpoint.session import SampledPolicy, Session
 from streamppo.rollout.engine import Completion, Cuts, Sampling, Usage
 from streamppo.tasks.stop import Stop
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
@@ -89,7 +89,7 @@ class Case:
         self._closing = list[Any]()
 
     def opened(self) -> Session:
-        policy = Policy(self.engine, self.engine.tokenizer, Stop())
+        policy = SampledPolicy(self.engine, self.engine.tokenizer, Stop())
         return self.endpoint.open(
             lambda key: Session(key, policy, Sampling(200), self.limits, Template(), counts=self.endpoint.counts)
         )

@@ -70,7 +70,7 @@ def _play(source: str, prompt: Prompt, config: Config, tokenizer: Tokenizer) -> 
         if isinstance(environment, AgentEnvironment):
             limited = environment
         player = Player(engine, tokenizer, limited, scored=bool(config.reward.scorers))
-        episode = asyncio.run(_play(player, prompt, Sampling(environment.max_tokens)))
+        episode = asyncio.run(_play_to_the_end(player, prompt, Sampling(environment.max_tokens)))
         if episode.opening is not None and episode.opening.messages and not episode.observations:
             tokenizer.observation((Message(role="user", content="?"),), episode.opening.template)
     except EnvironmentFailed as error:
@@ -83,7 +83,7 @@ def _play(source: str, prompt: Prompt, config: Config, tokenizer: Tokenizer) -> 
     return Finding(subject, "ok", f"{source}: to the row's answer as a turn it {answer}")
 
 
-async def _play(player: Player, prompt: Prompt, sampling: Sampling) -> Episode:
+async def _play_to_the_end(player: Player, prompt: Prompt, sampling: Sampling) -> Episode:
     try:
         return await player.play(prompt, sampling)
     finally:

@@ -6,7 +6,7 @@ padded    [B, L], for sdpa and eager: causal attention keeps padding on the righ
 joined    [1, N], for flash-attn: rows end to end, separated by their bounds; no padding is computed
 shared    [G, W], for sdpa if it is less work than `padded`: the samples of a prompt as one row (prefix_sharing.py)
 
-tree      [G, W] or [1, N], for rows whose tokens are a tree: one line for each root or for each leaf (learner/tree.py)
+tree      [G, W] or [1, N], for rows whose tokens are a tree: one line for each root or for each leaf (tree.py)
 
 A context without gradient has a pass of its own before the completions (prefix_kv.py).
 """
@@ -54,9 +54,9 @@ class Reading(NamedTuple):
     `arguments` are on the transformer's device, `place_BL` in the host's memory.
 
     Indices beyond the end of a row are undefined; -1 is a token of another rank (context_parallel.py).
-    With a `context`, whose pass comes first and without gradient, only the tokens after it have an index. Where a row has branches
-    (learner/tree.py), `source_N` are the indices in the flattened rows of the tokens of the input, -1 for padding; some
-    tokens are there several times.
+    With a `context`, whose pass comes first and without gradient, only the tokens after it have an index. Where a row
+    has branches (tree.py), `source_N` are the indices in the flattened rows of the tokens of the input, -1 for padding;
+    some tokens are there several times.
     """
 
     arguments: dict[str, Any]

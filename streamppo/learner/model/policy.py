@@ -18,8 +18,7 @@ from streamppo.algorithms.chunked_head import chunked_logprobs_entropy
 from streamppo.config.lora import Lora
 from streamppo.config.sections import FLASH
 from streamppo.errors import ModelError
-from streamppo.learner import tree
-from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing
+from streamppo.learner.attention import attention, layers, prefix_kv, prefix_sharing, tree
 from streamppo.learner.attention.attention import Layout, Reading
 from streamppo.learner.attention.layers import Checkpointing
 from streamppo.learner.batch.padded import Host, PaddedBatch
@@ -82,7 +81,7 @@ class Policy(nn.Module):
 
     The critic is a value head on the policy's hidden states, or on those of `critic`, a transformer of its own. Policy
     and critic use the same `layout`. With `share_prompts`, samples of a prompt share its forward pass when that is
-    cheaper (prefix_sharing.py). A row with branches is a tree (learner/tree.py). `detach_context` computes the context
+    cheaper (prefix_sharing.py). A row with branches is a tree (tree.py). `detach_context` computes the context
     of completions without gradient (prefix_kv.py). Rows are split into `slices`, and each of their ranks gets the
     scores of all tokens (context_parallel.py). With `replays_routes`, tokens go to the engine's experts
     (routing.py). `unknown_V` excludes tokens from the distribution (lm_head.py). A `working_copy` has the
@@ -197,7 +196,7 @@ class Policy(nn.Module):
         known = (attention.looks_at_all(one.config, context_parallel.KNOWN) for one in self.transformers)
         return self.lm.config.hidden_size if all(masked) and all(known) else None
 
-    def sizes(self, host: Host) -> tree.Sizes:
+    def sizes(self, host: Host) -> tree.TreeSizes:
         """The tokens of each row in a pass, for micro-batches."""
         return tree.sizes(host, self.layout, None if host.branches is None else self.masked_width)
 

@@ -95,16 +95,15 @@ class EmbeddedEngine:
         """The version of the weights that the next token will be sampled with."""
         return self._version
 
-    def reserve(self, tokens: int) -> None:
-        """Let the cache hold rows of so many tokens, before any comes. Raises `ModelError` if there is no memory."""
-        self._rows.reserve(min(tokens, self._most))
+    def reserve(self, tokens: int, *, turns: bool = False) -> None:
+        """Let the cache hold rows of so many tokens, before any comes. Raises `ModelError` if there is no memory.
 
-    def keep_turns(self) -> None:
-        """Keep rows that have ended as long as there is room; a prompt that continues one is prefilled from there on.
-
-        `kv` holds for them as for running rows. To be called before any request comes.
+        With `turns`, rows that have ended stay as long as there is room, and a prompt that continues one is prefilled
+        from there on; `kv` holds for them as for running rows.
         """
-        self._rows.keep_turns()
+        self._rows.reserve(min(tokens, self._most))
+        if turns:
+            self._rows.keep_turns()
 
     async def generate(self, prompt: Ints, sampling: Sampling, cuts: Cuts | None = None) -> Completion:
         """See `Engine.generate`."""

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 Parse: TypeAlias = Callable[[str], object]
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call of a tool: `arguments` are JSON."""
 
     id: str
@@ -42,7 +42,7 @@ class Reply(NamedTuple):
 
     content: str
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
     @property
     def message(self) -> Message:
@@ -61,7 +61,7 @@ def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Repl
             log.debug("the tokenizer's response_schema does not fit a turn: %s", error)
             return Reply(text)
     reasoning, rest = _thoughts(text, opened=opened)
-    calls = list[Call]()
+    calls = list[ToolCall]()
 
     def take(found: re.Match[str]) -> str:
         made = _call(found[1])
@@ -103,7 +103,7 @@ def _thoughts(text: str, *, opened: bool) -> tuple[str, str]:
     return reasoning.strip(), rest.lstrip("\n") if ended else ""
 
 
-def _call(text: str) -> list[Call]:
+def _call(text: str) -> list[ToolCall]:
     """The calls in one mark: an object, or a list of such; none if it is neither."""
     try:
         found = json.loads(text)
@@ -114,13 +114,13 @@ def _call(text: str) -> list[Call]:
     return calls if len(calls) == len(listed) else []
 
 
-def _one_call(found: object) -> Call | None:
+def _one_call(found: object) -> ToolCall | None:
     match found:
         case {"function": {"name": str(name), **rest}} | {"name": str(name), **rest} if name:
             arguments = rest.get("arguments", rest.get("parameters", {}))
         case _:
             return None
-    return Call(new_id("call"), name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    return ToolCall(new_id("call"), name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _of_schema(found: Mapping[str, object]) -> Reply:

@@ -17,7 +17,7 @@ from streamppo.rollout.engine import Completion, TokenCandidates
 from streamppo.types import Flags, Floats, Ints, Routes
 
 
-class Columns(NamedTuple):
+class RowColumns(NamedTuple):
     """All columns, the prompt's tokens included; candidates and `mask` are those of the turns that were asked for."""
 
     tokens: Ints
@@ -83,13 +83,13 @@ class Row:
             self._note_routes(np.concatenate([path, np.arange(begin, len(self), dtype=np.int32)]), completion.routes_SE)
         return opened, opened + count
 
-    def columns(self, turns: Iterable[int]) -> Columns:
+    def columns(self, turns: Iterable[int]) -> RowColumns:
         """Return the row, with the tokens of `turns` as those that were sampled."""
         mask = np.isin(self._turn, [*turns])
         branches = np.asarray(sorted(self._branches.items()), np.int32).reshape(-1, 2)
         routes = self._routes if self._routes is None else self._routes[: len(self) - 1]
         logprobs = np.where(mask, self._logprobs, np.float32(0))
-        return Columns(self._tokens, logprobs, self._versions, mask, branches, self._joined_candidates(mask), routes)
+        return RowColumns(self._tokens, logprobs, self._versions, mask, branches, self._joined_candidates(mask), routes)
 
     def _append(self, tokens: Ints, logprobs: Floats, versions: Ints, turn: int) -> None:
         self._tokens = np.concatenate([self._tokens, tokens])

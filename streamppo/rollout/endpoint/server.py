@@ -35,7 +35,7 @@ from streamppo.rollout.endpoint.dialects.chat import Chat
 from streamppo.rollout.endpoint.dialects.messages import Messages
 from streamppo.rollout.endpoint.dialects.responses import Responses
 from streamppo.rollout.endpoint.dialects.wire import Body, Dialect
-from streamppo.rollout.endpoint.refusal import Refused
+from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.session import Session, Turn
 from streamppo.tasks.rewards.outcome import number
 
@@ -140,7 +140,7 @@ class Endpoint:
                 session = self._session(request)
                 body = await _body(request) if method == "POST" else {}
                 return await answer(request, session, body)
-            except Refused as error:
+            except RequestRefused as error:
                 self.counts[error.reason] += 1
                 return JSONResponse(dialect.error(error), status_code=error.status)
             except ClientDisconnect:
@@ -152,7 +152,7 @@ class Endpoint:
     def _check_host(self, request: HttpRequest) -> None:
         if self._local and request.url.hostname not in LOOPBACK:
             message = f"the endpoint answers under the names {', '.join(LOOPBACK)} alone"
-            raise Refused(403, "host_not_allowed", message, "another host's name")
+            raise RequestRefused(403, "host_not_allowed", message, "another host's name")
 
     def _session(self, request: HttpRequest) -> Session:
         header = request.headers.get("authorization", "")
@@ -162,7 +162,7 @@ class Endpoint:
         known = session.key if session else self._over.get(name, "")
         # The name is public; the key behind it is compared in constant time.
         if not secrets.compare_digest(known.encode(), key.strip().encode()) or not known:
-            raise Refused(401, "invalid_api_key", "no run has this key", "unknown key")
+            raise RequestRefused(401, "invalid_api_key", "no run has this key", "unknown key")
         if session is None:
             raise refusal.ended()
         return session
@@ -296,7 +296,7 @@ async def _body(request: HttpRequest) -> Body:
         size += len(part)
         if size > BODY_BYTES:
             message = f"a request has at most {BODY_BYTES // 2**20} MiB"
-            raise Refused(413, "request_too_large", message, "too large a body")
+            raise RequestRefused(413, "request_too_large", message, "too large a body")
         parts.append(part)
     try:
         found = msgspec.json.decode(b"".join(parts))
@@ -339,8 +339,10 @@ def _listed(name: str) -> Body:
     return {"id": name, "object": "model", "created": 0, "owned_by": "streamppo", "type": "model", "display_name": name}
 
 
-def _refused(error: Exception) -> Refused:
-    return error if isinstance(error, Refused) else Refused(500, "server_error", str(error), "engine failed")
+def _refused(error: Exception) -> RequestRefused:
+    return (
+        error if isinstance(error, RequestRefused) else RequestRefused(500, "server_error", str(error), "engine failed")
+    )
 
 
 def _name(key: str) -> str:

@@ -24,10 +24,10 @@ import numpy as np
 from streamppo.config.task import AgentEnvironment
 from streamppo.errors import EnvironmentFailed, ModelError, TaskError
 from streamppo.rollout.endpoint import refusal, reply
-from streamppo.rollout.endpoint.refusal import Refused
+from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.row import Row
-from streamppo.rollout.endpoint.tree import NOTHING, Place, Tree, digest
+from streamppo.rollout.endpoint.tree import NOTHING, Tree, TreePlace, digest
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling
 from streamppo.tasks.chat_template import PLAIN
 from streamppo.tasks.stop import Stop
@@ -98,7 +98,7 @@ class Turn:
         return f"msg_{self.id}"
 
 
-class Policy(NamedTuple):
+class SampledPolicy(NamedTuple):
     """What all runs of an actor are answered by."""
 
     engine: Engine
@@ -112,7 +112,7 @@ class Session:
     def __init__(
         self,
         key: str,
-        policy: Policy,
+        policy: SampledPolicy,
         sampling: Sampling,
         limits: AgentEnvironment,
         template: Template = PLAIN,
@@ -160,7 +160,9 @@ class Session:
             self.truncated = True
             raise refusal.spent(f"the run has made its {self._limits.max_turns} requests (environment.max_turns)")
         if len(self._under_way) >= MOST_UNDER_WAY:
-            raise Refused(429, "rate_limit_exceeded", f"{MOST_UNDER_WAY} requests are under way", "too many at once")
+            raise RequestRefused(
+                429, "rate_limit_exceeded", f"{MOST_UNDER_WAY} requests are under way", "too many at once"
+            )
         self._requests += 1
         turn = Turn(reply.new_id("resp"), request, asyncio.get_running_loop().create_future(), listeners=1)
         self._under_way.append(turn)
@@ -230,7 +232,7 @@ class Session:
         """Sample a turn, to its end or its refusal."""
         try:
             await self._sample(turn)
-        except Refused as error:
+        except RequestRefused as error:
             self._refuse(turn, error)
         except TaskError as error:
             self._refuse(turn, refusal.bad(str(error)))
@@ -245,12 +247,12 @@ class Session:
             turn.error = refusal.ended()
         elif (error := task.exception()) is not None:
             self.failure = self.failure or f"the engine failed: {type(error).__name__}: {error}"
-            self._refuse(turn, Refused(500, "server_error", self.failure, "engine failed"))
+            self._refuse(turn, RequestRefused(500, "server_error", self.failure, "engine failed"))
         if not turn.admitted.done():
             turn.admitted.set_result(None)
         turn.changed.set()
 
-    def _refuse(self, turn: Turn, error: Refused) -> None:
+    def _refuse(self, turn: Turn, error: RequestRefused) -> None:
         turn.error = error
         self._counts[error.reason] += 1
 
@@ -272,7 +274,7 @@ class Session:
             self._reserved -= reserved
             self._freed.set()
 
-    def _store(self, turn: Turn, place: Place, rest: Ints, context: Ints, completion: Completion) -> None:
+    def _store(self, turn: Turn, place: TreePlace, rest: Ints, context: Ints, completion: Completion) -> None:
         """Add a completion to row and tree, behind as much of its context as is stored."""
         request, setting = turn.request, turn.request.setting
         # Another turn may have stored more of it meanwhile.
@@ -311,7 +313,7 @@ class Session:
             turn.partial = reply.so_far(text.rstrip("\N{REPLACEMENT CHARACTER}"), opened=turn.opened)
             turn.changed.set()
 
-    async def _admitted(self, request: Request) -> tuple[Place, Ints, int]:
+    async def _admitted(self, request: Request) -> tuple[TreePlace, Ints, int]:
         """Wait until the row has room for the turn; its place, what is new of its context, and its most tokens.
 
         Raises `Refused` if there will be none.
@@ -337,7 +339,7 @@ class Session:
         self.truncated |= left < wanted
         return place, rest, min(left, wanted)
 
-    def _render(self, place: Place, request: Request) -> Ints:
+    def _render(self, place: TreePlace, request: Request) -> Ints:
         """The tokens of what is new in a context. Raises `TaskError` for messages that the template refuses."""
         if not place.rest:
             return np.zeros(0, np.int32)
@@ -354,7 +356,7 @@ class Session:
             return tokenizer.encode(Prompt(text=text, columns={}, messages=messages, template=template))
         return tokenizer.observation(messages, template, self.row.token(place.at))
 
-    def _plain(self, place: Place, messages: Sequence[Message], template: Template) -> Ints:
+    def _plain(self, place: TreePlace, messages: Sequence[Message], template: Template) -> Ints:
         """Without a chat template a context is the texts of its messages, one after another."""
         if template.tools:
             raise TaskError("the model's tokenizer has no chat template: no tools can be described to it")

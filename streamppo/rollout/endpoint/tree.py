@@ -32,7 +32,7 @@ THOUGHTS = ("reasoning_content", "reasoning")
 """Fields of an assistant's message that hold its reasoning, which many programs leave out."""
 
 
-class Place(NamedTuple):
+class TreePlace(NamedTuple):
     """The beginning of a request that is stored: token `at` is its last one, and the messages `rest` are not in it.
 
     `node` is the message that it ends with. Without `rest` the opening of the next turn is stored, too.
@@ -59,16 +59,16 @@ class Tree:
         self._opened: dict[int, int] = {}
         self._ended: dict[int, int] = {}
 
-    def match(self, messages: Sequence[Message], setting: object = ()) -> Place:
+    def match(self, messages: Sequence[Message], setting: object = ()) -> TreePlace:
         """Find the longest beginning of a request that is stored; of several the newest one."""
-        best, frontier = Place(ROOT, NOTHING, messages), [ROOT]
+        best, frontier = TreePlace(ROOT, NOTHING, messages), [ROOT]
         for count, message in enumerate(messages, 1):
             frontier = self._next(frontier, message, _first_key(setting) if count == 1 else b"")
             if not frontier:
                 break
             places, rest = (self._ended, messages[count:]) if count < len(messages) else (self._opened, ())
             if known := [node for node in frontier if node in places]:
-                best = Place(known[-1], places[known[-1]], rest)
+                best = TreePlace(known[-1], places[known[-1]], rest)
         return best
 
     def add(
@@ -77,7 +77,7 @@ class Tree:
         answer: Message,
         setting: object = (),
         *,
-        after: Place,
+        after: TreePlace,
         opened: int,
         ended: int,
         names: Iterable[str] = (),

@@ -21,8 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import FalconH1Config, FalconH1ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from streamppo.errors import ModelError
-from streamppo.learner import tree
-from streamppo.learner.attention import attention
+from streamppo.learner.attention import attention, tree
 from streamppo.learner.batch.padded import Host, PaddedBatch, micro_batches, pad
 from streamppo.learner.model import hf_files
 from streamppo.learner.model.policy import Policy, PolicyOutput
@@ -279,7 +278,7 @@ def test_a_context_of_1000_tokens_that_8_answers_share_is_computed_once(folder: 
         products.append(sum(flops for name, flops in counts.items() if "attention" not in str(name)))
     # 1,000 + 8 * 20 + 7 tokens beside 8 * 1,020, in all matrix products but those of attention and the head.
     assert products[0] < 0.2 * products[1]
-    assert policy(folder).sizes(rows.on_host) == tree.Sizes(torch.tensor([1167]), torch.tensor([1]))
+    assert policy(folder).sizes(rows.on_host) == tree.TreeSizes(torch.tensor([1167]), torch.tensor([1]))
 
 
 def test_many_short_paths_are_not_one_wide_square(folder: Path) -> None:

@@ -182,6 +182,25 @@ def test_the_cache_has_room_for_the_configurations_rows_and_grows_for_a_longer_p
     assert rooms == [256 + 5, 360 + 90]
 
 
+@pytest.mark.parametrize("environment", [True, False])
+def test_turns_stay_in_the_cache_where_there_is_an_environment(tmp_path: Path, *, environment: bool) -> None:
+    model = folder_of(tmp_path)
+    calculator = ["environment.name=streamppo.tasks.library.calculator:Calculator", "environment.max_tokens=200"]
+    config = configfile.load(MATH, [f"model.path={tmp_path}", *(calculator if environment else [])])
+
+    async def scenario() -> None:
+        engine = await build.engine(config, "rollout-0", str(tmp_path), 0, pushed(tmp_path))
+        first = prompt(1, 50)
+        done = await engine.generate(first, Sampling(9))
+        second = np.concatenate([first, done.tokens, prompt(2, 3)])
+        again = await engine.generate(second, Sampling(9))
+        np.testing.assert_allclose(again.logprobs, logprobs(model, second, again.tokens, range(27)), atol=3e-5, rtol=0)
+        assert engine.usage().reused == (50 + 9 - 1 if environment else 0)
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     folder_of(tmp_path, max_position_embeddings=2**40)
     with pytest.raises(ModelError, match=r"no memory for a cache of 32 completions of \d+ tokens, .* GiB: lower roll"):

@@ -63,8 +63,7 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 def engine(model: Any, *, slots: int = 4, turns: bool = True, **options: Any) -> EmbeddedEngine:
     settings: Any = {"version": 0, "max_total_tokens": 512, "ends": EndTokens(), "seed": 7, **options}
     made = EmbeddedEngine(model.config, tensors(model), slots=slots, **settings)
-    if turns:
-        made.keep_turns()
+    made.reserve(1, turns=turns)
     return made
 
 

@@ -62,7 +62,7 @@ def of_queue(**phases: PhaseTime) -> QueueReport:
 
 def of_engine() -> EngineReport:
     sample = Sample(prompt="1+1=", completion="2", reward=1.0, version=3)
-    counts = {"version": 4, "tokens": 10, "trajectories": 2, "swaps": 0}
+    counts = {"version": 4, "tokens": 10, "trajectories": 2, "swaps": 0, "prompted": 8, "reused": 6}
     seconds = {"busy_s": 1.0, "idle_s": 0.5, "swap_s": 0.0, "push_ms": 0.0}
     return EngineReport(actor="rollout-0", checksum="", sample=sample, **counts, **seconds)
 
@@ -159,6 +159,7 @@ def test_reports_that_come_often_are_all_shown_and_written_down_now_and_then(tmp
     assert sum("queue" in line for line in written) == sum("engine" in line for line in written) == 2
     assert sum("phases" in line for line in written) == 4
     newest = next(line for line in reversed(written) if "engine" in line)
+    assert newest.get("prefix_reused") == 0.75
     assert newest["sampled"] == {"prompt": "1+1=", "completion": "2", "reward": 1.0, "version": 3}
     record.close(FINISHED, None, [])
 

@@ -5,8 +5,8 @@ from typing import Any
 from streamppo.rollout.endpoint import refusal
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.wire import Body
-from streamppo.rollout.endpoint.refusal import Refused
-from streamppo.rollout.endpoint.reply import Call, Reply
+from streamppo.rollout.endpoint.refusal import RequestRefused
+from streamppo.rollout.endpoint.reply import Reply, ToolCall
 from streamppo.rollout.endpoint.session import Request, Turn
 from streamppo.types import Message
 
@@ -58,7 +58,7 @@ class Chat:
         options = body.get("stream_options") or {}
         return ChatStream(turn, model, usage=isinstance(options, dict) and options.get("include_usage") is True)
 
-    def error(self, error: Refused) -> Body:
+    def error(self, error: RequestRefused) -> Body:
         """See `Dialect.error`."""
         kind = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
         return {
@@ -135,7 +135,7 @@ def _tool(item: Body) -> dict[str, Any]:
     return wire.tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 
-def _call(one: Call) -> Body:
+def _call(one: ToolCall) -> Body:
     return {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
 
 

@@ -8,7 +8,7 @@ from streamppo.rollout.endpoint import refusal
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import STOP
 from streamppo.rollout.endpoint.dialects.wire import Body
-from streamppo.rollout.endpoint.refusal import Refused
+from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.session import Request, Turn
 from streamppo.types import Message
@@ -59,7 +59,7 @@ class Messages:
         """See `Dialect.stream`."""
         return MessageStream(turn, model)
 
-    def error(self, error: Refused) -> Body:
+    def error(self, error: RequestRefused) -> Body:
         """See `Dialect.error`."""
         kind = ERRORS.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}

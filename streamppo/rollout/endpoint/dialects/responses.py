@@ -7,7 +7,7 @@ from streamppo.rollout.endpoint import refusal
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import FORMAT, ROLES, Chat
 from streamppo.rollout.endpoint.dialects.wire import Body
-from streamppo.rollout.endpoint.refusal import Refused
+from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.session import Request, Turn
 from streamppo.types import Message
@@ -55,7 +55,7 @@ class Responses:
         """See `Dialect.stream`."""
         return ResponseStream(turn, model)
 
-    def error(self, error: Refused) -> Body:
+    def error(self, error: RequestRefused) -> Body:
         """See `Dialect.error`."""
         return Chat().error(error)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from streamppo.rollout.endpoint import refusal
-from streamppo.rollout.endpoint.refusal import Refused
+from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.session import Request, Turn
 from streamppo.types import Message
@@ -51,7 +51,7 @@ class Dialect(Protocol):
         """Write a turn as it is sampled."""
         ...
 
-    def error(self, error: Refused) -> Body:
+    def error(self, error: RequestRefused) -> Body:
         """Write a refusal."""
         ...
 

@@ -32,29 +32,29 @@ from streamppo.types import Ints, branches
 from streamppo.types.branches import Size
 
 
-class Sizes(NamedTuple):
+class TreeSizes(NamedTuple):
     """The tokens [B] of each row's longest line, and its lines [B]; without `lines_B` the row is one line's tokens."""
 
     tokens_B: Tensor
     lines_B: Tensor | None = None
 
 
-class Line(NamedTuple):
+class TreeLine(NamedTuple):
     """One line: the number of its trajectory, and the tokens of that row, in the line's order."""
 
     row: int
     tokens: Ints
 
 
-def sizes(host: Host, layout: Layout, hidden: int | None) -> Sizes:
+def sizes(host: Host, layout: Layout, hidden: int | None) -> TreeSizes:
     """The sizes of rows in a pass over `host`, for micro-batches; `layout` and `hidden` are those of `read`."""
     width_B = host.start_B + host.length_B
     if host.branches is None:
-        return Sizes(width_B)
+        return TreeSizes(width_B)
     lengths = [_lengths(*row, hidden) for row in zip(host.branches, width_B.tolist(), strict=True)]
     if layout is not padded:
-        return Sizes(torch.tensor([sum(one) for one in lengths]))
-    return Sizes(torch.tensor([max(one) for one in lengths]), torch.tensor([len(one) for one in lengths]))
+        return TreeSizes(torch.tensor([sum(one) for one in lengths]))
+    return TreeSizes(torch.tensor([max(one) for one in lengths]), torch.tensor([len(one) for one in lengths]))
 
 
 def _lengths(column: bytes, width: int, hidden: int | None) -> list[int]:
@@ -96,20 +96,20 @@ def read(host: Host, layout: Layout, hidden: int | None, device: torch.device = 
     return made._replace(place_BL=place_N.view(B, L), source_N=source_N)
 
 
-def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) -> tuple[list[Line], bool]:
+def _lines(columns: tuple[bytes, ...], widths: list[int], hidden: int | None) -> tuple[list[TreeLine], bool]:
     """The lines of all rows, and whether one of them is more than a path."""
-    lines, masked = list[Line](), False
+    lines, masked = list[TreeLine](), False
     for row, (column, width) in enumerate(zip(columns, widths, strict=True)):
         paths = branches.paths(column, width)
         for tree, size in zip(branches.trees(column, width), branches.sizes(column, width), strict=True):
             is_masked = _is_masked(size, hidden)
             own = [tree] if is_masked else [path for path in paths if path[0] == tree[0]]
-            lines += [Line(row, tokens) for tokens in own]
+            lines += [TreeLine(row, tokens) for tokens in own]
             masked |= is_masked
     return lines, masked
 
 
-def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[Line], device: torch.device) -> Reading:
+def _masked(inputs_GW: Tensor, columns: tuple[bytes, ...], lines: list[TreeLine], device: torch.device) -> Reading:
     """Lines by a mask: positions are depths, and a token sees itself and those that it follows; padding sees all."""
     G, W = inputs_GW.shape
     position_GW, piece_GW = np.zeros((G, W), np.int64), np.zeros((G, W), np.int64)
