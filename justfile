@@ -11,7 +11,7 @@ check:
     pyright
     lint-imports
 
-# All tests but the slow ones; CI runs a third of those after them
+# All tests but the slow ones, as CI runs them
 test:
     pytest -n 2
 
