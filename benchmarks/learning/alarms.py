@@ -23,7 +23,7 @@ CODE = "import sys; from streamppo.cli import main; sys.exit(main(sys.argv[1:]))
 INIT = "init"
 """In place of a configuration: the project that `streamppo init` makes."""
 MATH = "configs/math.toml"
-OWN = "algorithm.{0}={{kind='function',function='examples/own_{0}.py:{1}'}}"
+OWN = "algorithm.{0}={{kind='function',function='examples/custom_{0}.py:{1}'}}"
 PROJECTS = {
     "letters": (INIT, "updates=300"),
     "segments": (INIT, "updates=200", "queue.segments={}"),

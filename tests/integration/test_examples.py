@@ -118,7 +118,7 @@ def test_an_agent_with_two_tools_trains_a_run_and_is_replayed_without_it(tmp_pat
 
 def test_a_loss_an_advantage_and_a_correction_of_the_user_train_a_run_that_is_replayed(tmp_path: Path) -> None:
     own = [
-        f"algorithm.{part}={{kind='function', function='examples/own_{file}.py:{name}'}}"
+        f"algorithm.{part}={{kind='function', function='examples/custom_{file}.py:{name}'}}"
         for part, file, name in (
             ("policy_loss", "loss", "loss"),
             ("advantage", "advantage", "advantage"),
