@@ -66,7 +66,7 @@ def dying(owner: Any, name: str, at: int) -> None:
 # --- a rank --------------------------------------------------------------------------------------------------
 
 RANK_DIES: dict[str, Callable[[], None]] = {
-    "in the hash of its shards": lambda: dying(buckets, "content", 5),
+    "in the hash of its shards": lambda: dying(buckets, "hash_tensor", 5),
     "between two buckets": lambda: dying(folder.FolderSender, "_write", 2),
     "in the middle of a file": lambda: dying(folder.os, "replace", 2),
     "when all is written and nobody knows": lambda: dying(folder.FolderSender, "drop", 1),
@@ -91,7 +91,7 @@ ACTOR_DIES: dict[str, Callable[[], None]] = {
     "in the middle of a fetch": lambda: dying(folder, "_read", 2),
     "in the middle of unpacking": lambda: dying(Replica, "_use", 7),
     "ahead of the copy": lambda: dying(decoder.Decoder, "fuse", 1),
-    "in the middle of the comparison": lambda: dying(content, "content", 5),
+    "in the middle of the comparison": lambda: dying(content, "hash_tensor", 5),
     "in the swap itself": lambda: dying(decoder.Decoder, "adopt", 1),
     "after the swap, which nobody knows of": lambda: dying(Actor, "_told", 1),
 }

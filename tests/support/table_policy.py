@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig
 
 from streamppo.config.sections import Config
-from streamppo.learner.attention import attention
-from streamppo.learner.batch.padded import PaddedBatch
+from streamppo.learner.attention import attention, tree
+from streamppo.learner.batch.padded import Host, PaddedBatch
 from streamppo.learner.model.policy import Part, PolicyOutput
 from streamppo.learner.objective import objective
 from streamppo.learner.parallel.routing import Routers
@@ -41,6 +41,10 @@ class TablePolicy(nn.Module):
 
     def reshard(self) -> None:
         """Do nothing: there is nothing gathered."""
+
+    def sizes(self, host: Host) -> tree.TreeSizes:
+        """As `Policy.sizes`, of rows without branches."""
+        return tree.sizes(host, attention.padded, None)
 
     def _get_fsdp_state(self) -> SimpleNamespace:
         return SimpleNamespace(_comm_ctx=SimpleNamespace(post_forward_order=[]))
