@@ -53,7 +53,7 @@ SIGNS = {
     r" and below ": ", <",
     r" below ": " <",
 }
-"""How the page writes the words of `config.describe.expected`, in this order."""
+"""How the page writes the words of `config.describe.describe_type`, in this order."""
 PLAIN = re.compile(r"^(?:int|number|bool|text)\b")
 """Types that a default shows."""
 

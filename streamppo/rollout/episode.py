@@ -154,7 +154,7 @@ class Episode(NamedTuple):
 
 
 class Cutter(Protocol):
-    """Hands an episode's segments over as it is played: see `handing.Handing`."""
+    """Hands an episode's segments over as it is played: see `segment_writer.SegmentWriter`."""
 
     def cuts(self, so_far: Callable[[Completion], Episode], before: Ints) -> Cuts | None:
         """Say where the engine is to cut the turn that comes."""

@@ -34,7 +34,7 @@ class File(WireStruct, frozen=True):
 
 
 class FolderSender:
-    """Implements `transport.Outlet` for one life of `rank`: two whole versions are kept, and the deltas behind them."""
+    """Implements `transport.Sender` for one life of `rank`: two whole versions are kept, and the deltas behind them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._all, self._name = folder, f"rank-{rank}-"
@@ -43,13 +43,13 @@ class FolderSender:
         self._before = 0
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Outlet.put`."""
+        """See `transport.Sender.put`."""
         with durable.naming(self._own, WeightsError):
             self._own.mkdir(parents=True, exist_ok=True)
             return [self._write(version, number, array) for number, array in enumerate(arrays)]
 
     def drop(self, before: int) -> None:
-        """See `transport.Outlet.drop`: one call later, so that an actor can read to its end what it has begun."""
+        """See `transport.Sender.drop`: one call later, so that an actor can read to its end what it has begun."""
         for version in [version for version in self._names if version < self._before]:
             for path in self._names.pop(version):
                 path.unlink(missing_ok=True)
@@ -71,13 +71,13 @@ class FolderSender:
 
 
 class FolderReceiver:
-    """Implements `transport.Inlet`."""
+    """Implements `transport.Receiver`."""
 
     def __init__(self) -> None:
         self._missing, self._since = "", 0.0
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Inlet.fetch`. Raises `WeightsError` if one bucket stays away."""
+        """See `transport.Receiver.fetch`. Raises `WeightsError` if one bucket stays away."""
         assert isinstance(ref, bytes), "a reference of a folder's outlet"
         file = decode(ref, File)
         try:

@@ -53,7 +53,7 @@ class _Block(NamedTuple):
 
 
 class NixlSender:
-    """Implements `transport.Outlet`. It keeps two whole versions, and the deltas behind them, in memory of its own."""
+    """Implements `transport.Sender`. It keeps two whole versions, and the deltas behind them, in memory of its own."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._lock = _agent(local=local), threading.Lock()
@@ -66,7 +66,7 @@ class NixlSender:
         threading.Thread(target=self._look_after, name="nixl", daemon=True).start()
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Outlet.put`."""
+        """See `transport.Sender.put`."""
         blocks = [self._block(array.nbytes) for array in arrays]
         self._used.setdefault(version, []).extend(blocks)
         for block, array in zip(blocks, arrays, strict=True):
@@ -89,7 +89,7 @@ class NixlSender:
         ]
 
     def drop(self, before: int) -> None:
-        """See `transport.Outlet.drop`: one call later, so that an actor can read to its end what it has begun."""
+        """See `transport.Sender.drop`: one call later, so that an actor can read to its end what it has begun."""
         for version in [version for version in self._used if version < self._before]:
             self._free += self._used.pop(version)
         self._before = before
@@ -117,7 +117,7 @@ class NixlSender:
 
 
 class NixlReceiver:
-    """Implements `transport.Inlet`: one read at a time, in a thread of its own."""
+    """Implements `transport.Receiver`: one read at a time, in a thread of its own."""
 
     def __init__(self, *, local: bool) -> None:
         self._agent, self._failures = _agent(local=local), _failures()
@@ -125,7 +125,7 @@ class NixlReceiver:
         self._abandoned: list[object] = []
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Inlet.fetch`."""
+        """See `transport.Receiver.fetch`."""
         assert isinstance(ref, bytes), "a reference of NIXL's outlet"
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fetch, decode(ref, RemoteBucket))
 

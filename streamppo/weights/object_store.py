@@ -23,24 +23,24 @@ FETCH_S, LONGER_S = 20.0, 10.0
 
 
 class ObjectStoreSender:
-    """Implements `transport.Outlet`."""
+    """Implements `transport.Sender`."""
 
     def put(self, version: int, arrays: Sequence[Bytes]) -> list[BucketRef]:
-        """See `transport.Outlet.put`."""
+        """See `transport.Sender.put`."""
         return [ray.put(array) for array in arrays]
 
     def drop(self, before: int) -> None:
-        """See `transport.Outlet.drop`: the object store counts references."""
+        """See `transport.Sender.drop`: the object store counts references."""
 
 
 class ObjectStoreReceiver:
-    """Implements `transport.Inlet`."""
+    """Implements `transport.Receiver`."""
 
     def __init__(self) -> None:
         self._limit_s = FETCH_S
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """See `transport.Inlet.fetch`. Without a copy where the node has the bucket already.
+        """See `transport.Receiver.fetch`. Without a copy where the node has the bucket already.
 
         After each bucket that is late the next may take `LONGER_S` longer, until one comes: the network may be slow.
         """

@@ -97,7 +97,7 @@ def evaluate(
     """Evaluate the run or the model called `name`, and print a table or JSON. The exit code is 1 without any score.
 
     A run has its `own` configuration, of which `config` replaces all but the model; a model has `config` alone. Without
-    `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.of_checkpoint` does.
+    `samples` there is no pass@k. Raises `ConfigError`, `TaskError`, and as `weights.checkpoint_weights` does.
     """
     plugins.export_path()
     transformers.utils.logging.disable_progress_bar()

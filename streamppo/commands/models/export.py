@@ -13,7 +13,7 @@ def export(config: Config, run: Path, version: int | None, folder: Path, *, adap
     """Write the policy of `version`, by default the newest checkpoint, and its tokenizer at `folder`.
 
     With `adapter` its adapters alone, as peft loads them. Raises `ConfigError` if it has none, `CheckpointError` if
-    `folder` exists, and as `weights.of_checkpoint` does.
+    `folder` exists, and as `weights.checkpoint_weights` does.
     """
     lora, start = config.model.lora, model_path(config, run)
     if adapter and lora is None:

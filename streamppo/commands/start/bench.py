@@ -18,14 +18,14 @@ import msgspec
 from streamppo.commands.console import console, echo, table
 from streamppo.errors import RunError
 
-SCRIPTS = Path(__file__).parent.parent.parent / "benchmarks"
+SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 Part = tuple[str, ...]
 """A script of benchmarks/ and its arguments."""
 PARTS: tuple[Part, ...] = (
-    ("engine.py", "--no-peer", "--rounds", "1"),
-    ("queue_load.py", "--engines", "16", "1024", "--tokens", "100", "--seconds", "2"),
-    ("push.py", "--no-store", "--gigabytes", "0.1", "--lr"),
-    ("cost.py", "--updates", "30", "--repeat", "1"),
+    ("cost/engine.py", "--no-peer", "--rounds", "1"),
+    ("cost/queue_load.py", "--engines", "16", "1024", "--tokens", "100", "--seconds", "2"),
+    ("cost/push.py", "--no-store", "--gigabytes", "0.1", "--lr"),
+    ("cost/cost.py", "--updates", "30", "--repeat", "1"),
 )
 MARGIN = 1.1
 """Medians that are less than this many times apart count as equal."""

@@ -41,7 +41,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pushed weights, known once they are published. `beta` is the adaptive weight of the KL in the reward. `bad_steps`
     are skipped steps in a row: the policy's, and those of a critic with its own steps. `bonus` is the coefficient and
     the weight of an adaptive entropy bonus. `reference_moved`: the reference is no longer the run's first model, and is
-    among the tensors. `lag` is an adaptive lag (`algorithms.lag.Lag`).
+    among the tensors. `lag` is an adaptive lag (`algorithms.lag.AdmittedLag`).
     """
 
     version: int

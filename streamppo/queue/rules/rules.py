@@ -20,7 +20,7 @@ Admission by example, with batch_size = 4, max_lag = 1 and one engine:
     1  1  7        (1 + 2 - 1) * 4 = 8   slot 5 is abandoned: slot 12 opens in its place
 
 Segments have rules of their own (segments.py). The states of a slot are drawn in slot.py. Every change is noted in
-`QueueState.unwritten`, for the journal.
+`QueueState.pending_changes`, for the journal.
 """
 
 import heapq

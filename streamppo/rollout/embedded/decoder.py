@@ -61,7 +61,7 @@ class _Decoding(NamedTuple):
 class Decoder:
     """The model with a cache: rows 0 .. `rows`-1 hold one sequence each, of as many tokens as `reserve` was asked for.
 
-    Every token sees all before it: rows of more tokens than `positions.embedded` gives would be computed wrongly.
+    Every token sees all before it: rows of more tokens than `positions.embedded_limit` gives would be computed wrongly.
     Raises `ModelError` for a model that it would not compute exactly, and `WeightsError` for `tensors` (HF names) that
     do not fit.
     """

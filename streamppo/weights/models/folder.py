@@ -36,7 +36,7 @@ NOTES_OF_QUANTISERS = ("hf_quant_config.json", "quantize_config.json", "quant_co
 def check(folder: Path) -> Headers | None:
     """Look at a model's folder without reading a weight; returns the headers of its tensors, None of pickles.
 
-    Raises `ModelError` for another format, quantised weights, names in a wrapper, and as `headers.of_folder` does.
+    Raises `ModelError` for another format, quantised weights, names in a wrapper, and as `headers.folder_headers` does.
     """
     kind(folder)
     found = headers.folder_headers(folder)

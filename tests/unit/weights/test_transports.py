@@ -414,7 +414,7 @@ def test_without_nixl_its_transport_says_how_it_is_installed(
 LISTENERS = """
 import json, os, sys
 from streamppo.weights import nixl
-nixl.Outlet(local=sys.argv[1] == "local")
+nixl.NixlSender(local=sys.argv[1] == "local")
 places = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
 mine = {os.readlink(place)[8:-1] for place in places if os.path.islink(place)}
 rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]

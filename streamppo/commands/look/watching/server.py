@@ -78,7 +78,7 @@ class Page:
             answer: dict[str, object] = {"tag": tag, "again_s": SHORTEST_S}
             if tag != request.query_params.get("tag"):
                 begun = time.thread_time()
-                shown = [one.shown() for one in chosen]
+                shown = [one.run_view() for one in chosen]
                 answer |= {"version": shown[0].state.version, "sections": sections.sections(shown)}
                 answer["again_s"] = min(LONGEST_S, max(SHORTEST_S, (time.thread_time() - begun) / SHARE))
         return JSONResponse(answer)
