@@ -33,7 +33,7 @@ def commands(document: str, script: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("document", ["docs/results.md"])
 def test_the_throughput_commands_measure_the_lag_bound_and_the_reward_and_no_bound_of_their_own(document: str) -> None:
-    found = commands(document, "throughput.py")
+    found = commands(document, "cost/throughput.py")
     assert found
     for arguments in found:
         options = throughput.parser().parse_args(arguments)

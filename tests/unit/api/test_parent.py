@@ -62,9 +62,9 @@ def test_a_ctrl_c_reaches_the_run_once_and_the_script_when_the_run_has_ended() -
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from streamppo.api import parent\n"
-        "from streamppo.api.messages import Request\n"
+        "from streamppo.api.messages import RunRequest\n"
         "parent.CHILD = 'scripted_child'\n"
-        "try:\n    parent.drive(Request(config='interrupts'))\n"
+        "try:\n    parent.drive(RunRequest(config='interrupts'))\n"
         "except KeyboardInterrupt:\n    print('and the script')\n"
     )
     path = os.pathsep.join(map(str, (REPOSITORY, SUPPORT)))

@@ -295,8 +295,8 @@ def test_a_child_that_holds_the_output_open_does_not_hold_the_reward() -> None:
 
 def test_a_program_outlives_no_kill_of_the_process_that_runs_it() -> None:
     run = (
-        "import asyncio; from streamppo.tasks.scorers.sandbox import Limits, Local; "
-        "asyncio.run(Local().run('import time; time.sleep(985)', '', Limits(600.0)))"
+        "import asyncio; from streamppo.tasks.scorers.sandbox import RunLimits, Local; "
+        "asyncio.run(Local().run('import time; time.sleep(985)', '', RunLimits(600.0)))"
     )
     runner = subprocess.Popen([sys.executable, "-c", run])
     try:
