@@ -19,10 +19,11 @@ from streamppo.config.sections import Config
 from streamppo.learner.batch.padded import pad
 from streamppo.queue.rules.records import Changes, SavedSlot
 from streamppo.queue.rules.slot import record_of
-from streamppo.queue.rules.validation import TokenLimits, defect, defects, limits_of
+from streamppo.queue.rules.validation import TokenLimits, defect, defects
 from streamppo.queue.store import batch_parts
 from streamppo.queue.store.columns import batch_columns, to_batch, verify
 from streamppo.queue.store.journal import Journal
+from streamppo.queue.token_limits import limits_of
 from streamppo.tasks.tokenizer import Tokenizer, character_tokenizer
 from streamppo.types import Batch, TokenRecord, Trajectory, branches, encode
 
