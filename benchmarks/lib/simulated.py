@@ -261,7 +261,7 @@ class _Learner:
         return found
 
     def _update(self, batch: PaddedBatch) -> bytes:
-        """Train; returns the encoded `Learned` of the batch."""
+        """Train; returns the encoded `TokenRecord` of the batch."""
         updated, metrics, _ = step(self._world, self._pace, batch)
         self._found.lags.append(lag_histogram(batch))
         self._found.metrics.append(metrics)

@@ -45,7 +45,7 @@ def tokens(
     inverse_temperature_N: Tensor | None,
     candidates: Candidates | None,
 ) -> TokenInputs:
-    """`Tokens` as the kernels read them: one number after another."""
+    """`TokenInputs` as the kernels read them: one number after another."""
     bias_V, inverse_temperature_N, *sets = (
         None if column is None else column.contiguous()
         for column in (bias_V, inverse_temperature_N, *(candidates or (None, None, None)))

@@ -10,7 +10,7 @@ first, and the learning rate where that is of no use, or not yet.
     the lowest bucket with ESS < ess begins at lag f > 0     admitted = f - 1, and for `hold` updates older data come
     that is lag 0                                            admitted = 0, lr_share is halved: no lag is at fault
     none has, and lr_share < 1                               lr_share is doubled
-    all have ESS >= (1 + ess) / 2, admitted is reached       as far as they reach, 1 more at least (`farther`)
+    all have ESS >= (1 + ess) / 2, admitted is reached       as far as they reach, 1 more at least (`extrapolate_lag`)
 
     an update's share of the learning rate    lr_share; while older data may come, times the mean over its tokens of
                                               min(1, (admitted + 1) / (lag + 1))

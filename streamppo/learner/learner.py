@@ -118,7 +118,7 @@ class Learner:
     def push(self, learned: bytes = b"") -> PushedVersion:
         """Publish the present version concurrently with training: every rank copies and pushes its own shards.
 
-        `learned` is the encoded `Learned` of its batch. Returns the push before.
+        `learned` is the encoded `TokenRecord` of its batch. Returns the push before.
         """
         buckets = self.pusher.buckets(policy.shards(self.policy, self.config.model.dtype))
         written, admitted = self.copies.write(buckets.tensors), self.lag.admitted if self.lag else None

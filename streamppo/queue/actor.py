@@ -261,10 +261,10 @@ class QueueActor(ArchivedRuns):
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
         """Publish a version, once every rank has called with its share: archive and consume its batch, free its slots,
-        and let engines pull its weights. Returns a `Published`, to all ranks.
+        and let engines pull its weights. Returns a `PublishReply`, to all ranks.
 
-        `learned` is the encoded `Learned` of its batch; empty without a batch. A version that was published before must
-        have the same weights again where `learner.exact` held for it, and keeps its first digest elsewhere. Raises
+        `learned` is the encoded `TokenRecord` of its batch; empty without a batch. A version that was published before
+        must have the same weights again where `learner.exact` held for it, and keeps its first digest elsewhere. Raises
         `Diverged` if it has others, `QueueError` for a learner that was given up for dead, and `WeightsError` if the
         shares are not those of one version.
         """

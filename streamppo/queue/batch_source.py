@@ -52,9 +52,9 @@ class BatchSource(Protocol):
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
-        """Receive one rank's share of a new version: its `Push`, its buckets, and the `Learned` of its batch.
+        """Receive one rank's share of a new version: its `Push`, its buckets, and the `TokenRecord` of its batch.
 
-        `learner` counts the groups of ranks that the run has had. Returns a `Published` when all shares have come.
+        `learner` counts the groups of ranks that the run has had. Returns a `PublishReply` when all shares have come.
         """
         ...
 
@@ -128,7 +128,7 @@ class ArchiveSource(ArchivedRuns):
 
     @ray.method
     async def publish(self, push: bytes, refs: "list[BucketRef]", learned: Told, learner: int) -> bytes:
-        """Keep the digest of a version; its weights go nowhere. Returns a `Published`."""
+        """Keep the digest of a version; its weights go nowhere. Returns a `PublishReply`."""
         return encode(await self._joining.result(RankShare(decode(push, Push), refs, learned)))
 
     async def _publish(self, whole: "RankShare[BucketRef]") -> PublishReply:

@@ -118,7 +118,7 @@ async def engine(
 class EngineModel(NamedTuple):
     """The settings of a model, and the bounds of its rows: `room` tokens by the configuration, `context` by the model.
 
-    `unknown` are the tokens of its `vocabulary` that the tokenizer does not have; `completes` is that of `Ends`.
+    `unknown` are the tokens of its `vocabulary` that the tokenizer does not have; `completes` is that of `EndTokens`.
     """
 
     hf_config: "PreTrainedConfig"

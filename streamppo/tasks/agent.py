@@ -7,8 +7,8 @@ A function gets the parameters that it names; `prompt` is a text, or messages. O
 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and STREAMPPO_PROMPT are set for both. It returns a number, a `Reward`, a `Done`,
 or None, where its reward comes from elsewhere; the last line of a program's output may be {"reward": 1.0}.
 
-The pool of processes is that of rewards (tasks/rewards/processes): what a run came to travels as an `Outcome` in the
-explanation of a reward.
+The pool of processes is that of rewards (tasks/rewards/processes): what a run came to travels as an `AgentOutcome` in
+the explanation of a reward.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from streamppo.tasks.rewards.processes.reaper import PR_SET_CHILD_SUBREAPER
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 CALL = "streamppo/call"
-"""The column with the JSON of a `Call`."""
+"""The column with the JSON of an `AgentCall`."""
 KEPT_BYTES = 2**16
 """Of a run's output so much is kept, from its end."""
 SHOWN = 1000

@@ -58,7 +58,7 @@ def with_run_folder(config: Config, run: Path) -> Config:
 
 
 def create_folder(config: Config) -> None:
-    """Make the folder of weights of a `placed` configuration, without those of an earlier driver, whose ranks are dead.
+    """Make the folder of weights of a `with_run_folder` configuration, without those of an earlier driver's dead ranks.
 
     Raises `RunError` if it cannot be made.
     """
@@ -69,7 +69,7 @@ def create_folder(config: Config) -> None:
 
 
 def end(config: Config) -> None:
-    """Delete what ranks of a `placed` configuration have left behind, if that outlives them."""
+    """Delete what ranks of a `with_run_folder` configuration have left behind, if that outlives them."""
     if isinstance(chosen := config.learner.transport, Folder):
         shutil.rmtree(chosen.path, ignore_errors=True)
 

@@ -148,7 +148,7 @@ class NixlReceiver:
         return made[: remote.nbytes]
 
     def _read(self, name: str, address: int, into: Bytes) -> None:
-        """Read what is at `address` of the agent `name`. Raises `Lost` if it takes too long."""
+        """Read what is at `address` of the agent `name`. Raises `BucketGone` if it takes too long."""
         agent, place = self._agent, (into.ctypes.data, into.nbytes, 0)
         registered = agent.register_memory([(*place, "")], KIND)
         theirs, ours = agent.get_xfer_descs([(address, into.nbytes, 0)], KIND), agent.get_xfer_descs([place], KIND)

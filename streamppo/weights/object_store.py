@@ -1,7 +1,7 @@
 """Buckets through Ray's object store, which has one copy on every node that asks, until the last reference is gone.
 
 Ray asks the rank that owns a bucket where it is. If that rank's node was cut off and is given up, Ray still waits for
-an answer until TCP gives up, which takes minutes: so nobody waits for long, and a bucket that is late is `Lost`.
+an answer until TCP gives up, which takes minutes: so nobody waits for long, and a bucket that is late is `BucketGone`.
 """
 
 import asyncio

@@ -24,7 +24,7 @@ SETS = 2
 
 
 Publish: TypeAlias = Callable[[bytes, list[BucketRef], bytes], PublishReply]
-"""Publishes an encoded `Push` with its buckets, and the encoded `Learned` of its batch; waits for all shares."""
+"""Publishes an encoded `Push` with its buckets, and the encoded `TokenRecord` of its batch; waits for all shares."""
 
 
 class PushedVersion(NamedTuple):

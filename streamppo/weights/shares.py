@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 Told: TypeAlias = "bytes | list[ObjectRef[bytes]]"
-"""An encoded `Learned`, empty without a batch; or, for a queue with shards, a reference of it."""
+"""An encoded `TokenRecord`, empty without a batch; or, for a queue with shards, a reference of it."""
 T = TypeVar("T")
 R = TypeVar("R")
 REMEMBERED = 64

@@ -3,8 +3,8 @@
     rank     outlet.put(version, buckets) -> references ----> ledger ----> inlet.fetch(reference)     rollout actor
 
 Ranks put and go on, actors fetch when they are ready. No end waits for the other one: a bucket whose rank has died, or
-has newer ones, is `Lost`, and the actor asks the ledger again. Nothing is trusted on the way: bytes are compared where
-they end up.
+has newer ones, is `BucketGone`, and the actor asks the ledger again. Nothing is trusted on the way: bytes are compared
+where they end up.
 """
 
 from collections.abc import Sequence
@@ -39,5 +39,5 @@ class Receiver(Protocol):
     """A rollout actor's end."""
 
     async def fetch(self, ref: BucketRef) -> Bytes:
-        """Return the bytes of a bucket, which nobody changes. Raises `Lost`."""
+        """Return the bytes of a bucket, which nobody changes. Raises `BucketGone`."""
         ...

@@ -1,7 +1,7 @@
 """The environment of Ray's processes.
 
 a Ray of our own    its processes inherit the driver's environment, and `OWN_RAY` beside it
-a cluster           actors get what `carried` chooses of the driver's environment, and else what `ray start` had
+a cluster           actors get those of the driver's that `carried_variables` chooses, and else what `ray start` had
 """
 
 import os

@@ -113,5 +113,5 @@ def _fold_heads(part_GWHD: Tensor, heads: int) -> Tensor:
 
 
 def _unfold_heads(product: Tensor, rows: int, width: int) -> Tensor:
-    """[G, W, H, D]: the inverse of `_together`."""
+    """[G, W, H, D]: the inverse of `_fold_heads`."""
     return product.view(rows, -1, width, product.shape[-1]).transpose(1, 2)

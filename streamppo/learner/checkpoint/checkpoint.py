@@ -212,7 +212,7 @@ def load(
     """Load one checkpoint in place, RNG included; each rank verifies the files that it reads. A collective.
 
     A rank fetches missing files from `copies`. Raises `CheckpointError` on all ranks if another number of ranks wrote
-    the checkpoint, or if a rank lacks a file; `Damaged` if a file is damaged, or not of the run's `past`.
+    the checkpoint, or if a rank lacks a file; `DamagedFile` if a file is damaged, or not of the run's `past`.
     """
     parameter = next(trained.policy.parameters())
     writer = rank_in_copy(parameter.device_mesh) if isinstance(parameter, DTensor) else dist.get_rank()

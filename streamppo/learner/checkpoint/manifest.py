@@ -88,7 +88,7 @@ def write(folder: Path, state: CheckpointState, files: CheckpointFiles) -> None:
 
 
 def read(path: Path, past: "History | None" = None) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises `Damaged`, also if it is not of the run's `past`."""
+    """The manifest of the checkpoint at `path`. Raises `DamagedFile`, also if it is not of the run's `past`."""
     try:
         with durable.reading(path / MANIFEST) as file:
             manifest = msgspec.json.decode(file.read(), type=Manifest)
@@ -111,8 +111,8 @@ def verify(
     """Verify the files that `rank` reads in the checkpoint at `path`, and return its state.
 
     They are its own files and those of the rank `shards_of`, which wrote its shards if the model has several replicas.
-    `fetch` (version, name, folder), if given, fetches missing and damaged files. Raises `Damaged`, also if the weights
-    are not of the run's `past`, or `CheckpointError` for a missing file; both name the file.
+    `fetch` (version, name, folder), if given, fetches missing and damaged files. Raises `DamagedFile`, also if the
+    weights are not of the run's `past`, or `CheckpointError` for a missing file; both name the file.
     """
     if fetch is not None and not (path / MANIFEST).is_file():
         fetch(path.name, MANIFEST, path)
@@ -153,7 +153,7 @@ def is_of(path: Path, past: "History | None") -> bool:
 def verify_whole(path: Path, past: "History | None" = None) -> CheckpointState:
     """Verify the files of every rank in the checkpoint at `path`, and return its state.
 
-    Raises `Damaged`, also if it is not of the run's `past`, or `CheckpointError` for a missing file.
+    Raises `DamagedFile`, also if it is not of the run's `past`, or `CheckpointError` for a missing file.
     """
     state = read(path, past).state
     for rank in range(state.ranks):

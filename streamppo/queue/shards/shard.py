@@ -38,7 +38,7 @@ from streamppo.queue.token_limits import limits_of
 from streamppo.types import Batch, Identity, TokenRecord, Trajectory, WireStruct, decode, encode, floats, ints
 
 LearnedRef: TypeAlias = "ObjectRef[bytes]"
-"""An encoded `Learned` of a whole batch, in the object store."""
+"""An encoded `TokenRecord` of a whole batch, in the object store."""
 LEARNED_S = 60.0
 """Seconds for it to come: ranks of which one is out of reach start anew, and publish with another reference."""
 
@@ -80,7 +80,7 @@ class QueueShard:
 
     @ray.method
     async def store(self, trajectories: bytes) -> bytes:
-        """Write trajectories down, and return their `Record`s in their order.
+        """Write trajectories down, and return their `TrajectoryRecord`s in their order.
 
         The record of one that cannot be trained on says why, and has all of it; nothing is written of it.
         """
@@ -95,7 +95,7 @@ class QueueShard:
 
     @ray.method
     async def take(self, part: bytes) -> BatchRef:
-        """The trajectories of an encoded `Part`."""
+        """The trajectories of an encoded `BatchPart`."""
         named = decode(part, BatchPart)
         return await self._handout.batch(named.version, lambda: self._batch(named))
 
@@ -115,7 +115,7 @@ class QueueShard:
     async def archive(self, part: bytes, learned: "list[LearnedRef]") -> bytes:
         """Write them to a file of the archive that has no name yet, with the learner's numbers of their tokens.
 
-        `learned` is a reference of those of the whole batch, if there is one. Returns a `Written`. Raises
+        `learned` is a reference of those of the whole batch, if there is one. Returns a `WrittenFile`. Raises
         `TimeoutError` for a reference of a rank that cannot be reached: Ray alone waits for minutes.
         """
         async with asyncio.timeout(LEARNED_S):
@@ -129,7 +129,7 @@ class QueueShard:
 
     @ray.method
     async def report(self) -> bytes:
-        """The time that was spent here, by phase: a `Spent` by the name of each."""
+        """The time that was spent here, by phase: a `PhaseTime` by the name of each."""
         return encode(process.spent())
 
     # --- the pieces ------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Shards:
         return sorted(found.items())
 
     def _parts(self, batch: Batch) -> list[tuple[int, bytes]]:
-        """The shards that have a part of a batch of records, each with its encoded `Part`."""
+        """The shards that have a part of a batch of records, each with its encoded `BatchPart`."""
         records = batch.trajectories
         ends = np.cumsum([0, *(one.num_tokens for one in records)]).astype("<i8").tobytes()
         return [

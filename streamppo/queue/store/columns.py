@@ -71,7 +71,7 @@ class Attributes(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
 
 
 def verify(columns: Mapping[str, Column], attributes: Attributes) -> None:
-    """Raise `ValueError` or `LookupError` for columns that `of_batch` never gives: they lead out of each other."""
+    """Raise `ValueError` or `LookupError` for columns that `batch_columns` never gives: they lead out of each other."""
     rows, offsets = len(columns["reward"]), {name for name in columns if name.endswith("offsets")}
     for name, column in columns.items():
         if column.dtype.name not in (("int64",) if name in offsets else TYPES.get(name, ())):

@@ -1,7 +1,7 @@
 """The queue's state written down and built again.
 
-drain     all changes since the last call; they go into one transaction of the journal
-rebuild   the inverse: the state as of the last transaction, leases and requests included
+take_changes    all changes since the last call; they go into one transaction of the journal
+rebuild         the inverse: the state as of the last transaction, leases and requests included
 """
 
 import heapq

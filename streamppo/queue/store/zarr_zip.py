@@ -2,7 +2,7 @@
 
 zarr itself takes more than a millisecond of CPU for every array, most of it to hand work to its threads and back; a
 batch has some fifteen arrays. zarr reads these files too. streamppo does not let it: zarr runs whichever codecs a file
-names, one of which unpickles. `unpacked` takes what `packed` writes and nothing else, whoever wrote it.
+names, one of which unpickles. `unpack` takes what `pack` writes and nothing else, whoever wrote it.
 """
 
 # numcodecs has no types.
@@ -32,7 +32,7 @@ TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "floa
 
 
 class Strange(ValueError):
-    """A file is not as `packed` writes it."""
+    """A file is not as `pack` writes it."""
 
 
 class ColumnMetadata(msgspec.Struct):
@@ -51,7 +51,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def pack(columns: Mapping[str, NDArray[np.generic]], attributes: Mapping[str, object]) -> memoryview:
-    """The content of a file with `columns`, each as one chunk, and `attributes`. `unpacked` takes it, however large."""
+    """The content of a file with `columns`, each as one chunk, and `attributes`. `unpack` takes it, however large."""
     assert len(columns) <= MOST_COLUMNS, "more columns than are read"
     contents = {name: _compress(column) for name, column in columns.items()}
     if _is_bomb(sum(one.nbytes for one in columns.values()), sum(map(len, contents.values()))):
@@ -90,7 +90,7 @@ def _is_bomb(total: int, size: int) -> bool:
 
 
 def unpack(file: BinaryIO) -> tuple[dict[str, NDArray[np.generic]], msgspec.Raw]:
-    """The columns and the attributes of a file, as JSON: the inverse of `packed`. Raises `Strange` for any other file.
+    """The columns and the attributes of a file, as JSON: the inverse of `pack`. Raises `Strange` for any other file.
 
     Every size is looked at before memory is taken for it.
     """
@@ -125,7 +125,7 @@ def _unpack(file: zipfile.ZipFile, size: int) -> tuple[dict[str, NDArray[np.gene
 
 
 def _read_description(content: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """The type and the shape of a column whose metadata are those that `packed` writes for them."""
+    """The type and the shape of a column whose metadata are those that `pack` writes for them."""
     told = msgspec.json.decode(content, type=ColumnMetadata)
     if told.data_type not in TYPES or not 1 <= len(told.shape) <= 2:
         raise Strange(f"a column of {told.data_type!r} with the shape {told.shape}")

@@ -7,8 +7,8 @@
 
     between two steps:   swap weights if new ones are there  ->  admit waiting requests into free rows  ->  step
 
-One coroutine, `_drive`, touches all state. Only the arithmetic of its steps runs in a thread, so that the actor's event
-loop stays free for rewards and deliveries.
+One coroutine, `_run_loop`, touches all state. Only the arithmetic of its steps runs in a thread, so that the actor's
+event loop stays free for rewards and deliveries.
 """
 
 import asyncio

@@ -290,7 +290,7 @@ async def _send(send: Send, body: bytes, *, last: bool = False) -> None:
 
 
 async def _body(request: HttpRequest) -> Body:
-    """Read a body that is JSON, of `BODY_BYTES` at most. Raises `Refused`."""
+    """Read a body that is JSON, of `BODY_BYTES` at most. Raises `RequestRefused`."""
     parts, size = list[bytes](), 0
     async for part in request.stream():
         size += len(part)

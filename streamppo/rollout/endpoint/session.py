@@ -144,7 +144,7 @@ class Session:
     # --- requests --------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> Turn:
-        """Begin the turn that answers a request, or join one that nobody listens to. Raises `Refused`.
+        """Begin the turn that answers a request, or join one that nobody listens to. Raises `RequestRefused`.
 
         The caller listens to it, until it calls `leave`.
         """
@@ -178,7 +178,7 @@ class Session:
             self._counts["disconnected"] += 1
 
     def give(self, reward: float, turn_id: str = "") -> None:
-        """Add a reward: of the run, or of one turn by its id. Raises `Refused`."""
+        """Add a reward: of the run, or of one turn by its id. Raises `RequestRefused`."""
         if self.ended:
             raise refusal.ended()
         if not turn_id:
@@ -198,7 +198,7 @@ class Session:
                 turn.task.cancel()
 
     def _followed(self, request: Request) -> Request:
-        """Put the messages up to the answer that a request goes on from before its own. Raises `Refused`."""
+        """Put the messages up to the answer that a request goes on from before its own. Raises `RequestRefused`."""
         if not request.after:
             return request
         turn = next((one for one in self.turns if one.id == request.after), None)
@@ -316,7 +316,7 @@ class Session:
     async def _admitted(self, request: Request) -> tuple[TreePlace, Ints, int]:
         """Wait until the row has room for the turn; its place, what is new of its context, and its most tokens.
 
-        Raises `Refused` if there will be none.
+        Raises `RequestRefused` if there will be none.
         """
         limits = self._limits
         wanted = min(self._sampling.max_tokens, request.max_tokens or self._sampling.max_tokens)

@@ -184,7 +184,7 @@ class SGLangEngine:
             self._life.end.set_result(why)
 
     async def _until_death(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`, which dies with SGLang. Raises `Died`."""
+        """Return the result of `work`, which dies with SGLang. Raises `SGLangDied`."""
         end = self._life.end
         call = asyncio.ensure_future(work)
         self._cancel_calls.add(call.cancel)

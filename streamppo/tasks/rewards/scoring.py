@@ -189,7 +189,7 @@ def detect(scorer: choices.FunctionScorer) -> tuple[signature.Signature, bool]:
 
 
 def describe(scorer: choices.FunctionScorer, how: signature.Signature, *, in_actor: bool) -> str:
-    """Describe the findings of `recognised` for people."""
+    """Describe the findings of `detect` for people."""
     kind = f"{'async' if how.is_async else 'sync'}, {how.style} signature"
     return f"{scorer.function} ({kind}), in {'the actor' if in_actor else 'processes of its own'}"
 

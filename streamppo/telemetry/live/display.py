@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Display(Protocol):
-    """Shows people a run as `Record` tells of it."""
+    """Shows people a run as `RunRecord` tells of it."""
 
     reports_s: float
     """Seconds between two reports of queue and engines that it asks for."""

@@ -4,8 +4,8 @@
     any of them -> an error of the library: ended (1), its traceback in the log
     all but following -> longer than its limit: ended (1), the place where it hangs in the log
 
-Standard input begins with the `Run` in a line, and ends when the driver ends, however that happens. The driver's own
-limit at its end is `CLOSE_S`; the limit here is for a driver that is not there any more.
+Standard input begins with the `TrackedRun` in a line, and ends when the driver ends, however that happens. The driver's
+own limit at its end is `CLOSE_S`; the limit here is for a driver that is not there any more.
 """
 
 import faulthandler

@@ -40,7 +40,7 @@ class Dialect(Protocol):
     keep_alive: bytes
 
     def read(self, body: Body) -> Request:
-        """Read a request. Raises `Refused`."""
+        """Read a request. Raises `RequestRefused`."""
         ...
 
     def whole(self, turn: Turn, model: str) -> Body:
@@ -57,7 +57,7 @@ class Dialect(Protocol):
 
 
 def refuse(body: Body, name: str, why: str, *allowed: object) -> None:
-    """Refuse a request that sets a parameter to something but `allowed`, nothing or a default. Raises `Refused`."""
+    """Raise `RequestRefused` for a request that sets a parameter to something but `allowed`, nothing or a default."""
     given = body.get(name)
     if given not in (None, [], {}, False, *allowed):
         raise refusal.bad(f"{name} is not possible here: {why}", "unusable parameter")
@@ -69,14 +69,14 @@ def ignored(body: Body) -> tuple[str, ...]:
 
 
 def listed(value: object, name: str) -> Sequence[Body]:
-    """Return a list of objects. Raises `Refused` if it is none."""
+    """Return a list of objects. Raises `RequestRefused` if it is none."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise refusal.bad(f"{name} is a list of objects")
     return cast("Sequence[Body]", value)
 
 
 def text(content: object, where: str) -> str:
-    """Return the text of a message's content: a text, or a list of parts that are texts. Raises `Refused`."""
+    """Return the text of a message's content: a text, or a list of parts that are texts. Raises `RequestRefused`."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(_part(one, where) for one in listed(content, f"the content of {where}"))
@@ -90,7 +90,7 @@ def _part(part: Body, where: str) -> str:
 
 
 def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
-    """Make a tool call as chat templates take it: with arguments that are values. Raises `Refused` without a name."""
+    """Make a tool call as chat templates take it: its arguments are values. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
         raise refusal.bad("a tool call has no name")
     try:
@@ -101,7 +101,7 @@ def call(one_id: object, name: object, arguments: object) -> dict[str, Any]:
 
 
 def tool(name: object, description: object, parameters: object) -> dict[str, Any]:
-    """Make a tool as chat templates take it. Raises `Refused` without a name."""
+    """Make a tool as chat templates take it. Raises `RequestRefused` without a name."""
     if not isinstance(name, str) or not name:
         raise refusal.bad("a tool has no name")
     about = {"description": description} if isinstance(description, str) else {}
@@ -109,7 +109,7 @@ def tool(name: object, description: object, parameters: object) -> dict[str, Any
 
 
 def most_tokens(body: Body, *names: str) -> int | None:
-    """Return the first of the named bounds that is set. Raises `Refused` for one that is no number above 0."""
+    """Return the first of the named bounds that is set. Raises `RequestRefused` for one that is no number above 0."""
     for name in names:
         given = body.get(name)
         if given is None:

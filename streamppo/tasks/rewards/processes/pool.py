@@ -69,7 +69,7 @@ class Pool(ABC):
 
     @abstractmethod
     async def run(self, texts: Texts, columns: Columns, left_s: float) -> tuple[Outcome, ...]:
-        """Run a call in some process. Raises `Lost` and `Orphaned`."""
+        """Run a call in some process. Raises `CallLost` and `Orphaned`."""
 
     async def call(self, texts: Texts, columns: Columns) -> tuple[Outcome, ...]:
         """Return one outcome for each text. Raises `TaskError` if there can be no process any more."""

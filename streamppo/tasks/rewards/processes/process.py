@@ -43,7 +43,7 @@ class Process:
 
         The process is held then, unless steps of other calls kept it busy.
 
-        Raises `Lost` and `Orphaned`, and one of `UNSENDABLE`.
+        Raises `CallLost` and `Orphaned`, and one of `UNSENDABLE`.
         """
         message = frame(call)
         answer: Answers = asyncio.get_running_loop().create_future()
