@@ -73,6 +73,12 @@ def _trajectory(generator: np.random.Generator, number: int, version: int) -> Tr
     count, prompt = int(generator.integers(1, 9)), int(generator.integers(1, 6))
     mask = generator.random(count) < 0.8
     mask[-1] = True
+    return drawn_row(generator, number, version, prompt, mask)
+
+
+def drawn_row(generator: np.random.Generator, number: int, version: int, prompt: int, mask: np.ndarray) -> Trajectory:
+    """Row `number` of a batch: `prompt` tokens and a completion with this mask, of versions up to `version`."""
+    count = len(mask)
     return Trajectory(
         identity=Identity(task="t", prompt=number // 2, sample=number % 2),
         actor="rollout-0",

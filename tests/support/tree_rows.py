@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from streamppo.learner.batch.padded import PaddedBatch, pad
 from streamppo.learner.model.policy import Part, Policy, PolicyOutput, empty_output
-from streamppo.types import Batch, Identity, Trajectory, branches
+from streamppo.types import Batch, Trajectory, branches
 
 
 def batch(rows: int = case.BATCH, seed: int = 0, *, version: int = 3, longest: int = 14, linear: int = 2) -> Batch:
@@ -32,18 +32,7 @@ def _trajectory(
         starts = generator.choice(count - 1, int(generator.integers(1, 5)), replace=False)
         pairs = [(int(at) + prompt, int(generator.integers(-1, at + prompt - 1))) for at in sorted(starts)]
         mask[starts] = False
-    return Trajectory(
-        identity=Identity(task="t", prompt=number // 2, sample=number % 2),
-        actor="rollout-0",
-        prompt_tokens=generator.integers(2, 17, prompt).astype(np.int32).tobytes(),
-        tokens=generator.integers(1, 17, count).astype(np.int32).tobytes(),
-        logprobs=(-generator.random(count) * 4).astype(np.float32).tobytes(),
-        versions=np.sort(generator.integers(0, version + 1, count)).astype(np.int32).tobytes(),
-        mask=mask.tobytes(),
-        finish="length" if generator.random() < 0.3 else "stop",
-        reward=float(generator.normal()),
-        branches=branches.column(pairs),
-    )
+    return replace(case.drawn_row(generator, number, version, prompt, mask), branches=branches.column(pairs))
 
 
 class Leaf(NamedTuple):

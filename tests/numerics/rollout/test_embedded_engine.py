@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_decoders import SMALL, disturbed, tensors
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.errors import ModelError, WeightsError
@@ -23,18 +24,6 @@ from streamppo.rollout.engine import Completion, Cuts, Sampling
 from streamppo.weights import content as content_module
 from streamppo.weights.content import hash_tensor
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -53,17 +42,7 @@ MODELS = {
 
 
 def make(name: str = "qwen2", seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    model = MODELS[name]().eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "bias" in parameter_name or "norm" in parameter_name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def tensors(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return disturbed(MODELS[name], seed)
 
 
 def engine(model: Any, *, slots: int = 4, eos: int = 1, **options: Any) -> EmbeddedEngine:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_decoders import SMALL, disturbed, tensors
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from streamppo.rollout.embedded import prefixes
@@ -26,18 +27,6 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "LEAST", 1)
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 MODELS = {
     "llama-yarn": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=YARN)),
@@ -47,17 +36,7 @@ MODELS = {
 
 
 def make(name: str = "qwen2", seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    model = MODELS[name]().eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "bias" in parameter_name or "norm" in parameter_name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def tensors(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return disturbed(MODELS[name], seed)
 
 
 def engine(model: Any, *, slots: int = 4, turns: bool = True, **options: Any) -> EmbeddedEngine:
@@ -69,6 +48,15 @@ def engine(model: Any, *, slots: int = 4, turns: bool = True, **options: Any) ->
 
 def text(count: int, seed: int) -> Ints:
     return np.random.default_rng(seed).integers(2, 37, count).astype(np.int32)
+
+
+async def begun(running: EmbeddedEngine, prompt: Ints) -> asyncio.Task[Completion]:
+    """Begin a long completion, and wait until three of its tokens are sampled."""
+    task = asyncio.create_task(running.generate(prompt, Sampling(200)))
+    begin = running.usage().tokens
+    while running.usage().tokens < begin + 3:
+        await asyncio.sleep(0)
+    return task
 
 
 def check(model: Any, prompt: Ints, done: Completion, atol: float = 3e-5) -> None:
@@ -173,10 +161,7 @@ def test_a_branch_from_a_running_row_copies_what_it_shares() -> None:
         root = text(40, 1)
         first = await running.generate(root, Sampling(5))
         context = np.concatenate([root, first.tokens, text(3, 2)])
-        long = asyncio.create_task(running.generate(context, Sampling(200)))
-        begin = running.usage().tokens
-        while running.usage().tokens < begin + 3:
-            await asyncio.sleep(0)
+        long = await begun(running, context)
         before = computed(running)
         prompt = np.concatenate([context[:46], text(4, 3)])
         check(model, prompt, await running.generate(prompt, Sampling(5)))
@@ -305,10 +290,7 @@ def test_a_cancelled_turn_leaves_a_row_that_is_continued_rightly() -> None:
         root = text(10, 1)
         first = await running.generate(root, Sampling(6))
         prompt = np.concatenate([root, first.tokens, text(3, 2)])
-        dead = asyncio.create_task(running.generate(prompt, Sampling(200)))
-        begin = running.usage().tokens
-        while running.usage().tokens < begin + 3:
-            await asyncio.sleep(0)
+        dead = await begun(running, prompt)
         dead.cancel()
         await asyncio.sleep(0.05)
         before = computed(running)

@@ -1,0 +1,35 @@
+"""Small models of the embedded engine's families, with biases and norms that are not those of a new model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def disturbed(make: Callable[[], Any], seed: int) -> Any:
+    """The model that `make` builds under `seed`."""
+    torch.manual_seed(seed)
+    model = make().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "bias" in parameter_name or "norm" in parameter_name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of its parameters, by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
