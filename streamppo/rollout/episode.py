@@ -10,7 +10,7 @@ Sampled tokens are kept as they were sampled; observations are tokenised on thei
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 from msgspec import structs
@@ -18,8 +18,6 @@ from msgspec import structs
 from streamppo.config.task import AgentEnvironment, AnyEnvironment
 from streamppo.config.task import Environment as EnvironmentConfig
 from streamppo.errors import ModelError, TaskError
-from streamppo.rollout.agents import Agents
-from streamppo.rollout.endpoint.session import SampledPolicy
 from streamppo.rollout.engine import Completion, Cuts, Engine, Sampling, TokenCandidates
 from streamppo.tasks import environments
 from streamppo.tasks.environments import Done, EnvSession
@@ -40,6 +38,9 @@ from streamppo.types import (
     flags,
     utf8_safe,
 )
+
+if TYPE_CHECKING:
+    from streamppo.rollout.agents import Agents
 
 FAILURES = (TaskError, ModelError)
 """Errors that cost one trajectory and nothing else, while it is played or scored."""
@@ -186,7 +187,11 @@ class Player:
         self._stalls: EventLoopStalls | None = None
         self._environment = environment if isinstance(environment, EnvironmentConfig) else None
         if isinstance(environment, AgentEnvironment):
-            self.agents = Agents(SampledPolicy(engine, tokenizer, stop), environment, scored=scored)
+            # Brings a web server, which other runs never start.
+            from streamppo.rollout import agents
+            from streamppo.rollout.endpoint.session import SampledPolicy
+
+            self.agents = agents.Agents(SampledPolicy(engine, tokenizer, stop), environment, scored=scored)
         if self._environment:
             self._make = environments.load(self._environment)
             self._stalls = EventLoopStalls(self._environment.name, self._environment.timeout_s)

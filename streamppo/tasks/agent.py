@@ -13,13 +13,11 @@ the explanation of a reward.
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import io
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import IO, Any, cast
@@ -32,7 +30,7 @@ from streamppo.errors import TaskError
 from streamppo.tasks import plugins
 from streamppo.tasks.environments import Done
 from streamppo.tasks.rewards.outcome import plain
-from streamppo.tasks.rewards.processes.reaper import PR_SET_CHILD_SUBREAPER
+from streamppo.tasks.rewards.processes import reaper
 from streamppo.types import Reward, ScoredText, WireStruct, utf8_safe
 
 CALL = "streamppo/call"
@@ -78,7 +76,7 @@ class Agent:
         call = msgspec.json.decode(str(columns.pop(CALL)), type=AgentCall)
         if self._runner is None:
             self._runner = asyncio.Runner()
-            _adopt_orphans()
+            reaper.adopt_orphans()
         shown = msgspec.json.encode([one.plain() for one in trajectory.messages]).decode()
         os.environ |= variables(call, shown if trajectory.messages else trajectory.prompt)
         try:
@@ -201,12 +199,6 @@ def end_children() -> None:
             pass
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of what a run's processes leave behind, so that it is found. Linux alone has this."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
 def _asked_for(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
     """Choose what a function names, or all of it with **kwargs."""
     parameters = inspect.signature(function).parameters
@@ -253,10 +245,9 @@ def _last_line(text: str) -> object:
         found = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or "reward" not in found:
         return None
-    components = {name: value for name, value in found.get("components", {}).items()} if "reward" in found else {}
-    return Done(found["reward"], components, str(found.get("explanation", ""))) if "reward" in found else None
+    return Done(found["reward"], dict(found.get("components", {}).items()), str(found.get("explanation", "")))
 
 
 def _outcome(value: object) -> AgentOutcome:

@@ -66,9 +66,10 @@ def _play(source: str, prompt: Prompt, config: Config, tokenizer: Tokenizer) -> 
     assert environment is not None
     engine = cast(Engine, Answers(tokenizer, prompt))
     try:
-        limited = structs.replace(environment, max_turns=min(TURNS, environment.max_turns))
-        if isinstance(environment, AgentEnvironment):
-            limited = environment
+        is_agent = isinstance(environment, AgentEnvironment)
+        # An agent makes as many requests as it has to.
+        turns = environment.max_turns if is_agent else min(TURNS, environment.max_turns)
+        limited = structs.replace(environment, max_turns=turns)
         player = Player(engine, tokenizer, limited, scored=bool(config.reward.scorers))
         episode = asyncio.run(_play_to_the_end(player, prompt, Sampling(environment.max_tokens)))
         if episode.opening is not None and episode.opening.messages and not episode.observations:

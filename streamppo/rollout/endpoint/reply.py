@@ -12,8 +12,8 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from jinja2 import TemplateError
 
@@ -48,8 +48,13 @@ class Reply(NamedTuple):
     def message(self) -> Message:
         """The message as a program sends it back."""
         calls = tuple({"id": one.id, "function": {"name": one.name, "arguments": one.arguments}} for one in self.calls)
-        fields = {"reasoning_content": self.reasoning} if self.reasoning else {}
-        return Message(role="assistant", content=self.content or None, tool_calls=calls, fields=fields)
+        return assistant(self.content, calls, self.reasoning)
+
+
+def assistant(content: str, calls: Iterable[dict[str, Any]], reasoning: object) -> Message:
+    """Make an assistant's message; a `reasoning` that is no text is left out."""
+    fields = {"reasoning_content": reasoning} if isinstance(reasoning, str) and reasoning else {}
+    return Message(role="assistant", content=content or None, tool_calls=tuple(calls), fields=fields)
 
 
 def read(text: str, *, opened: bool = False, parse: Parse | None = None) -> Reply:

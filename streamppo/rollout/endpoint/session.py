@@ -67,7 +67,8 @@ class Request(NamedTuple):
 class Turn:
     """A turn of the policy: under way, or ended with `reply`. `listeners` are the connections that wait for it.
 
-    `number` counts from 1 in the order in which turns ended; a turn under way has 0.
+    `number` counts from 1 in the order in which turns ended; a turn under way has 0. `ended_before` are the turns that
+    had ended when its context was looked up.
     """
 
     id: str
@@ -76,6 +77,7 @@ class Turn:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     listeners: int = 0
     number: int = 0
+    ended_before: int = 0
     context: int = 0
     partial: Reply = NO_REPLY
     shown_s: float = 0.0
@@ -259,6 +261,7 @@ class Session:
     async def _sample(self, turn: Turn) -> None:
         request = turn.request
         place, rest, tokens = await self._admitted(request)
+        turn.ended_before = len(self.turns)
         reserved = max(1, len(rest)) + tokens
         self._reserved += reserved
         try:
@@ -277,11 +280,12 @@ class Session:
     def _store(self, turn: Turn, place: TreePlace, rest: Ints, context: Ints, completion: Completion) -> None:
         """Add a completion to row and tree, behind as much of its context as is stored."""
         request, setting = turn.request, turn.request.setting
-        # Another turn may have stored more of it meanwhile.
-        later = self._tree.match(request.messages, setting)
-        rest_later = self._render(later, request)
-        if np.array_equal(np.concatenate([self.row.context(later.at), rest_later]), context):
-            place, rest = later, rest_later
+        if len(self.turns) > turn.ended_before:
+            # Another turn may have stored more of it meanwhile.
+            later = self._tree.match(request.messages, setting)
+            rest_later = self._render(later, request)
+            if np.array_equal(np.concatenate([self.row.context(later.at), rest_later]), context):
+                place, rest = later, rest_later
         opened, ended = self.row.add(place.at, rest, completion, len(self.turns) + 1)
         turn.new = tuple(place.rest)
         assert np.array_equal(self.row.context(opened), context), "the engine has seen what the row stores"

@@ -63,7 +63,7 @@ class Tree:
         """Find the longest beginning of a request that is stored; of several the newest one."""
         best, frontier = TreePlace(ROOT, NOTHING, messages), [ROOT]
         for count, message in enumerate(messages, 1):
-            frontier = self._next(frontier, message, _first_key(setting) if count == 1 else b"")
+            frontier = self._next(frontier, message, _hash(setting) if count == 1 else b"")
             if not frontier:
                 break
             places, rest = (self._ended, messages[count:]) if count < len(messages) else (self._opened, ())
@@ -88,7 +88,7 @@ class Tree:
         """
         node, begin = after.node, len(messages) - len(after.rest)
         for count, message in enumerate(after.rest, begin + 1):
-            node = self._child(node, message, _first_key(setting) if count == 1 else b"")
+            node = self._child(node, message, _hash(setting) if count == 1 else b"")
         self._opened.setdefault(node, opened)
         made = self._made(node, digest(answer), answer)
         self._ended[made] = ended
@@ -158,10 +158,6 @@ def _value(arguments: object) -> object:
 def _reasoning(message: Message) -> str:
     given = (message.fields.get(name) for name in THOUGHTS)
     return next((one.strip() for one in given if isinstance(one, str) and one.strip()), "")
-
-
-def _first_key(setting: object) -> bytes:
-    return _hash(setting)
 
 
 def _hash(value: object) -> bytes:

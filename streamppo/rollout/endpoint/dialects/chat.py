@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint import refusal, reply
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.wire import Body
 from streamppo.rollout.endpoint.refusal import RequestRefused
@@ -112,7 +112,7 @@ def _message(item: Body) -> Message:
     name = item.get("name")
     if role == "assistant":
         calls = [_read_call(one) for one in wire.listed(item.get("tool_calls") or [], "tool_calls")]
-        return wire.assistant(content, calls, item.get("reasoning_content") or item.get("reasoning"))
+        return reply.assistant(content, calls, item.get("reasoning_content") or item.get("reasoning"))
     return Message(
         role=ROLES[role],
         content=content,

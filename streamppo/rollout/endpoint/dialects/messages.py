@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint import refusal, reply
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import STOP
 from streamppo.rollout.endpoint.dialects.wire import Body
@@ -152,7 +152,7 @@ def _assistant(blocks: Any) -> Message:
     ]
     known = ("thinking", "redacted_thinking", "tool_use")
     said = wire.text([one for one in blocks if one.get("type") not in known], "a message of the assistant")
-    return wire.assistant(said, calls, "".join(str(one.get("thinking", "")) for one in thoughts))
+    return reply.assistant(said, calls, "".join(str(one.get("thinking", "")) for one in thoughts))
 
 
 def _tool(item: Body) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from streamppo.rollout.endpoint import refusal
+from streamppo.rollout.endpoint import refusal, reply
 from streamppo.rollout.endpoint.dialects import wire
 from streamppo.rollout.endpoint.dialects.chat import FORMAT, ROLES, Chat
 from streamppo.rollout.endpoint.dialects.wire import Body
@@ -185,7 +185,7 @@ def _assistant(parts: Sequence[Body]) -> Message:
         for part in wire.listed(one.get("content") or [], "content")
     ]
     text = "".join(wire.text(one.get("content"), "a message of the assistant") for one in said)
-    made = wire.assistant(text, calls, "".join(thoughts))
+    made = reply.assistant(text, calls, "".join(thoughts))
     name = next((one["id"] for one in said if isinstance(one.get("id"), str)), "")
     return Message(
         role=made.role,

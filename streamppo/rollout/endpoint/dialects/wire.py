@@ -9,7 +9,6 @@ from streamppo.rollout.endpoint import refusal
 from streamppo.rollout.endpoint.refusal import RequestRefused
 from streamppo.rollout.endpoint.reply import Reply
 from streamppo.rollout.endpoint.session import Request, Turn
-from streamppo.types import Message
 
 MODEL = "policy"
 """The model's name, where a request has none."""
@@ -118,12 +117,6 @@ def most_tokens(body: Body, *names: str) -> int | None:
             raise refusal.bad(f"{name} is a number of tokens above 0, not {given!r}")
         return given
     return None
-
-
-def assistant(content: str, calls: Sequence[dict[str, Any]], reasoning: object) -> Message:
-    """Make an assistant's message."""
-    fields = {"reasoning_content": reasoning} if isinstance(reasoning, str) and reasoning else {}
-    return Message(role="assistant", content=content or None, tool_calls=tuple(calls), fields=fields)
 
 
 def arguments_of(body: Body) -> Body:

@@ -25,13 +25,19 @@ ROUND_S, ROUNDS = 0.01, 500
 """Between two looks for what is left below, and so many looks: processes may fork while they are killed."""
 
 
+def adopt_orphans() -> None:
+    """Become the parent of every orphan below this process, so that it is found. Linux alone has this."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
 def stand() -> None:
     """Return in a fork of this process, of which this process becomes the reaper."""
     if sys.platform != "linux":
         return
     actor, reaper = os.getppid(), os.getpid()
     die_with_parent(signal.SIGCONT)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     template = os.fork()
     if template == 0:
         os.setsid()
