@@ -23,7 +23,7 @@ from streamppo.commands.checks import quick
 from streamppo.config import change, consent
 from streamppo.config import file as configfile
 from streamppo.config.sections import Config
-from streamppo.driver import completion, lock
+from streamppo.driver import completion, lock, threads
 from streamppo.driver.interrupts import Interrupts
 from streamppo.errors import StreamppoError
 
@@ -74,7 +74,7 @@ def _begin(request: Request, channel: socket.socket) -> int:
 
 def _resume(request: Request, channel: socket.socket) -> int:
     folder = configfile.existing(Path(request.folder))
-    config = configfile.load(folder / configfile.CONFIG, request.overrides)
+    config = threads.kept(configfile.load(folder / configfile.CONFIG, request.overrides), folder)
     with lock.driver_lock(folder):
         if complete := completion.sentence(config, folder):
             channel.sendall(line(Told(folder=str(folder))))

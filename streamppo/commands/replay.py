@@ -21,7 +21,7 @@ from streamppo.commands.echo import console, echo, table
 from streamppo.config import file as configfile
 from streamppo.config.change import moved
 from streamppo.config.sections import Config, model_path
-from streamppo.driver import orphans
+from streamppo.driver import orphans, threads
 from streamppo.driver.actors import make_ranks
 from streamppo.driver.cluster import describe, here, init_ray
 from streamppo.driver.placement import Placement
@@ -99,7 +99,7 @@ def replay(run: Path, to: int | None, changes: Sequence[str]) -> int:
 def _changed(recorded: Config, present: Config, changes: Sequence[str]) -> Config:
     """A recorded configuration with `changes`, and with the `present` places of files that were moved since."""
     places = [f"{name}={json.dumps(place)}" for name, place in moved(recorded, present).items()]
-    return configfile.change(recorded, [*places, *changes])
+    return threads.resolved(configfile.change(recorded, [*places, *changes]), recorded.learner.threads)
 
 
 def _remake(run: Path, past: History, last: int, mark: str) -> tuple[dict[int, str], list[UpdateReport]]:

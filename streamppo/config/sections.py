@@ -101,6 +101,8 @@ class Rollout(Machine, frozen=True):
 
     engine: EmbeddedEngine | SGLangEngine = EmbeddedEngine()
     """The engine that samples the tokens."""
+    threads: Positive = 1
+    """CPU threads."""
     actors: Positive = 1
     """Rollout actors; `streamppo scale` changes the number while the run goes on."""
     in_flight: Positive = 64

@@ -62,7 +62,7 @@ class Learner:
 
     def configure(self, config: Config) -> None:
         """Replace the configuration, and rebuild or update everything that depends on it."""
-        torch.set_num_threads(config.learner.threads)
+        torch.set_num_threads(config.learner.thread_count)
         optimizer.configure(self.optimizer, config)
         self.policy.temperature = config.rollout.temperature
         self.policy.float32_head = config.model.float32_head

@@ -66,7 +66,7 @@ class Rank:
         self._build = build
         self._built: Learner | None = None
         self._history = History({0: self._config})
-        torch.set_num_threads(self._config.learner.threads)
+        torch.set_num_threads(self._config.learner.thread_count)
         transformers.utils.logging.disable_progress_bar()
 
     @ray.method
