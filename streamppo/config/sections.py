@@ -66,8 +66,8 @@ class Model(Section, frozen=True):
     """With sdpa, the learner computes a prompt once for its samples in a micro-batch, where that is less work."""
     float32_router: bool = False
     """Scores of experts are a float32 product even in bfloat16, in the learner."""
-    gradient_checkpointing: Literal["off", "full", "offloaded"] = "off"
-    """Compute activations again in the backward pass, all but a layer's input, which may be on the CPU."""
+    gradient_checkpointing: Literal["auto", "off", "full", "offloaded"] = "auto"
+    """Compute activations again, all but a layer's input (or on the CPU); auto: full on a GPU where they do not fit."""
     compile: bool = False
     """Compile each layer of the learner with torch.compile: a warm-up of minutes, then faster on a GPU."""
     lora: Lora | None = None

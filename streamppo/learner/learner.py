@@ -15,6 +15,7 @@ from streamppo.config.sections import LOCAL, Config
 from streamppo.learner import (
     checkpoint,
     loading,
+    memory,
     objective,
     optimizer,
     policy,
@@ -173,9 +174,8 @@ def build(
     temperature, critic = config.rollout.temperature, config.algorithm.critic.model
     slices = ulysses.slices_of(mesh.device_type, config.learner.mesh)
     lora, offload = config.model.lora, config.learner.offload
-    loaded = loading.load(
-        config.model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices
-    )
+    model = memory.choose_checkpointing(config, model_path, mesh.device_type)
+    loaded = loading.load(model, model_path, temperature, mesh, critic, offload=offload, lora=lora, slices=slices)
     loaded.set_context(config.queue.prefix)
     loaded.set_routes(replayed=config.rollout.engine.routes)
     has_moved = resume_from is not None and checkpoint.reference_has_moved(Path(resume_from))
