@@ -85,12 +85,11 @@ def test_a_folder_that_cannot_be_used_is_left_alone_and_named(
     fault: Callable[[Path, pytest.MonkeyPatch], str],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    logged: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO")
     reason = fault(folder, monkeypatch)
     assert process.compile_caches() == {}
-    assert caplog.messages == [f"compiled kernels are not kept for the next run: {folder}: {reason}"]
+    assert logged.messages == [f"compiled kernels are not kept for the next run: {folder}: {reason}"]
 
 
 def test_sglang_on_a_gpu_has_them(folder: Path, math_config: Callable[..., Config]) -> None:

@@ -45,37 +45,35 @@ def test_activations_are_kept_where_a_rank_fits_in_85_percent_of_what_is_free(sh
 
 
 def test_a_rank_chooses_before_it_loads_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
     WIDE.save_pretrained(tmp_path)
     monkeypatch.setattr(memory.dist, "get_rank", lambda: 0)
     config, whole = on_gpu(), needed(on_gpu())
     for free, kind in ((8 * whole, "off"), (whole, "full")):
         monkeypatch.setattr(memory, "_free", lambda _, free=free: free)
-        caplog.clear()
+        logged.clear()
         assert memory.choose_checkpointing(config, str(tmp_path), "cuda").gradient_checkpointing == kind
-        (line,) = caplog.messages
+        (line,) = logged.messages
         numbers = f"about {whole / GIB:.1f} GiB where all activations are kept, {free / GIB:.1f} GiB are free"
         assert line == f'model.gradient_checkpointing = "{kind}": {numbers}'
         # A CPU keeps all and a choice of the user's wins, without a word.
-        caplog.clear()
+        logged.clear()
         assert memory.choose_checkpointing(config, "nowhere", "cpu").gradient_checkpointing == "off"
         for chosen in ("off", "full", "offloaded"):
             own = on_gpu(f"model.gradient_checkpointing={chosen}")
             assert memory.choose_checkpointing(own, "nowhere", "cuda") is own.model
-        assert not caplog.messages
+        assert not logged.messages
 
 
 def test_a_model_whose_memory_is_not_known_keeps_all_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1, "vocab_size": 10}')
     monkeypatch.setattr(memory.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(memory, "_free", lambda _: 1)
     assert memory.choose_checkpointing(on_gpu(), str(tmp_path), "cuda").gradient_checkpointing == "off"
-    assert "what a rank and an engine hold is not known for a MambaConfig" in caplog.text
+    assert "what a rank and an engine hold is not known for a MambaConfig" in logged.text
 
 
 @pytest.mark.usefixtures("alone")

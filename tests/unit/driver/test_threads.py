@@ -120,9 +120,8 @@ def test_the_quota_of_a_container_bounds_its_cores(machine: Machine, tmp_path: P
 
 
 def test_a_run_keeps_its_number_on_a_machine_with_other_cores(
-    machine: Machine, large: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    machine: Machine, large: str, tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
     config = configured(f"model.path={large}")
     run = tmp_path / "run"
     run.mkdir()
@@ -130,7 +129,7 @@ def test_a_run_keeps_its_number_on_a_machine_with_other_cores(
     machine(4)
     begun = threads.chosen(config, run)
     assert begun.learner.threads == 4
-    assert "learner.threads = 4: 26,214,400 parameters, 4 cores, 1 threads of engines" in caplog.text
+    assert "learner.threads = 4: 26,214,400 parameters, 4 cores, 1 threads of engines" in logged.text
     configfile.save(begun, run)
     machine(16)
     # By `resume`, which reads the run's file, by `run --resume`, which reads the user's, and with an override.
@@ -138,7 +137,7 @@ def test_a_run_keeps_its_number_on_a_machine_with_other_cores(
     for given in (configfile.load(run / configfile.CONFIG), config, asked):
         assert threads.chosen(given, run) == begun
         assert change.described(begun, threads.kept(given, run)) == []
-    assert caplog.text.count("learner.threads =") == 1
+    assert logged.text.count("learner.threads =") == 1
     # The user's own number wins.
     assert threads.chosen(configfile.load(run / configfile.CONFIG, ["learner.threads=3"]), run).learner.threads == 3
 
